@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from closeness import approx
 from slow import SLOW
 
 TESTS = Path(__file__).parent
@@ -69,9 +70,9 @@ def test_estimates_of_clusters_on_paper_by_hand() -> None:
         return estimate(10e9, nodes=nodes, cluster=one, cpu_seconds_per_byte=cpu_seconds_per_byte, result_share=0.5)
 
     # 5 shards, each of 2e9 bytes of source, 160 CPU seconds and 3e9 bytes that move.
-    assert on_paper(1) == Estimate(pytest.approx(100.0), pytest.approx(0.1), "compute")
-    assert on_paper(5) == Estimate(pytest.approx(20.0), pytest.approx(0.1), "compute")
+    assert on_paper(1) == Estimate(approx(100.0), approx(0.1), "compute")
+    assert on_paper(5) == Estimate(approx(20.0), approx(0.1), "compute")
     # One node has two shards, the others one: the fifth shard waits.
-    assert on_paper(4) == Estimate(pytest.approx(40.0), pytest.approx(0.16), "shards")
-    assert on_paper(1, 1e-9) == Estimate(pytest.approx(15.0), pytest.approx(0.015), "network")
-    assert on_paper(50).seconds == on_paper(5).seconds and on_paper(50).money == pytest.approx(10 * on_paper(5).money)
+    assert on_paper(4) == Estimate(approx(40.0), approx(0.16), "shards")
+    assert on_paper(1, 1e-9) == Estimate(approx(15.0), approx(0.015), "network")
+    assert on_paper(50).seconds == on_paper(5).seconds and on_paper(50).money == approx(10 * on_paper(5).money)

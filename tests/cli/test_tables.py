@@ -12,6 +12,7 @@ import termios
 from pathlib import Path
 
 import pytest
+from closeness import approx
 from commands import answer, done
 from helpers import Tensor, bf16, gaussian, write_checkpoint
 from hypothesis import given
@@ -139,7 +140,7 @@ def test_summary_adds_up_to_the_totals(source: Path, master: Path) -> None:
         }
         assert sum(int(row["weights"]) for row in rows) == totals["quantized_weights"]
         bits = 8 * sum(int(row["bytes"]) for row in rows) / totals["quantized_weights"]
-        assert bits == pytest.approx(totals["bits_per_weight"])
+        assert bits == approx(totals["bits_per_weight"])
         assert [int(row["bytes"]) for row in rows] == sorted((int(row["bytes"]) for row in rows), reverse=True)
         assert any(line.split()[:2] == ["norm", "keep"] for line in lines)
 

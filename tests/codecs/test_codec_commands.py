@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from calls import make_card, plan_quantize, quantize
-from closeness import assert_near
+from closeness import F32_SOLVED, ORTHOGONAL, approx, assert_near
 from commands import answer, done, refused
 from export_decoders import export_weight
 from helpers import (
@@ -100,7 +100,7 @@ def test_weights_are_stored_as_the_recipe_says_and_decode_to_those_encoded_in_me
         weight, _ = encode_weight(raw, dtype="F32", shape=exact.shape, coder=CODECS[codec].coder(bits))
         assert np.array_equal(values, weight.decode().view(np.float32).reshape(exact.shape)), name
         error = np.square(values - exact, dtype=np.float64).sum() / np.square(exact, dtype=np.float64).sum()
-        assert shown[name]["relative_mse"] == pytest.approx(error, rel=1e-3), name
+        assert shown[name]["relative_mse"] == approx(error, F32_SOLVED), name
 
 
 def test_plan_and_inspect_print_fractional_rates_and_codecs_if_they_are_mixed(folder: Path, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_computed_errors_of_exports_are_those_measured(target: str, folder: Path
         if not CODECS[codec].coder(bits).orthogonal_error:
             assert record.total_mse is None, name
         else:
-            assert record.total_mse == pytest.approx(measured[name].master_mse, rel=0.03), name
+            assert record.total_mse == approx(measured[name].master_mse, ORTHOGONAL), name
 
 
 @pytest.mark.parametrize("packed", [False, True])

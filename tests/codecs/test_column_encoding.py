@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 import trellis_decoder
 from blocks import examples
+from closeness import F32_FEW, F32_MATRIX, F32_SOLVED, each_near, near
 from helpers import gaussian
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,9 +112,9 @@ def test_page_reads_weights_of_the_errors_that_are_measured(rows: int, size: int
     weight, damaged = decoded(codes)
     assert damaged < 0 and np.array_equal(weight, read(codes))
     errors = given.weight.astype(np.float64) - weight
-    assert np.isclose(measures.error, np.square(errors).sum(), rtol=1e-4)
-    assert np.isclose(measures.energy, np.square(given.weight, dtype=np.float64).sum(), rtol=1e-6)
-    assert np.isclose(measures.weighed_error, given.cost(weight), rtol=1e-3)
+    assert near(measures.error, np.square(errors).sum(), F32_MATRIX)
+    assert near(measures.energy, np.square(given.weight, dtype=np.float64).sum(), F32_FEW)
+    assert near(measures.weighed_error, given.cost(weight), F32_SOLVED)
 
 
 def test_strips_have_as_many_superblocks_as_their_columns_need() -> None:
@@ -172,7 +173,7 @@ def test_bits_are_as_expected(rows: int, size: int, bits: int) -> None:
 def test_energies_of_outputs_are_those_of_the_moments() -> None:
     given = problem(300, 70)
     expected = ((given.weight.astype(np.float64) @ given.moments) * given.weight).sum(1)
-    np.testing.assert_allclose(output_energies(given.weight, factorized(given.moments)), expected, rtol=1e-4)
+    assert each_near(output_energies(given.weight, factorized(given.moments)), expected, F32_MATRIX)
 
 
 def test_many_inputs_have_moments_in_blocks_of_whole_superblocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +192,7 @@ def test_many_inputs_have_moments_in_blocks_of_whole_superblocks(monkeypatch: py
     blocks = np.zeros_like(given.moments)
     for part in parts:
         blocks[part, part] = given.moments[part, part]
-    assert np.isclose(measures.weighed_error, given._replace(moments=blocks).cost(whole), rtol=1e-3)
+    assert near(measures.weighed_error, given._replace(moments=blocks).cost(whole), F32_SOLVED)
     monkeypatch.undo()
     together = decoded(given.encode(0.1)[0])[0]
     # The first block is as it would be; the second does not know of the errors of the first.
@@ -250,7 +251,7 @@ def test_special_weights_are_encoded(kind: str, known: bool) -> None:
     assert damaged < 0 and np.array_equal(weight, read(codes))
     assert np.isfinite([*measures]).all()
     errors = given["weight"].astype(np.float64) - weight
-    assert np.isclose(measures.error, np.square(errors).sum(), rtol=1e-3)
+    assert near(measures.error, np.square(errors).sum(), F32_SOLVED)
     if kind == "zero weight":
         assert not weight.any() and (codes.lengths == 7).all()
 

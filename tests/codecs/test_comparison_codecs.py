@@ -10,6 +10,7 @@ import helpers
 import numpy as np
 import numpy.typing as npt
 import pytest
+from closeness import F32_FEW, F32_SUM, approx, each_near, rounding
 from independent_reader import unpack
 
 from pqweights.codecs import lloyd_max
@@ -35,7 +36,7 @@ def definition(name: str, blocks: npt.NDArray[np.float64], bits: int) -> tuple[n
         distance = turned / norms[:, None] * math.sqrt(128)
     nearest = np.abs(distance[:, :, None] - levels).argmin(axis=2)
     gap = np.abs(distance[:, :, None] - (levels[:-1] + levels[1:]) / 2).min(axis=2)
-    return first + nearest, norms, gap > 2e-5 * np.abs(levels).max()
+    return first + nearest, norms, gap > F32_SUM * np.abs(levels).max()
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -49,9 +50,9 @@ def test_codes_and_norms_match_the_definition_and_errors_are_those_of_the_decode
     codes, norms, clear = definition(name, exact, bits)
     assert clear.mean() > 0.98
     assert np.array_equal(unpack(weight.parts[0], bits)[clear], codes[clear])
-    assert np.allclose(weight.parts[1].view(np.float16).reshape(-1).astype(np.float64), norms, rtol=2.0**-11 * 1.001)
+    assert each_near(weight.parts[1].view(np.float16).reshape(-1), norms, rounding("F16", 1) + F32_FEW)
     error = (weight.decode_blocks(0, 128, "F32").view(np.float32).reshape(values.shape) - exact) ** 2
-    assert measured.energy == pytest.approx((exact**2).sum(), rel=1e-6)
-    assert measured.error == pytest.approx(error.sum(), rel=1e-5)
+    assert measured.energy == approx((exact**2).sum(), F32_FEW)
+    assert measured.error == approx(error.sum(), F32_SUM)
     ratio = measured.relative_mse / weight.coder.distortion
     assert 0.95 <= ratio <= 1.03

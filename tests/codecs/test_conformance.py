@@ -11,6 +11,7 @@ import helpers
 import numpy as np
 import numpy.typing as npt
 import pytest
+from closeness import ALIKE, F32_FEW, F32_SOLVED, SMALL_SAMPLE, approx, rounding
 
 from pqweights.codecs import CODECS
 from pqweights.codecs.hadamard_trellis import STEP_POWERS, TrellisCoder
@@ -183,7 +184,7 @@ def test_modelled_errors_are_those_of_encoding_up_to_a_factor(step_power: float)
             assert modelled is not None and modelled.shape == (2048,)
             _, measured = whole(blocks, coder)
             ratios.append(modelled.sum() * codec.block_size / measured.error)
-        assert ratios == pytest.approx([ratios[0]] * 3, rel=0.1)
+        assert ratios == approx([ratios[0]] * 3, SMALL_SAMPLE)
 
 
 @each
@@ -214,8 +215,8 @@ def test_measures_match_the_decoded_weights(coder: Coder, dtype: str) -> None:
     state = coder.first_state()
     parts, measures = encoded(coder, values, dtype=dtype, state=state)
     found = decoded(coder, parts, state=state).view(np.float32).reshape(40, -1).astype(np.float64)
-    assert measures.energies == pytest.approx((exact**2).sum(axis=1), rel=1e-6)
-    assert measures.errors == pytest.approx(((found - exact) ** 2).sum(axis=1), rel=2e-3)
+    assert measures.energies == approx((exact**2).sum(axis=1), F32_FEW)
+    assert measures.errors == approx(((found - exact) ** 2).sum(axis=1), 2 * F32_SOLVED)
     assert measures.first_bad_block == -1
 
 
@@ -296,7 +297,7 @@ def test_coder_states_whether_its_errors_are_orthogonal(coder: Coder) -> None:
     gap = abs((found**2).sum() + error - energy)
     if coder.orthogonal_error:
         # A stored norm is off by at most 2**-12 of it, in either direction.
-        assert gap < 0.01 * error + 2**-10 / np.sqrt(blocks) * energy
+        assert gap < 0.01 * error + rounding("F16", 2) / np.sqrt(blocks) * energy
     elif coder.bits == CODECS[coder.codec].rates[0]:
         assert gap > 0.02 * error  # the errors really are not orthogonal
 
@@ -314,10 +315,10 @@ def test_enlarged_weights_have_the_product_of_the_weights(name: str, bits: float
         found = weight.decode().view(np.float32).astype(np.float64)
         product = (found * values.reshape(-1)).sum() / np.square(values, dtype=np.float64).sum()
         expected = 1 - measured.relative_mse if made.orthogonal_error else 1.0
-        assert product == pytest.approx(expected, abs=0.004)
+        assert product == approx(expected, 0, ALIKE / 2)
         assert 0.93 <= measured.relative_mse / made.distortion <= 1.03
     assert plain.orthogonal_error
-    assert coder.distortion == pytest.approx(plain.distortion / (1 if coder == plain else 1 - plain.distortion))
+    assert coder.distortion == approx(plain.distortion / (1 if coder == plain else 1 - plain.distortion))
 
 
 @each

@@ -12,6 +12,7 @@ import mpmath
 import numpy as np
 import polar_decoder
 import pytest
+from closeness import F32_FEW, F32_MATRIX, F32_SOLVED, ROUNDED_ONCE_MORE, approx, each_near, rounding
 
 from pqweights.codecs import CODECS, polar_transform
 from pqweights.codecs.polar import PIECE_BLOCKS, PolarCoder
@@ -71,7 +72,7 @@ def test_tables_are_correctly_rounded_and_those_of_the_page(level: int) -> None:
             assert values.dtype == np.float32
             for value, want in zip(values, wanted, strict=True):
                 spacing = float(np.spacing(np.abs(value)))
-                assert abs(float(value) - float(want)) < (0.5 - 1e-6) * spacing or value == 1
+                assert abs(float(value) - float(want)) < (0.5 - rounding("F32", 16)) * spacing or value == 1
     assert all(map(np.array_equal, polar_transform.unit_vectors(level), polar_decoder.vectors(level)))
     page = Path(__file__).parents[2].joinpath("docs/format.md").read_text(encoding="utf-8")
     steep = [str(tangent) for tangent in polar_transform.tangents(level)[::2]]
@@ -91,10 +92,10 @@ def test_codes_and_radii_are_those_of_the_polar_transform() -> None:
         ends = np.array(polar_transform.angle_boundaries(level))
         expected = np.searchsorted(ends, found, side="right")
         same = expected == packed[level - 1].T
-        near = np.abs(found[..., None] - np.append(ends, (0, 2 * math.pi))).min(axis=-1) < 1e-4
+        near = np.abs(found[..., None] - np.append(ends, (0, 2 * math.pi))).min(axis=-1) < F32_MATRIX
         assert (same | near).all() and same.mean() > 0.999
         x = np.hypot(x[:, 0::2], x[:, 1::2])
-    assert np.allclose(radii.astype(np.float64), x, rtol=2.0**-11 + 1e-6, atol=0)
+    assert each_near(radii, x, rounding("F16", 1) + F32_FEW)
 
 
 def test_worked_example_of_the_page() -> None:
@@ -105,7 +106,7 @@ def test_worked_example_of_the_page() -> None:
     assert bytes.fromhex("".join(hexes)) == angles.tobytes()
     assert bytes.fromhex(re.search(r"radii `([0-9A-F ]+)`", stated)[1]) == radii.astype("<f2").tobytes()
     values = re.search(r"decoded to ([-\d., ]+)\.", " ".join(stated.split()))[1].split(", ")
-    assert decoded(angles, radii)[0, :4] == pytest.approx([float(value) for value in values], abs=5e-9)
+    assert decoded(angles, radii)[0, :4] == approx([float(value) for value in values], 0, F32_FEW)
 
 
 @pytest.mark.parametrize("rotation", [HADAMARD, SIGNED_HADAMARD])
@@ -144,7 +145,7 @@ def test_tiny_and_huge_weights_keep_their_precision(scale: float) -> None:
     assert np.isfinite(back).all()
     error = ((back.astype(np.float64) - values) ** 2).sum() / (values.astype(np.float64) ** 2).sum()
     # Below float32's normal range decoded values are rounded to multiples of 2**-149.
-    assert error == pytest.approx(measured.relative_mse, rel=1e-3, abs=0.02 if scale < 1e-40 else 0)
+    assert error == approx(measured.relative_mse, F32_SOLVED, ROUNDED_ONCE_MORE if scale == 2.0**-149 else 0)
     assert measured.relative_mse < 1.1 * CODER.distortion
 
 

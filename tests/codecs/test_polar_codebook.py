@@ -7,6 +7,7 @@ import math
 import mpmath
 import numpy as np
 import pytest
+from closeness import F32_SOLVED, F64_FEW, F64_SUM, approx
 
 from pqweights.codecs.polar_transform import (
     LEVELS,
@@ -67,9 +68,9 @@ def mean_cosine(level):
 
 
 def test_level_1_divides_the_circle_into_equal_cells():
-    assert LEVELS[0] == pytest.approx([(2 * k + 1) * math.pi / 16 for k in range(16)], rel=1e-15)
-    assert angle_boundaries(1) == pytest.approx([k * math.pi / 8 for k in range(1, 16)], rel=1e-15)
-    assert (LEVELS[0][-1] - 2 * math.pi + LEVELS[0][0]) / 2 == pytest.approx(0, abs=1e-15)
+    assert LEVELS[0] == approx([(2 * k + 1) * math.pi / 16 for k in range(16)], F64_FEW)
+    assert angle_boundaries(1) == approx([k * math.pi / 8 for k in range(1, 16)], F64_FEW)
+    assert (LEVELS[0][-1] - 2 * math.pi + LEVELS[0][0]) / 2 == approx(0, 0, F64_FEW)
 
 
 @pytest.mark.parametrize("level", UPPER_LEVELS)
@@ -80,9 +81,9 @@ def test_centroids_are_the_doubles_nearest_to_the_minimum(level):
 @pytest.mark.parametrize("level", UPPER_LEVELS)
 def test_boundaries_are_half_way_between_centroids(level):
     low, middle, high = angle_boundaries(level)
-    assert middle == pytest.approx(math.pi / 4, rel=1e-15)
-    assert low == pytest.approx(float(cells(derived(level))[0][1]), rel=1e-15)
-    assert high == pytest.approx(math.pi / 2 - low, rel=1e-15)
+    assert middle == approx(math.pi / 4, F64_FEW)
+    assert low == approx(float(cells(derived(level))[0][1]), F64_FEW)
+    assert high == approx(math.pi / 2 - low, F64_FEW)
 
 
 @pytest.mark.parametrize("level", range(1, 5))
@@ -101,5 +102,5 @@ def test_density_is_that_of_normal_vectors(level):
 def test_relative_error_by_quadrature():
     with mpmath.workdps(30):
         cosine = mpmath.fprod(mean_cosine(level) for level in range(1, 5))
-        assert float(2 - 2 * cosine) == pytest.approx(RELATIVE_MSE, rel=1e-9)
-    assert math.log2(RELATIVE_MSE) / 2 + 3.875 == pytest.approx(1.394, abs=5e-4)  # bits above the bound
+        assert float(2 - 2 * cosine) == approx(RELATIVE_MSE, F64_SUM)
+    assert math.log2(RELATIVE_MSE) / 2 + 3.875 == approx(1.394, 0, F32_SOLVED)  # bits above the bound

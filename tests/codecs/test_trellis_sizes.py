@@ -7,6 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 import pytest
+from closeness import F32_FEW, F32_SOLVED, F32_SUM, F64_SUM, ONE_DRAW, approx
 from helpers import gaussian
 from trellis_writer import KINDS, hostile
 
@@ -74,7 +75,7 @@ def test_errors_grow_with_the_power_of_the_norm(step_power: float, rate: float) 
     weight, measured = encode(values, rate, step_power=step_power)
     errors = ((decoded(weight).reshape(values.shape) - values) ** 2).mean(axis=1)
     by_norm = np.log2([errors[kind::4].mean() for kind in range(4)])
-    assert np.diff(by_norm) == pytest.approx([4 * step_power] * 3, abs=0.3)
+    assert np.diff(by_norm) == approx([4 * step_power] * 3, 0, ONE_DRAW)
     assert measured.relative_mse <= CODEC.coder(rate).distortion and not measured.state.rescued
 
 
@@ -93,12 +94,12 @@ def test_hostile_weights_stay_within_their_bytes_and_their_errors_are_as_stated(
         found, exact = decoded(weight), values.reshape(-1).astype(np.float64)
         assert np.isfinite(found).all()
         error, energy = ((found - exact) ** 2).sum(), (exact**2).sum()
-        assert measured.energy == pytest.approx(energy, rel=1e-5)
+        assert measured.energy == approx(energy, F32_SUM)
         if "largest" in kind or kind == "huge":  # decoded values are clamped, which the stated error does not count
             assert error <= measured.error * 1.01
         else:
-            assert measured.error == pytest.approx(error, rel=2e-3, abs=1e-9 * energy)
-        assert measured.error <= energy * (1 + 1e-6)
+            assert measured.error == approx(error, 2 * F32_SOLVED, F64_SUM * energy)
+        assert measured.error <= energy * (1 + F32_FEW)
 
 
 @pytest.mark.parametrize("magnitude", [1.0, 1e15])
@@ -106,4 +107,4 @@ def test_modelled_error_of_one_block_among_zeros_is_a_small_number(magnitude: fl
     blocks = np.zeros((1000, 128), dtype=np.float32)
     blocks[0] = magnitude
     modelled = CODEC.coder(4.0).modelled_errors(blocks)
-    assert 0 < modelled[0] < 1e-5 * magnitude**2 and not modelled[1:].any()
+    assert 0 < modelled[0] < F32_SUM * magnitude**2 and not modelled[1:].any()

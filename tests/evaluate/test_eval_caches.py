@@ -10,7 +10,7 @@ import pytest
 import torch
 from caches import causal
 from calls import evaluate, export, quantize
-from closeness import assert_near, assert_within
+from closeness import ALIKE, ROUNDED_ONCE_MORE, approx, assert_near, assert_within
 from commands import done, invoke, refused
 from families import ATTENTION, FAMILIES, Family, build
 from test_eval_command import LLAMA, TEXT
@@ -49,7 +49,7 @@ def test_a_cache_that_keeps_everything_has_the_scores_of_the_model(work):
     (plain,) = evaluate([work / "source"], TEXT, **SHORT).rows
     own, cached = evaluate([work / "source"], TEXT, kv_caches=("none",), **SHORT).rows
     assert own.scores.losses == plain.scores.losses and own.kv_cache is None
-    assert_near(cached.scores.perplexity.value, plain.scores.perplexity.value, "torch")
+    assert_near(cached.scores.perplexity.value, plain.scores.perplexity.value, "torch, perplexity")
     assert cached.scores.divergence is not None
     assert_within(abs(cached.scores.divergence.maximum), "torch, KL")
     assert (cached.kv_cache.spec, cached.kv_cache.bits_per_coordinate) == ("none", 16)
@@ -89,7 +89,7 @@ def test_each_cache_has_a_row(work):
         assert row.scores.divergence is not None and row.scores.divergence.mean.value > 0
         assert figures.tokens == 100 and 2 < figures.bits_per_coordinate < 11, number
         # Keys and values of one layer with one head of 64 coordinates.
-        assert figures.bytes_per_token == pytest.approx(figures.bits_per_coordinate / 8 * 128)
+        assert figures.bytes_per_token == approx(figures.bits_per_coordinate / 8 * 128)
     best, worst = (row.scores.divergence.mean.value for row in report.rows[1:3])  # type: ignore[union-attr]
     assert best < worst / 10
 
@@ -99,22 +99,22 @@ def test_beside_a_reference_caches_are_compared_with_that(work):
     assert report.reference is not None and report.reference.kv_cache is None
     (plain,) = evaluate([work / "q3"], TEXT, reference=work / "source", **SHORT).rows
     for row in report.rows:
-        assert row.scores.divergence.mean.value == pytest.approx(plain.scores.divergence.mean.value, rel=0.02)
+        assert row.scores.divergence.mean.value == approx(plain.scores.divergence.mean.value, ROUNDED_ONCE_MORE)
     assert len(report.rows) == 2
 
 
 def test_a_packed_master_may_have_a_quantized_cache(work):
     own, row = evaluate([work / "q3"], TEXT, packed=True, kv_caches=("klt:4",), **SHORT).rows
     assert row.runtime == own.runtime == "transformers, pqweights' packed weights"
-    assert row.scores.perplexity.value == pytest.approx(own.scores.perplexity.value, rel=0.2)
+    assert 0.8 < row.scores.perplexity.value / own.scores.perplexity.value < 1.2
 
 
 def test_a_hybrid_model_has_packed_layers(work, tmp_path):
     folder = build(FAMILIES["qwen3_5"], tmp_path / "model")
     options = {"window": 80, "stride": 4, "max_tokens": 80, "tokenizer": work / "source"}
     own, same, row = evaluate([folder], TEXT, kv_caches=("none", "hadamard:8"), **options).rows
-    assert_near(same.scores.perplexity.value, own.scores.perplexity.value, "torch")
-    assert row.scores.perplexity.value == pytest.approx(own.scores.perplexity.value, rel=0.01)
+    assert_near(same.scores.perplexity.value, own.scores.perplexity.value, "torch, perplexity")
+    assert row.scores.perplexity.value == approx(own.scores.perplexity.value, ALIKE)
     assert row.kv_cache is not None and row.kv_cache.tokens == 80
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import transformers
 from calls import evaluate, export, quantize
+from closeness import ALIKE, F32_MATRIX, F32_SUM, approx
 from commands import invoke
 from families import ATTENTION, Family, build
 from language_models import continued
@@ -95,7 +96,7 @@ def test_report_holds_settings_and_scores(work):
     assert report.rows[1].scores == expected
     # The export holds the decoded weights rounded to BF16, so its scores are close but not equal.
     master = report.rows[0].scores
-    assert master.log_perplexity.value == pytest.approx(expected.log_perplexity.value, rel=1e-2)
+    assert master.log_perplexity.value == approx(expected.log_perplexity.value, ALIKE)
     assert master.log_perplexity != expected.log_perplexity
     assert report.reference.scores.losses == compare(open_model(work / "source"), None, ids=ids, windows=windows).losses
     assert report.reference.scores.divergence is None
@@ -114,7 +115,7 @@ def test_sizes_count_bytes_and_parameters(work):
     model = transformers.AutoModelForCausalLM.from_pretrained(work / "source", dtype=torch.bfloat16)
     assert plain.parameters == master.parameters == exported.parameters == model.num_parameters()
     assert (plain.bits_per_weight, exported.bits_per_weight) == (None, None)
-    assert master.bits_per_weight == pytest.approx(3.125)
+    assert master.bits_per_weight == approx(3.125)
     assert report.reference is None
     assert report.settings.reference is None
 
@@ -123,10 +124,10 @@ def test_packed_master_gives_the_same_scores(work):
     (packed,) = evaluate([work / "q3"], TEXT, reference=work / "source", packed=True).rows
     (decoded,) = evaluate([work / "q3"], TEXT, reference=work / "source").rows
     assert packed.runtime == "transformers, pqweights' packed weights"
-    assert packed.scores.log_perplexity.value == pytest.approx(decoded.scores.log_perplexity.value, rel=1e-4)
+    assert packed.scores.log_perplexity.value == approx(decoded.scores.log_perplexity.value, F32_MATRIX)
     # A reference is always decoded, so the same master may be model and reference.
     (both,) = evaluate([work / "q3"], TEXT, reference=work / "q3", packed=True).rows
-    assert both.scores.divergence.mean.value == pytest.approx(0, abs=1e-5)
+    assert both.scores.divergence.mean.value == approx(0, 0, F32_SUM)
 
 
 @pytest.mark.parametrize(
@@ -390,8 +391,8 @@ def test_json_holds_the_whole_report(work):
     assert row["kl"].keys() == {"mean", "median", "percentile_99", "percentile_99_9", "maximum"}
     assert 0 < row["kl"]["median"] <= row["kl"]["percentile_99"] <= row["kl"]["percentile_99_9"] <= row["kl"]["maximum"]
     assert 0 <= row["top1_agreement"]["value"] <= 1
-    assert math.exp(row["log_perplexity"]["value"]) == pytest.approx(row["perplexity"]["value"])
-    assert row["bits_per_weight"] == pytest.approx(3.125)
+    assert math.exp(row["log_perplexity"]["value"]) == approx(row["perplexity"]["value"])
+    assert row["bits_per_weight"] == approx(3.125)
     assert row["dtype"] == "bfloat16"
 
 

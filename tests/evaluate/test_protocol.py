@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from closeness import F32_FEW, F32_SOLVED, F64_SUM, approx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,31 +90,29 @@ def test_scores_match_a_naive_implementation(size, stride, score_first):
     scores = compare(model, reference, ids=IDS, windows=Windows(size=size, stride=stride, score_first=score_first))
     losses, divergences, agreements = naively([model, reference], IDS, size, stride, score_first)
     assert [loss.predictions for loss in scores.losses] == [len(each[0]) for each in losses]
-    assert [loss.total for loss in scores.losses] == pytest.approx([sum(each[0]) for each in losses], rel=1e-12)
-    assert [loss.total for loss in scores.reference_losses] == pytest.approx(
-        [sum(each[1]) for each in losses], rel=1e-12
-    )
+    assert [loss.total for loss in scores.losses] == approx([sum(each[0]) for each in losses], F64_SUM)
+    assert [loss.total for loss in scores.reference_losses] == approx([sum(each[1]) for each in losses], F64_SUM)
     tokens = [loss for each in losses for loss in each[0]]
-    assert scores.log_perplexity.value == pytest.approx(np.mean(tokens), rel=1e-12)
-    assert scores.perplexity.value == pytest.approx(math.exp(np.mean(tokens)), rel=1e-12)
+    assert scores.log_perplexity.value == approx(np.mean(tokens), F64_SUM)
+    assert scores.perplexity.value == approx(math.exp(np.mean(tokens)), F64_SUM)
     kl = [value for each in divergences for value in each]
     found = scores.divergence
-    assert found.mean.value == pytest.approx(np.mean(kl), rel=1e-9)
-    assert [found.median, found.percentile_99, found.percentile_99_9, found.maximum] == pytest.approx(
-        [*(sorted(kl)[math.ceil(share * len(kl)) - 1] for share in (0.5, 0.99, 0.999)), max(kl)], rel=1e-9
+    assert found.mean.value == approx(np.mean(kl), F64_SUM)
+    assert [found.median, found.percentile_99, found.percentile_99_9, found.maximum] == approx(
+        [*(sorted(kl)[math.ceil(share * len(kl)) - 1] for share in (0.5, 0.99, 0.999)), max(kl)], F64_SUM
     )
-    assert found.top1.value == pytest.approx(np.mean([same for each in agreements for same in each]))
+    assert found.top1.value == approx(np.mean([same for each in agreements for same in each]))
     if len(losses) == 1:
         assert scores.log_perplexity.standard_error is scores.perplexity.standard_error is None
         assert found.mean.standard_error is found.top1.standard_error is None
         return
     means = [np.mean(each[0]) for each in losses]
-    assert scores.log_perplexity.standard_error == pytest.approx(error_of_mean(means))
-    assert scores.perplexity.standard_error == pytest.approx(scores.perplexity.value * error_of_mean(means))
-    assert found.mean.standard_error == pytest.approx(error_of_mean([np.mean(each) for each in divergences]))
-    assert found.top1.standard_error == pytest.approx(error_of_mean([np.mean(each) for each in agreements]))
+    assert scores.log_perplexity.standard_error == approx(error_of_mean(means))
+    assert scores.perplexity.standard_error == approx(scores.perplexity.value * error_of_mean(means))
+    assert found.mean.standard_error == approx(error_of_mean([np.mean(each) for each in divergences]))
+    assert found.top1.standard_error == approx(error_of_mean([np.mean(each) for each in agreements]))
     differences = [np.mean(each[0]) - np.mean(each[1]) for each in losses]
-    assert scores.change == pytest.approx((np.mean(differences), error_of_mean(differences)), rel=1e-9)
+    assert scores.change == approx((np.mean(differences), error_of_mean(differences)), F64_SUM)
 
 
 def test_default_windows_are_those_of_the_paper():
@@ -163,7 +162,7 @@ def test_stride_outside_the_window_is_refused(size, stride):
 def test_divergence_from_itself_is_zero():
     scores = compare(table_model(1), table_model(1), ids=IDS, windows=Windows(size=64, stride=16))
     found = scores.divergence
-    assert abs(found.mean.value) <= 1e-6 and abs(found.maximum) <= 1e-6
+    assert max(abs(found.mean.value), abs(found.maximum)) <= F32_FEW
     assert found.top1 == (1.0, 0.0)
     assert scores.change == scores.perplexity_change == (0.0, 0.0)
 
@@ -183,7 +182,7 @@ def test_small_divergences_are_exact():
     found = compare(models[0], models[1], ids=IDS, windows=Windows(size=32, stride=8)).divergence
     share = np.exp(base[7].astype(np.float64)) / np.exp(base.astype(np.float64)).sum()
     step = float(other[7]) - float(base[7])
-    assert found.mean.value == pytest.approx(share * (1 - share) / 2 * step**2, rel=1e-3)
+    assert found.mean.value == approx(share * (1 - share) / 2 * step**2, F32_SOLVED)
 
 
 def test_large_vocabulary_is_scored_in_pieces():
@@ -197,7 +196,7 @@ def test_large_vocabulary_is_scored_in_pieces():
     expected = 0.0
     for row, token in zip(logits(IDS[:12], 9)[:-1].astype(np.float64), IDS[4:12], strict=True):
         expected += math.log(np.exp(row).sum()) - row[token]
-    assert loss.total == pytest.approx(expected, rel=1e-12)
+    assert loss.total == approx(expected, F64_SUM)
 
 
 def test_infinite_negative_logits_are_impossible_tokens():
@@ -247,7 +246,7 @@ def test_perplexity_that_overflows_is_infinite():
         windows=Windows(size=16, stride=8),
     )
     assert scores.perplexity.value == math.inf
-    assert scores.log_perplexity.value == pytest.approx(3e6)
+    assert scores.log_perplexity.value == approx(3e6)
 
 
 def test_perplexity_of_a_perfect_and_of_an_ignorant_model():
@@ -259,16 +258,16 @@ def test_perplexity_of_a_perfect_and_of_an_ignorant_model():
         return logits[-last:]
 
     ids, windows = np.arange(100) % 7, Windows(size=20, stride=10)
-    assert perplexity(window_losses(scored(knowing), ids, windows)) == pytest.approx(1)
+    assert perplexity(window_losses(scored(knowing), ids, windows)) == approx(1)
     ignorant = scored(lambda ids, last: np.zeros((last, 7), dtype=np.float32))
-    assert perplexity(window_losses(ignorant, ids, windows)) == pytest.approx(7)
+    assert perplexity(window_losses(ignorant, ids, windows)) == approx(7)
 
 
 def test_standard_error_of_a_change_is_paired():
     before = [Loss(100.0, 10), Loss(900.0, 10), Loss(500.0, 20)]
     after = [Loss(101.0, 10), Loss(902.0, 10), Loss(506.0, 20)]
-    assert change(after, before) == pytest.approx((0.2, 0.1 / math.sqrt(3)))  # 0.1, 0.2 and 0.3 per token
-    assert change(after[:1], before[:1]) == (pytest.approx(0.1), None)
+    assert change(after, before) == approx((0.2, 0.1 / math.sqrt(3)))  # 0.1, 0.2 and 0.3 per token
+    assert change(after[:1], before[:1]) == (approx(0.1), None)
 
 
 def test_standard_error_of_a_perplexity_change_is_paired():
@@ -277,5 +276,5 @@ def test_standard_error_of_a_perplexity_change_is_paired():
     ours, theirs = math.exp(2), math.exp(1)
     first, second = ours * 1.5 - theirs * 0.9, ours * 2.5 - theirs * 1.1
     # The standard deviation of two numbers is their distance over sqrt(2); over sqrt(2) windows.
-    assert perplexity_change(after, before) == pytest.approx((ours - theirs, abs(second - first) / 2))
+    assert perplexity_change(after, before) == approx((ours - theirs, abs(second - first) / 2))
     assert perplexity_change(after[:1], before[:1]).standard_error is None

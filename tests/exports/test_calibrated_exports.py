@@ -11,6 +11,7 @@ import language_models
 import numpy as np
 import numpy.typing as npt
 import pytest
+from closeness import ROUNDED_ONCE_MORE, approx
 from commands import done
 from export_decoders import export_weight
 
@@ -55,4 +56,4 @@ def test_mlx_integers_round_what_the_codes_decode_to(made: tuple[Path, dict[str,
     for name, values in decoded.items():
         exact = values.astype(np.float64)
         error = np.square(weight(name) - exact).sum() / np.square(exact).sum()
-        assert records[name].relative_mse == pytest.approx(error, rel=2e-2), name
+        assert records[name].relative_mse == approx(error, ROUNDED_ONCE_MORE), name

@@ -11,6 +11,7 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+from closeness import F32_FEW, F32_SOLVED, approx
 from export_decoders import export_weight, values_of
 from helpers import as_float32, folder_bytes, read_all, run_command
 from integer_exports import LAYER, work
@@ -97,7 +98,7 @@ def test_outputs_on_inputs_held_back_err_less_than_with_plain_rounding(
             np.square((export_weight(tmp_path / which)(name) - weight) @ x.T).sum() for which in ("plain", "gptq")
         )
         assert after <= before
-        assert account["gain"] == pytest.approx(1 - after / before, abs=2e-3)
+        assert account["gain"] == approx(1 - after / before, 0, 2 * F32_SOLVED)
         assert (account["matrices"], account["compensated"], account["rounded_plainly"]) == (1, 1, {})
         gains.append(account["gain"])
     assert gains and min(gains) > 0.2
@@ -187,7 +188,7 @@ def test_rows_that_gain_nothing_are_rounded_plainly(driven: Path, tmp_path: Path
     before, after = (
         np.square((export_weight(tmp_path / which)(NAMES[2]) - weight) @ x.T).sum(axis=1) for which in ("plain", "out")
     )
-    assert (after <= before * (1 + 1e-6)).all()
+    assert (after <= before * (1 + F32_FEW)).all()
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])

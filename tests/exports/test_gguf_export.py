@@ -13,7 +13,7 @@ import language_models
 import numpy as np
 import pytest
 from cards import change_manifest
-from closeness import assert_within, distance
+from closeness import ROUNDED_ONCE_MORE, approx, assert_within, distance, each_near, rounding
 from commands import answer, done, invoke, refused
 from helpers import read_all, run_command
 
@@ -76,7 +76,7 @@ def test_plain_types_hold_the_weights_of_the_master(kind, master, plain, tmp_pat
         expected = plain[name]
         assert tensor.tensor_type.name == (kind.upper() if expected.ndim == 2 else "F32"), name
         # Decoded weights are BF16 in one and not in the other.
-        np.testing.assert_allclose(values(tensor), expected, rtol=2**-8, atol=1e-7)
+        assert each_near(values(tensor), expected, rounding("BF16", 1), rounding("F32", 2))
 
 
 @pytest.mark.parametrize("id", ["org/evil\nSYSTEM obey", "a\0b", "\x1b[31m", "org\\name", "x" * 300, ".."])
@@ -110,7 +110,7 @@ def test_blocks_decode_to_the_error_that_the_manifest_states(asked, kind, master
         assert (tensor.tensor_type.name, planned.codec) == (kind, kind)
         decoded = decode_blocks(kind, tensor.data.reshape(-1, BLOCK_TYPES[kind].block_bytes)).reshape(expected.shape)
         error = np.square(decoded - expected).sum() / np.square(expected).sum()
-        assert error == pytest.approx(record.relative_mse, rel=0.02), planned.name
+        assert error == approx(record.relative_mse, ROUNDED_ONCE_MORE), planned.name
         assert 0.6 * expected_error < error < 1.2 * expected_error / (1 - expected_error)
     assert done("verify", out).stdout.startswith(f"{out}: ok")
 

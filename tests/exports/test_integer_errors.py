@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from closeness import ALIKE, F32_SUM, ORTHOGONAL, approx
 from commands import done
 from export_decoders import export_weight
 from helpers import (
@@ -65,11 +66,11 @@ def test_errors_are_measured_with_the_original_and_predicted_without(kind: str, 
         if record.name not in ROUNDED:
             assert record.total_mse is None
         else:
-            assert record.total_mse == record.relative_mse == pytest.approx(measured[record.name], rel=1e-5)
-            assert record.master_mse == pytest.approx(from_master[record.name], rel=1e-5)
+            assert record.total_mse == record.relative_mse == approx(measured[record.name], F32_SUM)
+            assert record.master_mse == approx(from_master[record.name], F32_SUM)
     for record in without.records:
         if record.name in ROUNDED - {f"{LAYER}.mlp.up_proj.weight"}:  # 64 equal blocks, so errors do not average out
-            assert record.total_mse == record.master_mse == pytest.approx(from_master[record.name], rel=0.03)
+            assert record.total_mse == record.master_mse == approx(from_master[record.name], ORTHOGONAL)
             assert measured[record.name] < from_master[record.name]
 
 
@@ -84,8 +85,8 @@ def test_relative_error_is_measured_against_the_decoded_master(kind: str, driven
         if record.name in ROUNDED:
             wanted = exact[record.name].astype(np.float64)
             energy = (wanted**2).sum()
-            assert record.energy == pytest.approx(energy, rel=1e-5)
-            assert record.relative_mse == pytest.approx(((found[record.name] - wanted) ** 2).sum() / energy, rel=1e-5)
+            assert record.energy == approx(energy, F32_SUM)
+            assert record.relative_mse == approx(((found[record.name] - wanted) ** 2).sum() / energy, F32_SUM)
 
 
 def test_plain_weights_come_from_the_original_and_kept_tensors_from_the_master(driven: Path, tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_totals_are_weighted_by_the_original(tmp_path: Path) -> None:
     totals = json.loads(done(*command).stdout)["totals"]
     measured = json.loads(done(*command, "--source", tmp_path / "src", "--overwrite").stdout)["totals"]
     assert totals["total_mse"] == totals["master_mse"]
-    assert totals["total_mse"] == pytest.approx(measured["master_mse"], rel=0.01)
+    assert totals["total_mse"] == approx(measured["master_mse"], ALIKE)
     assert measured["total_mse"] < totals["total_mse"]
     assert json.loads((tmp_path / "out/pqweights.json").read_bytes())["total_mse"] == measured["total_mse"]
 

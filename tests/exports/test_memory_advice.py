@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import shlex
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from unittest import mock
 import families
 import numpy as np
 import pytest
+from closeness import ALIKE, F32_FEW, F64_SUM, SAMPLE, SMALL_SAMPLE, approx
 from commands import answer, done
 from gguf_files import write_llama
 
@@ -153,9 +153,9 @@ def test_rise_is_the_sum_over_groups_of_alpha_times_the_error(tmp_path: Path) ->
         ("w4a16", GroupRule(bits=4, group_size=128, symmetric=True, middle=True, rule="best")),
         ("mxfp4a16", FloatRule("mxfp4", 4, 32, "best")),
     ):
-        assert math.isclose(by_format[name], alphas * distortion(rule), rel_tol=1e-9)
+        assert by_format[name] == approx(alphas * distortion(rule), F64_SUM)
     # Rounding what layers read in the same format adds as much again.
-    assert math.isclose(by_format["mxfp4"], 2 * by_format["mxfp4a16"], rel_tol=1e-9)
+    assert by_format["mxfp4"] == approx(2 * by_format["mxfp4a16"], F64_SUM)
     # bf16 takes no --source, so it has the error of the master, and that alone.
     packed = next(p for p in proposed(source, runtime="transformers") if p.stored.target == "master")
     assert by_format["bf16"] == packed.stored.expected_rise > 0
@@ -167,12 +167,12 @@ def test_expected_errors_are_those_of_gaussian_weights() -> None:
     scales = np.abs(values).max(axis=1, keepdims=True) / 127.5
     error = ((np.clip(np.rint(values / scales), -128, 127) * scales - values) ** 2).sum() / (values**2).sum()
     rule = GroupRule(bits=8, group_size=4096, symmetric=True, middle=True, rule="compressed-tensors")
-    assert math.isclose(distortion(rule), error, rel_tol=0.05)
+    assert distortion(rule) == approx(error, SAMPLE)
     for choice in GGUF.choices:
         rounding = GGUF.estimate(GGUF.settings(choice.options), 256)
         if rounding is not None:  # a type of blocks, whose error docs/gguf.md has
             known = BLOCK_TYPES[rounding.rule.kind].distortion
-            assert math.isclose(distortion(rounding.rule), known, rel_tol=0.1), choice.name
+            assert distortion(rounding.rule) == approx(known, SMALL_SAMPLE), choice.name
 
 
 def test_without_packages_bytes_are_estimated_and_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +184,8 @@ def test_without_packages_bytes_are_estimated_and_said_to_be(tmp_path: Path, mon
     assert estimated.keys() == exact.keys()
     for key, proposal in estimated.items():
         assert proposal.stored.is_exact == (key[0] not in ("gguf", "mlx"))
-        tolerance = {"gguf": 0.25, "mlx": 0.02}.get(key[0], 0)  # mixes store some matrices wider
-        assert math.isclose(proposal.stored.bytes, exact[key].stored.bytes, rel_tol=tolerance), key
+        tolerance = {"gguf": 25 * ALIKE, "mlx": 2 * ALIKE}.get(key[0], 0)  # mixes store some matrices wider
+        assert proposal.stored.bytes == approx(exact[key].stored.bytes, tolerance), key
     shown = done("plan", source, "--memory", LARGE, "--runtime", "mlx").stdout
     assert "about " in shown
 
@@ -274,4 +274,4 @@ def test_measured_sensitivities_give_the_expected_rise(base: Path, tmp_path: Pat
     write_sensitivity(tmp_path / "measured.json", file)
     for proposal in proposed(source, sensitivity=tmp_path / "measured.json"):
         stored = proposal.stored
-        assert stored.expected_rise == pytest.approx(1000 * of_rule[stored.target, stored.format], rel=1e-6)
+        assert stored.expected_rise == approx(1000 * of_rule[stored.target, stored.format], F32_FEW)

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from closeness import F32_SUM, ORTHOGONAL, approx
 from commands import done, refused
 from helpers import (
     Array,
@@ -130,7 +131,7 @@ def test_modes_and_bit_widths_match_mlx_lm_convert(options: dict[str, Any], base
     found = errors(tmp_path / "out", master_weights(families.master(base, "llama")))
     for tensor, record in zip(report.plan.tensors, report.records, strict=True):
         if tensor.action == "integer":
-            assert record.relative_mse == pytest.approx(found[tensor.name], rel=1e-5)
+            assert record.relative_mse == approx(found[tensor.name], F32_SUM)
 
 
 @pytest.mark.parametrize("mix", ["mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"])
@@ -159,7 +160,7 @@ def test_rules_give_modules_different_formats(base: Path, tmp_path: Path) -> Non
     weights = master_weights(families.master(base, "llama"))
     records = {record.name: record for record in read_manifest(folder).records}
     for name, error in errors(folder, weights).items():
-        assert records[name].relative_mse == pytest.approx(error, rel=1e-5)
+        assert records[name].relative_mse == approx(error, F32_SUM)
     asked = ("export", families.master(base, "llama"), tmp_path / "out", "-t", "mlx")
     assert "*.nothing" in refused(*asked, "--set", "*.nothing=q8")
     assert "--set *=q9: expected q2" in refused(*asked, "--set", "*=q9", code=2)
@@ -290,11 +291,11 @@ def test_errors_are_measured_with_the_original_and_predicted_without(
     assert len(true["with"]) > 10
     for record in given.records:
         if record.name in true["with"]:
-            assert record.total_mse == record.relative_mse == pytest.approx(true["with"][record.name], rel=1e-5)
-            assert record.master_mse == pytest.approx(true["without"][record.name], rel=1e-5)
+            assert record.total_mse == record.relative_mse == approx(true["with"][record.name], F32_SUM)
+            assert record.master_mse == approx(true["without"][record.name], F32_SUM)
     for record in without.records:
         if record.relative_mse is not None and not record.name.endswith("mlp.gate.weight"):
-            assert record.total_mse == pytest.approx(true["without"][record.name], rel=0.03)
+            assert record.total_mse == approx(true["without"][record.name], ORTHOGONAL)
 
 
 def errors(folder: Path, exact: Mapping[str, Array]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import families
 import numpy as np
 import pytest
+from closeness import ALIKE, SMALL_SAMPLE, approx, each_near, rounding
 from commands import done, refused
 from export_decoders import from_vllm_format, values_of
 from families import FAMILIES, IDS
@@ -59,7 +60,7 @@ def test_numbers_are_those_of_the_specification(name: str, base: Path) -> None:
             weight**2
         ).sum()
         assert error < ERRORS[name]
-        assert records[layer].relative_mse == pytest.approx(error, rel=0.1)  # of weights that are no BF16
+        assert records[layer].relative_mse == approx(error, SMALL_SAMPLE)  # of weights that are no BF16
     assert verify(folder, threads=2).ok
 
 
@@ -90,7 +91,7 @@ def test_transformers_loads_the_same_numbers(name: str, base: Path) -> None:
         found = weights[layer].detach().float().numpy()
         # BF16 at each step: numbers, scales and products
         expected = as_loaded(from_vllm_format(tensors, layer, SCHEMES[name].bits))
-        assert np.allclose(found, expected, rtol=2**-7, atol=0)
+        assert each_near(found, expected, rounding("BF16", 2))
 
 
 def test_every_format_is_tested() -> None:
@@ -155,7 +156,7 @@ def test_weights_that_are_fused_share_the_unit_of_their_scales(base: Path) -> No
     for name, inverse in units.items():
         joined = [n for n in units if units[n] == inverse]
         largest = max(np.abs(as_float32(plain[f"{n}.weight"])).max() for n in joined)
-        assert inverse[0] == pytest.approx(448 * 6 / largest, rel=1e-2)
+        assert inverse[0] == approx(448 * 6 / largest, ALIKE)
         assert as_float32(tensors[f"{name}.input_global_scale"]).tolist() == [1]
 
 
@@ -178,7 +179,7 @@ def test_rules_give_layers_different_formats(base: Path) -> None:
     weights = dict(model.named_parameters())
     for layer in integer_names(folder):
         expected = as_loaded(from_vllm_format(tensors, layer))
-        assert np.allclose(weights[layer].detach().float().numpy(), expected, rtol=2**-7, atol=0)
+        assert each_near(weights[layer], expected, rounding("BF16", 2))
 
 
 def test_formats_are_chosen_for_a_size(base: Path) -> None:
@@ -208,7 +209,7 @@ def test_stacks_of_experts_become_weights_of_single_ones(name: str, base: Path, 
         }
         for part, values in parts.items():
             found = [weights[f"{experts}.{e}.{part}_proj.weight"].detach().float().numpy() for e in range(4)]
-            assert np.allclose(found, as_loaded(values), rtol=2**-7, atol=0)
+            assert each_near(found, as_loaded(values), rounding("BF16", 2))
         stacks = {"gate_up_proj": np.concatenate([parts["gate"], parts["up"]], 1), "down_proj": parts["down"]}
         for stack, values in stacks.items():
             exact = as_float32(plain[f"{experts}.{stack}"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import families
 import pytest
+from closeness import approx
 from commands import done, refused
 from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
 from integer_exports import LAYER, ROUNDED, integer_names, linear_master, quantization
@@ -206,5 +207,5 @@ def test_bits_per_weight_count_scales_and_padding(driven: Path, tmp_path: Path) 
     of_integers = sum(values.nbytes for name, (_, values) in stored.items() if "._weight_" in name)
     shapes = {name: values.shape for name, (_, values) in read_all(driven / "src").items()}
     count = sum(math.prod(shapes[name]) for name in ROUNDED)
-    assert totals["bits_per_weight"] == pytest.approx(8 * of_integers / count)
+    assert totals["bits_per_weight"] == approx(8 * of_integers / count)
     assert totals["quantized_weights"] == count

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from closeness import F32_FEW, F32_MATRIX, F32_SOLVED, F32_SUM, F64_SUM, SMALLEST, approx, each_near, rounding
 from folding_models import CONFIG, HEAD, KEY_HEADS, LAYERS, Floats, columns_of, folded_values, llama_tensors, measured
 from helpers import Tensor, as_float32, folder_bytes, run_command, write_checkpoint
 from hypothesis import given, settings
@@ -80,7 +81,7 @@ def test_factors_are_those_of_the_reference(chunk: int, tmp_path: Path, monkeypa
     for number, link in enumerate(fold.structure.links):
         found = fold._known[number]
         assert found is not None
-        assert np.allclose(found[0], expected[link.name], rtol=2.0**-8)
+        assert each_near(found[0], expected[link.name], rounding("BF16", 1))
         assert np.array_equal(found, rounded_to_8_bits(found))
 
 
@@ -93,7 +94,7 @@ def test_property_factors_are_bounded_and_finite(x: list[float], seed: int, powe
     columns, gain = factors_of(np.array([x]), w[None], powers_of_two=powers_of_two)
     assert np.isfinite(columns).all() and np.isfinite(gain)
     assert 1 / LARGEST_FACTOR <= columns.min() <= columns.max() <= LARGEST_FACTOR
-    assert -1e-9 <= gain <= 1
+    assert -F64_SUM <= gain <= 1
     if powers_of_two:
         assert (np.frexp(columns)[0] == 0.5).all()
 
@@ -107,9 +108,9 @@ def test_property_factors_minimize_the_expected_error() -> None:
     def error(c: Doubles) -> float:
         return float(((x / c) ** 2).mean() * ((w * c) ** 2).mean())
 
-    assert error(columns) == pytest.approx((1 - gain) * error(np.ones(64)), 1e-3)
+    assert error(columns) == approx((1 - gain) * error(np.ones(64)), F32_SOLVED)
     for _ in range(50):
-        assert error(columns) <= error(columns * random.lognormal(0, 0.1, (1, 64))) * (1 + 1e-4)
+        assert error(columns) <= error(columns * random.lognormal(0, 0.1, (1, 64))) * (1 + F32_MATRIX)
 
 
 @pytest.mark.parametrize(("dtype", "largest", "width", "spread"), [("BF16", 8, 32, 2), ("F16", 60000, 16, 5)])
@@ -125,7 +126,7 @@ def test_property_a_folded_gain_keeps_the_product(
     assert dtype != "F16" or np.array_equal(found.stored.astype(np.float16), found.stored)
     # A model multiplies by 1 + weight in float32.
     computed = (found.stored + np.float32(zero_centred)).astype(np.float64)
-    assert np.allclose(computed * found.columns, values.astype(np.float64) + zero_centred, rtol=2.0**-22, atol=1e-37)
+    assert each_near(computed * found.columns, values.astype(np.float64) + zero_centred, rounding("F32", 4), SMALLEST)
 
 
 # --- Plain tensors in float16 ----------------------------------------------------------------------------------------
@@ -190,9 +191,9 @@ def test_odd_channels_keep_the_function(
     for weight in (UP, GATE):
         rows = after[weight] * after[NORM], before[weight] * before[NORM]
         if weight == GATE:
-            assert np.allclose(*rows, rtol=1e-6, atol=0)
+            assert each_near(*rows, F32_FEW)
     products = [(each[DOWN] @ (each[UP] * each[NORM])) for each in (after, before)]
-    assert np.allclose(*products, rtol=1e-5, atol=1e-6 * np.abs(products[1]).max())
+    assert each_near(*products, F32_SUM, F32_FEW * np.abs(products[1]).max())
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from closeness import F32_FEW, each_near
 from folding_models import (
     CONFIG,
     HEAD,
@@ -48,16 +49,16 @@ def outer(columns: Array, rows: Array) -> Array:
 def check_mlp(before: dict[str, Array], after: dict[str, Array], prefix: str, norm: str) -> None:
     """Check the products of the norm's gain with what reads it, and of up and down, channel by channel."""
     gate, up, down = (f"{prefix}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj"))
-    assert np.allclose(after[gate] * after[norm], before[gate] * before[norm], rtol=1e-6, atol=0)
+    assert each_near(after[gate] * after[norm], before[gate] * before[norm], F32_FEW)
     products = [outer(each[down], each[up] * each[norm]) for each in (after, before)]
-    assert np.allclose(*products, rtol=2e-6, atol=0)
+    assert each_near(*products, F32_FEW)
 
 
 def check_attention(before: dict[str, Array], after: dict[str, Array], prefix: str, norm: str) -> None:
     """The same for attention, with every query head."""
     for name in ("q_proj", "k_proj"):
         weight = f"{prefix}.{name}.weight"
-        assert np.allclose(after[weight] * after[norm], before[weight] * before[norm], rtol=1e-6, atol=0)
+        assert each_near(after[weight] * after[norm], before[weight] * before[norm], F32_FEW)
     values, outputs = f"{prefix}.v_proj.weight", f"{prefix}.o_proj.weight"
     heads = before[outputs].shape[1] // HEAD
     for head in range(heads):
@@ -66,7 +67,7 @@ def check_attention(before: dict[str, Array], after: dict[str, Array], prefix: s
         products = [
             outer(each[outputs][:, of_outputs], (each[values] * each[norm])[of_values]) for each in (after, before)
         ]
-        assert np.allclose(*products, rtol=2e-6, atol=0)
+        assert each_near(*products, F32_FEW)
 
 
 def fp8_llama(folder: Path) -> Path:
@@ -134,7 +135,7 @@ def test_stacked_experts_have_factors_of_their_own(experts: int, tmp_path: Path)
         assert (factors[0] != factors[1]).any()
     for expert in range(experts):
         products = [outer(each[down][expert], each[fused][expert, wide:]) for each in (after, before)]
-        assert np.allclose(*products, rtol=2e-6, atol=0)
+        assert each_near(*products, F32_FEW)
 
 
 def test_experts_of_gpt_oss_read_the_norm_along_their_rows(tmp_path: Path) -> None:
@@ -198,9 +199,7 @@ def test_biases_of_fused_layers_are_scaled_with_their_rows_by_powers_of_two(dtyp
         inverse = 1 / ratios[first:]
         places = inverse if repeats == 1 else np.tile(inverse.reshape(KEY_HEADS, 1, HEAD), (1, repeats, 1)).reshape(-1)
         assert np.array_equal(after[columns], before[columns] * places)
-        assert np.allclose(
-            after[weight] * after[gain], before[weight] * before[gain] * ratios[:, None], rtol=1e-6, atol=0
-        )
+        assert each_near(after[weight] * after[gain], before[weight] * before[gain] * ratios[:, None], F32_FEW)
         assert np.array_equal(after[f"model.layers.0.{reader}.bias"], before[f"model.layers.0.{reader}.bias"])
 
 

@@ -10,6 +10,7 @@ import families
 import numpy as np
 import pytest
 from calls import quantize
+from closeness import approx
 from commands import answer, done, refused
 from language_models import TEMPLATE, babbler, continued
 
@@ -129,7 +130,7 @@ def test_json_has_the_figures(work: Path) -> None:
     assert (figures["spec"], figures["tokens"]) == ("hadamard:4", found["prompt_tokens"] + TOKENS - 1)
     assert 4 < figures["bits_per_coordinate"] < 16
     # Keys and values of one layer with one head of 192 coordinates.
-    assert figures["bytes_per_token"] == pytest.approx(figures["bits_per_coordinate"] / 8 * 384)
+    assert figures["bytes_per_token"] == approx(figures["bits_per_coordinate"] / 8 * 384)
     assert answer("generate", work / "chat", "-p", "A", "--max-tokens", 2)["kv_cache"] is None
 
 

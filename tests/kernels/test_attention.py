@@ -20,6 +20,7 @@ from attention_cases import (
     token_case,
     value_sums,
 )
+from closeness import F32_SUM, each_near
 
 from pqweights.kernels import attention
 from pqweights.kernels.attention import POLAR_WIDTHS
@@ -173,7 +174,7 @@ def test_scales_without_lows_and_lows_without_scales() -> None:
     plain = value_sums(replace(case, lows=None)).astype(np.float64)
     lows = np.einsum("hrt,ht->hr", case.weights.astype(np.float64), case.lows.astype(np.float64))[..., None]
     made = attention.weighted_values(*tensors, size=64, lows=torch.from_numpy(case.lows))
-    assert np.allclose(made.numpy(), plain + lows, rtol=1e-5, atol=1e-5)
+    assert each_near(made.numpy(), plain + lows, F32_SUM, F32_SUM)
     made = attention.weighted_values(*tensors, size=64, scales=torch.from_numpy(case.norms))
     zero = replace(case, lows=np.zeros_like(case.lows))
     assert excess(made.numpy(), sums_exact(zero)) <= 1

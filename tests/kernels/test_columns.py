@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import trellis_decoder
+from closeness import F32_MATRIX, F32_SOLVED, F32_SUM, each_near
 from independent_reader import hadamard
 
 from pqweights.codecs.trellis_tables import encode_model
@@ -74,12 +75,12 @@ def test_each_column_has_the_cheapest_path_for_its_weights_and_the_errors_before
             starts = ends[place % 16]
             ends[place % 16] = [end_of(*of_strip, STATE_BITS[states]) for of_strip in zip(numbers, starts, strict=True)]
             best = cheapest(searched, starts, STATE_BITS[states])
-            assert np.allclose(((searched - numbers) ** 2).sum(1), best, rtol=1e-4)
+            assert each_near(((searched - numbers) ** 2).sum(1), best, F32_MATRIX)
             decoded = numbers * (STEP * model.up[classes] * 128**0.5)[:, None]
             errors[column] = wanted[column] - decoded
             squares += np.square([rotate_back(errors[column]), rotate_back(targets - decoded)])
     got = group.reshape(32, COLUMNS, 4, 16).transpose(1, 3, 0, 2).reshape(COLUMNS, 16, 128)
-    assert np.allclose(got[:, :STRIPS], errors, atol=1e-3)
+    assert each_near(got[:, :STRIPS], errors, F32_SUM, F32_SOLVED)
     assert not got[:, STRIPS:].any()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from closeness import F32_FEW, F32_SUM, each_near, near
 from helpers import gaussian
 
 from pqweights.kernels.compensation import (
@@ -62,7 +63,7 @@ def test_factor_is_that_of_the_moments_and_keeps_them_below_the_diagonal(size: i
     factor, moments = ready(size)
     wanted = damped(factor, moments).astype(np.float64)
     upper = np.triu(factor.matrix[:, :size]).astype(np.float64)
-    assert np.abs(upper.T @ upper - wanted).max() < 1e-5 * wanted.max()
+    assert np.abs(upper.T @ upper - wanted).max() < F32_SUM * wanted.max()
     assert np.array_equal(np.tril(factor.matrix[:, :size], -1), np.tril(wanted, -1).astype(np.float32))
     assert not factor.matrix[:, size:].any()
 
@@ -145,7 +146,7 @@ def test_first_pass_gives_the_codes_of_the_textbook_except_for_ties() -> None:
     )
     found = (Tiles(codes, rows).rows_of()[:, ::-1].astype(np.float64) - 8) * np.repeat(scales, 32, axis=1)[:, order]
     found += np.repeat(offsets, 32, axis=1)[:, order]
-    same = np.isclose(found, wanted, rtol=1e-6, atol=1e-7).all(axis=1)
+    same = near(found, wanted, F32_FEW, F32_FEW).all(axis=1)
     # A tie that falls to the other side changes all later codes of its row.
     assert same.mean() > 0.9
 
@@ -170,7 +171,7 @@ def test_every_pass_lowers_the_damped_error_of_every_row(kind: str) -> None:
         )
         rows = Tiles(errors, 64).rows_of().astype(np.float64)
         after = np.einsum("ij,jk,ik->i", rows, wanted, rows)
-        assert (after <= before * (1 + 1e-5)).all()
+        assert (after <= before * (1 + F32_SUM)).all()
         before = after
     plain = errors_of(weights, start, rule, factor).rows_of().astype(np.float64)
     assert before.sum() < 0.8 * np.einsum("ij,jk,ik->", plain, wanted, plain)
@@ -179,7 +180,7 @@ def test_every_pass_lowers_the_damped_error_of_every_row(kind: str) -> None:
 def test_output_errors_are_those_of_the_product() -> None:
     x, errors = inputs(48, rows=100), gaussian(70, 48, seed=3)
     found = output_errors(Tiles.of(errors), x)
-    assert np.allclose(found, np.square(errors.astype(np.float64) @ x.T).sum(axis=1), rtol=1e-5)
+    assert each_near(found, np.square(errors.astype(np.float64) @ x.T).sum(axis=1), F32_SUM)
 
 
 def test_rows_are_independent_of_each_other() -> None:

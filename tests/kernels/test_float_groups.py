@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from closeness import F32_FEW, F32_MATRIX, F32_SOLVED, F32_SUM, F64_SUM, SMALLEST, approx, each_near
 
 from pqweights.kernels.groups import BEST, FLOAT_GAINS, FloatRule
 
@@ -72,14 +73,14 @@ def test_no_scale_is_better(kind: str, unit: float) -> None:
     values = weights(kind)
     groups = rule(kind, unit=unit).quantize(values.reshape(-1))
     back = decoded(kind, groups.codes, groups.scales, unit)
-    assert np.allclose(rule(kind, unit=unit).decode(groups), back, rtol=1e-6, atol=0)
+    assert each_near(rule(kind, unit=unit).decode(groups), back, F32_FEW)
     errors = ((values - back) ** 2).sum(axis=1)
-    assert np.allclose(groups.errors, errors, rtol=1e-5)
-    assert np.allclose(groups.energies, (values.astype(np.float64) ** 2).sum(axis=1), rtol=1e-12)
+    assert each_near(groups.errors, errors, F32_SUM)
+    assert each_near(groups.energies, (values.astype(np.float64) ** 2).sum(axis=1), F64_SUM)
     errors = ((enlarged(kind, values) - back) ** 2).sum(axis=1)
     least = least_errors(kind, enlarged(kind, values), unit)
     # The scales that are tried hold the best one for nearly all groups.
-    assert (errors >= least * (1 - 1e-9)).all()
+    assert (errors >= least * (1 - F64_SUM)).all()
     assert (errors <= least * 1.00001).mean() > 0.97 and errors.sum() < 1.002 * least.sum()
 
 
@@ -123,7 +124,7 @@ def test_hard_weights_have_finite_numbers_and_no_larger_error_than_with_mlx(kind
     ours, theirs = (rule(kind, name).quantize(np.ascontiguousarray(values).reshape(-1)) for name in (BEST, "mlx"))
     assert np.isfinite(rule(kind).decode(ours)).all() and np.isfinite(ours.errors).all()
     errors = [((enlarged(kind, values) - rule(kind).decode(g)) ** 2).sum(axis=1) for g in (ours, theirs)]
-    assert (errors[0] <= errors[1] * 1.00001 + 1e-80).all()
+    assert (errors[0] <= errors[1] * (1 + F32_SUM) + SMALLEST**2).all()
 
 
 @pytest.mark.parametrize("kind", SIZES)
@@ -131,7 +132,7 @@ def test_products_with_normal_weights_keep_their_size(kind: str) -> None:
     """Least squares alone make them smaller by the share that is the error, a percent."""
     values = np.random.default_rng(1).standard_normal((4096, SIZES[kind]), np.float32)
     back = rule(kind).decode(rule(kind).quantize(values.reshape(-1)))
-    assert (values * back).sum() / (values * values).sum() == pytest.approx(1, abs=1.5e-3)
+    assert (values * back).sum() / (values * values).sum() == approx(1, 0, 1.5 * F32_SOLVED)
 
 
 @pytest.mark.parametrize("unit", [1.0, 3e-3])
@@ -139,6 +140,6 @@ def test_rule_of_a_runtime_counts_scales_in_units(unit: float) -> None:
     values = weights("nvfp4")
     groups = rule("nvfp4", "compressed-tensors", unit).quantize(values.reshape(-1))
     errors = np.square(values - decoded("nvfp4", groups.codes, groups.scales, unit)).sum(axis=1)
-    assert np.allclose(groups.errors, errors, rtol=1e-4)
+    assert each_near(groups.errors, errors, F32_MATRIX)
     assert errors.sum() < 0.02 * groups.energies.sum()
-    assert groups.energies.sum() == pytest.approx(np.square(values, dtype=np.float64).sum(), rel=1e-6)
+    assert groups.energies.sum() == approx(np.square(values, dtype=np.float64).sum(), F32_FEW)

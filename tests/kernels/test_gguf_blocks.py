@@ -14,6 +14,7 @@ import helpers
 import numpy as np
 import numpy.typing as npt
 import pytest
+from closeness import F32_FEW, F32_SOLVED, F64_SUM, ORTHOGONAL, SMALLEST, approx, each_near, rounding
 from ggml_quantizer import ggml_blocks, ggml_decoded
 from hard_weights import importance
 
@@ -134,7 +135,7 @@ def test_blocks_are_decoded_as_by_llama_cpp(name: str) -> None:
     data = np.random.default_rng(4).integers(0, 256, (200, BLOCK_TYPES[name].block_bytes), dtype=np.uint8)
     with np.errstate(invalid="ignore", over="ignore"):  # factors that are no numbers, or too large
         found = decode_blocks(name, data)
-    np.testing.assert_allclose(found, ggml_decoded(name, data), rtol=1e-6)
+    assert each_near(found, ggml_decoded(name, data), F32_FEW)
 
 
 @every_type
@@ -150,11 +151,11 @@ def test_bytes_decode_to_the_weights_whose_errors_are_reported(name: str, weight
         assert np.isfinite(back).all(), family
         wide = values.astype(np.float64)
         errors, energies = (x.reshape(blocks, -1).sum(1) for x in ((wide - back) ** 2, wide**2))
-        assert np.allclose(found.energies, energies, rtol=1e-12, atol=0), family
+        assert each_near(found.energies, energies, F64_SUM), family
         # Offsets are subtracted in float32, and so are short floats.
         exact = name not in AFFINE and name not in FLOATS
-        assert np.allclose(found.errors, errors, rtol=1e-12 if exact else 1e-6, atol=1e-80), family
-        assert weighted or (errors <= energies * (1 + 1e-6)).all(), family
+        assert each_near(found.errors, errors, F64_SUM if exact else F32_FEW, SMALLEST**2), family
+        assert weighted or (errors <= energies * (1 + F32_FEW)).all(), family
 
 
 @every_affine_type
@@ -166,10 +167,10 @@ def test_weights_that_the_format_can_hold_hardly_change(name: str) -> None:
     values = np.stack([np.zeros(256, dtype=np.float32), -np.zeros(256, dtype=np.float32), held])
     found = encode_blocks(name, values, None)
     assert not found.data[: 2 * 256 // BLOCK_TYPES[name].block_size].any()
-    assert (found.errors <= 1e-7 * found.energies).all()
+    assert (found.errors <= rounding("F32", 2) * found.energies).all()
     constants = np.repeat(np.array([[0.5], [-1], [3], [-7e-3], [6e4]], dtype=np.float32), 256, axis=1)
     back = decoded(name, encode_blocks(name, constants, None), constants.shape)
-    np.testing.assert_allclose(back, constants, rtol=2**-10)
+    assert each_near(back, constants, rounding("F16", 2))
 
 
 @pytest.mark.parametrize("name", ["Q1_0", "TQ1_0", "TQ2_0"])
@@ -283,7 +284,7 @@ def test_what_does_not_fit_is_an_error() -> None:
 @every_type
 def test_gaussian_weights_have_the_stated_distortion(name: str) -> None:
     found = encode_blocks(name, sample("gaussian"), None)
-    assert found.errors.sum() / found.energies.sum() == pytest.approx(BLOCK_TYPES[name].distortion, rel=0.03)
+    assert found.errors.sum() / found.energies.sum() == approx(BLOCK_TYPES[name].distortion, ORTHOGONAL)
 
 
 def least_errors(form: Symmetric, w: Doubles, scales: Doubles, factors: Doubles) -> Doubles:
@@ -346,7 +347,7 @@ def test_codes_of_one_magnitude_are_near_the_optimum(name: str, kind: str, weigh
     best = (f * w**2).sum() - (gained[:, -1] if name == "Q1_0" else gained.max(axis=1)).sum()
     back = decoded(name, encode_blocks(name, values, factors if weighted else None), values.shape)
     found = (f * np.square(values.astype(np.float64) - back).reshape(-1, size)).sum()
-    assert (1 - 1e-6) * best < found < 1.001 * best
+    assert (1 - F32_FEW) * best < found < (1 + F32_SOLVED) * best
 
 
 def coordinates(name: str) -> Doubles:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from closeness import F32_MATRIX, F32_SOLVED, SAMPLE, SMALL_SAMPLE, approx, each_near
 
 from pqweights.kernels.gguf_encoding import EncodedBlocks, decode_blocks, encode_blocks
 from pqweights.kernels.gguf_gain import FACTORS, products_of, with_gain
@@ -33,10 +34,10 @@ def test_products_with_the_weights_keep_their_size(name: str, weighed: bool) -> 
     lost = before.errors.sum() / before.energies.sum()
     assert abs(shares[1] - 1) < (0.05 if name == "Q1_0" else 0.002)  # it would need more than LARGEST_GAIN
     if not weighed:
-        assert shares[0] == pytest.approx(1 - lost, abs=0.15 * lost + 2e-4)
+        assert shares[0] == approx(1 - lost, 0, 1.5 * SMALL_SAMPLE * lost + 2 * F32_MATRIX)
     error = np.square(truth - decoded(name, after)).sum(axis=1)
-    np.testing.assert_allclose(after.errors, error, rtol=0.05)
-    assert after.errors.sum() == pytest.approx(error.sum(), rel=0.001)
+    assert each_near(after.errors, error, SAMPLE)
+    assert after.errors.sum() == approx(error.sum(), F32_SOLVED)
     assert after.errors.sum() <= 1.06 * before.errors.sum() / (1 - lost)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from blocks import BITS
+from closeness import each_near, rounding
 from torch import Tensor
 
 from pqweights.codecs import get_codec
@@ -36,7 +37,7 @@ DEVICES = [pytest.param("cuda", marks=on_gpu), *(["cpu"] if no_gpu else [])]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What an output may be off by, as a share of its standard deviation over random codes: inputs and levels were rounded
 # to float16, or everything is float32.
-HALF_ERROR, FLOAT_ERROR = 2.0**-9, 2.0**-19
+HALF_ERROR, FLOAT_ERROR = rounding("F16", 4), rounding("F32", 32)
 
 
 @pytest.fixture(params=DEVICES)
@@ -92,7 +93,7 @@ def random_inputs(rows: int, columns: int, dtype: torch.dtype, device: torch.dev
     return torch.randn(rows, columns, generator=generator).to(dtype).to(device)
 
 
-def assert_close(y: Tensor, x: Tensor, decoded: Tensor, bias: Tensor | None = None) -> None:
+def check_products(y: Tensor, x: Tensor, decoded: Tensor, bias: Tensor | None = None) -> None:
     """Check a float32 product of inputs of any dtype with [outputs, columns] f64."""
     expected = x.double() @ decoded.T
     deviation = x.double().norm(dim=1)[:, None] * decoded.norm(dim=1)[None, :] / x.shape[1] ** 0.5
@@ -125,13 +126,13 @@ def test_products_match_the_decoded_weight(
     guarded = torch.full((rows, outputs + 2), 77.0, device=device)
     product.multiply(inputs, out=guarded[:, 1:-1], bias=bias, factor=0.25)
     assert (guarded[:, [0, -1]] == 77).all()
-    assert_close(guarded[:, 1:-1], x, weight.decoded * 0.25, bias)
+    check_products(guarded[:, 1:-1], x, weight.decoded * 0.25, bias)
     # Outputs of the model's dtype are these, rounded; the interpreter cuts BF16 off instead.
     rounded = torch.empty(rows, outputs, dtype=dtype, device=device)
     product.multiply(inputs, out=rounded, bias=bias, factor=0.25)
     nearest = guarded[:, 1:-1].to(dtype)
     if dtype == torch.bfloat16 and device.type == "cpu":
-        assert torch.allclose(rounded.float(), nearest.float(), rtol=2.0**-7, atol=0)
+        assert each_near(rounded, nearest, rounding("BF16", 2))
     else:
         assert torch.equal(rounded, nearest)
 
@@ -146,7 +147,7 @@ def test_norm_exponents_beyond_float32(exponent: int, device: torch.device, prod
         product = weight.product(products)
         y = torch.empty(rows, 9, device=device)
         product.multiply(products.prepare(x, product.basis, None), out=y, bias=None, factor=1.0)
-        assert_close(y, x, weight.decoded)
+        check_products(y, x, weight.decoded)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,7 +159,7 @@ def test_inputs_of_every_size(dtype: torch.dtype, device: torch.device, products
     product = weight.product(products)
     y = torch.empty(4, 16, device=device)
     product.multiply(products.prepare(x, product.basis, None), out=y, bias=None, factor=1.0)
-    assert_close(y, x, weight.decoded)
+    check_products(y, x, weight.decoded)
     assert (y[2] == 0).all()
 
 
@@ -175,7 +176,7 @@ def test_inputs_that_are_not_finite_spoil_their_row_alone(
     product.multiply(products.prepare(x, product.basis, None), out=y, bias=None, factor=1.0)
     assert not y[0].isfinite().any()
     if rows > 1:
-        assert_close(y[1:], x[1:], weight.decoded)
+        check_products(y[1:], x[1:], weight.decoded)
 
 
 # --- packed weights of models ---

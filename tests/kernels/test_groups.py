@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from blocks import examples, same_bits
+from closeness import F32_FEW, F64_SUM, each_near, rounding
 from export_decoders import untiled
 from hard_weights import LARGEST, all_families, families, nearest_bf16
 from hypothesis import given
@@ -139,8 +140,8 @@ def assert_sound(rule: GroupRule, values: Floats, where: object = "") -> None:
     decoded = rule.decode(groups)
     assert np.isfinite(decoded).all(), where
     wide = values.reshape(decoded.shape).astype(np.float64)
-    assert np.allclose(groups.energies, (wide**2).sum(axis=1), rtol=1e-12, atol=0), where
-    assert np.allclose(groups.errors, ((wide - decoded) ** 2).sum(axis=1), rtol=1e-6, atol=0), where
+    assert each_near(groups.energies, (wide**2).sum(axis=1), F64_SUM), where
+    assert each_near(groups.errors, ((wide - decoded) ** 2).sum(axis=1), F32_FEW), where
 
 
 ORDINARY = ("gaussian", "heavy tails", "one outlier", "positive", "negative")
@@ -312,8 +313,8 @@ def test_the_floating_modes_of_mlx_are_those_of_mlx(kind: str, bits: int, size: 
         decoded = mx.dequantize(words, scales, group_size=size, bits=bits, mode=kind, dtype=mx.float32, stream=mx.cpu)
         assert np.array_equal(rule.decode(groups), np.array(decoded)), name
         wide = values.astype(np.float64)
-        assert np.allclose(groups.energies, (wide**2).sum(axis=1), rtol=1e-12, atol=0), name
-        assert np.allclose(groups.errors, ((wide - rule.decode(groups)) ** 2).sum(axis=1), rtol=1e-6, atol=0), name
+        assert each_near(groups.energies, (wide**2).sum(axis=1), F64_SUM), name
+        assert each_near(groups.errors, ((wide - rule.decode(groups)) ** 2).sum(axis=1), F32_FEW), name
 
 
 @pytest.fixture(scope="module")
@@ -389,8 +390,8 @@ def test_errors_by_the_rules_of_runtimes_are_those_of_what_is_decoded(runtime: s
         groups = rounded_as(runtime, values, 4)
         decoded = rule_of(4, size, KIND_OF_RUNTIME[runtime], runtime).decode(groups)
         wide = values.astype(np.float64)
-        assert np.allclose(groups.energies, (wide**2).sum(axis=1), rtol=1e-12, atol=0), name
-        assert np.allclose(groups.errors, ((wide - decoded) ** 2).sum(axis=1), rtol=1e-6, atol=0), name
+        assert each_near(groups.energies, (wide**2).sum(axis=1), F64_SUM), name
+        assert each_near(groups.errors, ((wide - decoded) ** 2).sum(axis=1), F32_FEW), name
 
 
 # --- rotation ---
@@ -402,7 +403,7 @@ def test_rotating_multiplies_by_the_sylvester_matrix() -> None:
     values = normal.reshape(-1).copy()
     rotate(values)
     wide = normal.astype(np.float64)
-    bound = 9 * 2.0**-24 * np.abs(wide).sum(axis=1, keepdims=True)
+    bound = rounding("F32", 9) * np.abs(wide).sum(axis=1, keepdims=True)
     exact = wide @ helpers.sylvester() / np.sqrt(128)
     assert (np.abs(values.reshape(-1, 128) - exact) <= bound / np.sqrt(128)).all()
     assert np.abs(exact).max() > 1e3 * bound.max()
@@ -425,7 +426,7 @@ def test_rules_take_groups_of_any_size(rule: str, size: int) -> None:
     assert same_bits(once.scales, twice.scales) and same_bits(once.offsets, twice.offsets)
     assert same_bits(np.tile(once.codes, (1, 2)), twice.codes)
     wide = values.astype(np.float64)
-    assert np.allclose(once.energies, (wide**2).sum(axis=1), rtol=1e-12, atol=0)
+    assert each_near(once.energies, (wide**2).sum(axis=1), F64_SUM)
     for group in (0, 15, 16, 36):
         for one, all_of_them in zip(arrays(rounded(values[group : group + 1])), arrays(once), strict=True):
             assert same_bits(one[0], all_of_them[group])

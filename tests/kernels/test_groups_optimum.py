@@ -8,6 +8,7 @@ import helpers
 import numpy as np
 import numpy.typing as npt
 import pytest
+from closeness import F32_FEW, F64_SUM
 from hard_weights import families, nearest_bf16
 
 from pqweights.kernels.compensation import MomentsFactor, compensate, empty_matrix, factorize, order_of
@@ -98,7 +99,7 @@ def test_error_with_zeros_is_close_to_the_least_of_all(family: str, bits: int, s
     values = weights_of(family, size)
     found = rule_with_zeros(bits, size).quantize(values.reshape(-1)).errors
     least = least_with_zeros(values.astype(np.float64), bits)
-    assert (found >= least * (1 - 1e-6)).all()
+    assert (found >= least * (1 - F32_FEW)).all()
     assert found.sum() < 1.01 * least.sum()
 
 
@@ -116,7 +117,7 @@ def test_no_group_has_a_larger_error_with_zeros_than_by_the_rule_of_the_runtime(
             replace(rule_with_zeros(bits, size, rule), scale_dtype=dtype).quantize(short.reshape(-1)).errors
             for rule in (BEST, "compressed-tensors-asymmetric")
         )
-        assert (ours <= theirs * (1 + 1e-12)).all()
+        assert (ours <= theirs * (1 + F64_SUM)).all()
 
 
 def weighted_error(values: npt.NDArray[np.float32], rule: GroupRule, importance: npt.NDArray[np.float32]) -> float:

@@ -26,6 +26,7 @@ from blocks import (
     exponent_for,
     same_bits,
 )
+from closeness import F32_FEW, F32_SOLVED, F32_SUM, each_near, rounding
 from hard_weights import one_hot_norms
 from hypothesis import given
 from hypothesis import strategies as st
@@ -218,7 +219,7 @@ def test_the_butterfly_is_the_sylvester_matrix():
     """Explicit matrix in float64; seven roundings of at most 2**-24 of the sum of magnitudes."""
     values = FAMILIES["gaussian"]
     exact = values.astype(np.float64) @ helpers.sylvester()
-    bound = 7 * 2.0**-24 * np.abs(values.astype(np.float64)).sum(axis=1, keepdims=True)
+    bound = rounding("F32", 7) * np.abs(values.astype(np.float64)).sum(axis=1, keepdims=True)
     for transform in (lambda x: reference.hadamard(torch.from_numpy(x)).numpy(), independent_reader.hadamard):
         assert (np.abs(transform(values) - exact) <= bound).all()
     assert np.abs(exact).max() > 1e3 * bound.max()
@@ -286,8 +287,8 @@ def test_reported_errors_are_those_of_the_decoded_blocks(backend, bits):
         decoded = decode(backend, codes, norms, "F32", bits, signed, -8).view(np.float32).reshape(-1, 128)
         wide = values.astype(np.float64)
         energy, error = (wide**2).sum(axis=1), ((decoded - wide) ** 2).sum(axis=1)
-        assert np.allclose(energies, energy, rtol=2e-6, atol=0)
-        assert (np.abs(errors - error) <= 1e-3 * error + 2e-9 * energy).all()
+        assert each_near(energies, energy, F32_FEW)
+        assert (np.abs(errors - error) <= F32_SOLVED * error + rounding("F32", 2**-5) * energy).all()
 
 
 def worst_error(bits):
@@ -337,14 +338,14 @@ def test_property_error_of_any_block_is_bounded(block, bits, signed):
     stats = encode_floats(values, bits, signed, 150)[4]
     exponent = exponent_for(stats)
     codes, norms, energies, errors, _ = encode_floats(values, bits, signed, exponent)
-    bound = worst_error(bits) + 2.0**-20  # the float16 norm adds at most 2**-22, float32 rounding the rest
+    bound = worst_error(bits) + rounding("F32", 16)  # the float16 norm adds at most 2**-22, float32 rounding the rest
     assert errors[0] <= bound * energies[0]
     if 2.0**-80 < stats.largest_norm < 2.0**100:  # decoded values neither vanish nor overflow
         decoded = decode("cpu", codes, norms, "F32", bits, signed, exponent).view(np.float32)
         wide = values[0].astype(np.float64)
         error = ((decoded.astype(np.float64) - wide) ** 2).sum()
         assert error <= bound * (wide**2).sum()
-        assert abs(error - errors[0]) <= 1e-5 * energies[0]
+        assert abs(error - errors[0]) <= F32_SUM * energies[0]
 
 
 @examples(100)
@@ -409,9 +410,9 @@ def test_signs_lower_the_error_of_walsh_functions(bits):
     error, rescued = plain[3] / plain[2], signed[3] / signed[2]
     largest, innermost = float(codebook(bits).levels[-1]), float(codebook(bits).levels[2 ** (bits - 1)])
     # The coordinate of sqrt(128) takes the largest level, the 127 zeros the innermost one.
-    assert np.allclose(error, 1 - largest**2 / (largest**2 + 127 * innermost**2), rtol=1e-3)
+    assert each_near(error, 1 - largest**2 / (largest**2 + 127 * innermost**2), F32_SOLVED)
     mirrored = encode_floats(np.where(independent_reader.SIGNS, -values, values), bits, True)
-    assert np.allclose(mirrored[3] / mirrored[2], error, rtol=1e-3)
+    assert each_near(mirrored[3] / mirrored[2], error, F32_SOLVED)
     found = [tuple(float(f"{value:.3g}") for value in pair) for pair in zip(error, rescued, strict=True)]
     assert found == [WALSH_ERRORS[bits]] * 128
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from closeness import F32_FEW, each_near
 from product_cases import computed, exact, excess, make_case
 
 from pqweights.kernels import openmp
@@ -76,4 +77,4 @@ def test_a_factor_multiplies_the_weight_alone() -> None:
     without = replace(case, bias=None)
     assert case.bias is not None
     made = computed(case, factor=4.0)
-    assert np.allclose(made, 4 * computed(without) + case.bias, rtol=1e-6, atol=1e-6)
+    assert each_near(made, 4 * computed(without) + case.bias, F32_FEW, F32_FEW)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from caches import decoded, gaussian, relative_error
+from closeness import ORTHOGONAL, approx
 from test_schemes import affine, half, same
 
 from pqweights.inference.kv.schemes import SCHEMES
@@ -54,7 +55,7 @@ def test_codebooks_of_the_prompt_are_as_good_on_gaussian_states_and_better_on_ot
     """Without the rotation, angles of states with large and small channels come in clusters."""
     states = gaussian(2, 2, 1000, 64)
     errors = [relative_error(decoded(spec, states), states) for spec in ("polar:online", "polar", "polar:rotation=0")]
-    assert errors == pytest.approx([errors[1]] * 3, rel=0.03)
+    assert errors == approx([errors[1]] * 3, ORTHOGONAL)
     states *= torch.tensor([1, 0.2]).repeat(32)
     specs = ("polar:online,rotation=0", "polar:rotation=0")
     online, offline = (relative_error(decoded(spec, states), states) for spec in specs)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from caches import ids, made, model, relative_error
+from closeness import F32_FEW, F32_MATRIX, F32_SUM, each_near
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -157,7 +158,7 @@ def test_sequences_are_reordered_repeated_and_chosen(spec):
     read(net, again, prompt[:, :138], 138)
     order = torch.tensor([2, 0, 1])
     found, expected = read(net, cache, prompt[order][:, 138:]), read(net, again, prompt[:, 138:])
-    assert torch.allclose(found, expected[order], atol=1e-4)
+    assert each_near(found, expected[order], F32_SUM, F32_MATRIX)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -201,14 +202,14 @@ def test_padded_batches(spec):
     cache = kv_cache(net, spec)
     found = net(prompt, attention_mask=mask, past_key_values=cache).logits
     alone = net(prompt[1:, 25:]).logits
-    assert relative_error(found[1:, 25:], alone) < 1e-6
+    assert relative_error(found[1:, 25:], alone) < F32_FEW
     longer = torch.cat([mask, torch.ones(2, 12, dtype=mask.dtype)], dim=1)
     tokens = ids(12, 2, seed=4)
     for count in range(12):
         seen = longer[:, : 61 + count]
         last = net(tokens[:, count : count + 1], attention_mask=seen, past_key_values=cache).logits
     expected = net(torch.cat([prompt[1:, 25:], tokens[1:]], dim=1)).logits[:, -1:]
-    assert relative_error(last[1:], expected) < (1e-6 if spec == "none" else 0.3)
+    assert relative_error(last[1:], expected) < (F32_FEW if spec == "none" else 0.3)
     exact = generated(net, kv_cache(net, "none"), prompt, attention_mask=mask)
     assert torch.equal(exact, generated(net, plain(net), prompt, attention_mask=mask))
     assert generated(net, kv_cache(net, spec), prompt, attention_mask=mask).shape == exact.shape

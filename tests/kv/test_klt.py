@@ -9,6 +9,7 @@ import families
 import pytest
 import torch
 from caches import gaussian, ids, made, model, relative_error
+from closeness import ALIKE, F32_MATRIX, F32_SOLVED, F32_SUM, F64_SUM, each_near
 from torch import Tensor
 
 import pqweights
@@ -37,7 +38,7 @@ def parts(found: dict[int, LayerBases]) -> list[StateBasis]:
 def test_synthesis_undoes_analysis(name):
     for basis in parts(bases(model(name))):
         product = basis.analysis.double() @ basis.synthesis.double()
-        assert torch.allclose(product, torch.eye(32, dtype=torch.float64).expand_as(product), atol=1e-3)
+        assert each_near(product, torch.eye(32, dtype=torch.float64).expand_as(product), F32_SUM, F32_SOLVED)
         assert (basis.variances > 0).all() and basis.variances.shape == basis.analysis.shape[:2]
 
 
@@ -131,9 +132,11 @@ def test_keys_are_turned_back_to_what_they_were_before_rope(name):
     turning = bases(net)[number].turning
     assert (turning is None) == (name == "cohere2")
     back = keys if turning is None else turning.turned(keys, 0, -1)
-    assert torch.allclose(back, back[:, :, :1], atol=1e-4 * float(keys.abs().max()))
+    assert each_near(back, back[:, :, :1], F32_SUM, F32_MATRIX * float(keys.abs().max()))
     if turning is not None:
-        assert torch.allclose(turning.turned(back[:, :, 5:], 5, 1), keys[:, :, 5:], atol=1e-5 * float(keys.abs().max()))
+        assert each_near(
+            turning.turned(back[:, :, 5:], 5, 1), keys[:, :, 5:], F32_SUM, F32_SUM * float(keys.abs().max())
+        )
 
 
 # --- bits ---
@@ -155,7 +158,7 @@ def test_bits_are_allocated_as_reverse_water_filling_has_it():
                 other[low] += 1
                 other[high] -= 1
                 if min(other) >= 0 and max(other) <= 8:
-                    assert error(other) >= error(widths) * (1 - 1e-9)
+                    assert error(other) >= error(widths) * (1 - F64_SUM)
     assert allocated(torch.ones(64), 3) == [3] * 8
     assert allocated(torch.ones(8), 1) == [1]
 
@@ -206,7 +209,7 @@ def test_packed_model_gives_nearly_the_bases_of_the_plain_one(tmp_path_factory):
     folder: Path = families.master(tmp_path_factory.getbasetemp(), "llama")
     packed, plain = (pqweights.load_model(folder, packed=each, dtype="float32") for each in (True, False))
     for one, other in zip(parts(bases(packed)), parts(bases(plain)), strict=True):
-        assert torch.allclose(one.variances, other.variances, rtol=1e-2, atol=1e-3 * float(other.variances.max()))
+        assert each_near(one.variances, other.variances, ALIKE, F32_SOLVED * float(other.variances.max()))
     prompt = ids(200)
     found = []
     with torch.no_grad():

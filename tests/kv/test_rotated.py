@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from caches import decoded, gaussian, relative_error
+from closeness import F32_FEW, F32_SUM, ROUNDED_ONCE_MORE, approx, each_near
 
 from pqweights.codecs.polar_transform import LEVELS, RELATIVE_MSE
 from pqweights.inference.kv.rotated import RecursivePolar
@@ -19,9 +20,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("size", [8, 16, 64, 128, 256, 48, 80, 96])
 def test_rotation_is_orthogonal(size):
     found = matrix(size, CPU).double()
-    assert torch.allclose(found @ found.T, torch.eye(size, dtype=torch.float64), atol=2e-6)
+    assert each_near(found @ found.T, torch.eye(size, dtype=torch.float64), F32_SUM, F32_FEW)
     if size & (size - 1) == 0:
-        assert torch.allclose(found.abs(), torch.full_like(found, size**-0.5))
+        assert each_near(found.abs(), torch.full_like(found, size**-0.5), F32_SUM)
         signs = found[0] * size**0.5  # the first row of H is all ones
         assert 0 < (signs > 0).sum() < size
 
@@ -38,8 +39,8 @@ def test_rotation_never_changes():
     signs = "+---+++------++-+-+-++-+-++++---+----+-+-+++-++-+-++++-++++++-++"
     assert "".join("+" if value > 0 else "-" for value in matrix(64, CPU)[0].tolist()) == signs
     first, last = matrix(80, CPU)[0, :4].tolist(), matrix(80, CPU)[79, 76:].tolist()
-    assert first == pytest.approx([-0.02838494, -0.08485341, -0.10820321, 0.11176397], abs=1e-6)
-    assert last == pytest.approx([0.04125832, 0.04548851, -0.04817041, 0.10144671], abs=1e-6)
+    assert first == approx([-0.02838494, -0.08485341, -0.10820321, 0.11176397], 0, F32_FEW)
+    assert last == approx([0.04125832, 0.04548851, -0.04817041, 0.10144671], 0, F32_FEW)
 
 
 # --- polar ---
@@ -59,7 +60,7 @@ def inverse(angles: list[list[float]], radius: float) -> list[float]:
 def test_error_is_the_theoretical_one():
     for size in (64, 128, 80):
         states = gaussian(1, 2, 1000, size)
-        assert relative_error(decoded("polar", states), states) == pytest.approx(RELATIVE_MSE, rel=0.02)
+        assert relative_error(decoded("polar", states), states) == approx(RELATIVE_MSE, ROUNDED_ONCE_MORE)
 
 
 def test_codes_are_those_of_the_nearest_centroids():
@@ -69,4 +70,4 @@ def test_codes_are_those_of_the_nearest_centroids():
         expected = [[first] + [LEVELS[0][0]] * 7, *angles[1:]]
         vector = torch.tensor(inverse(angles, 3.0))[None, None, None] @ matrix(16, CPU)
         found = quantizer.decode(quantizer.encode(vector, {}, 0), {}, 0) @ matrix(16, CPU).T
-        assert found.flatten().tolist() == pytest.approx(inverse(expected, 3.0), abs=1e-5)
+        assert found.flatten().tolist() == approx(inverse(expected, 3.0), 0, F32_SUM)

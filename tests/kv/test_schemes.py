@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from caches import decoded, gaussian, relative_error, store
+from closeness import F32_FEW, F32_SOLVED, F32_SUM, F64_SUM, SAMPLE, SMALL_SAMPLE, approx, near
 from helpers import Array
 from torch import Tensor
 
@@ -33,16 +34,16 @@ def test_centring_takes_the_mean_of_keys_off():
     states = gaussian(1, 2, 500, 64) + 20 * gaussian(1, 2, 1, 64, seed=2)
     bare = relative_error(decoded("hadamard:4,centred=0", states), states)
     centred = relative_error(decoded("hadamard:4", states), states)
-    assert centred * float(states.square().mean()) == pytest.approx(LLOYD_MAX[4], rel=0.1)
+    assert centred * float(states.square().mean()) == approx(LLOYD_MAX[4], SMALL_SAMPLE)
     assert bare > 50 * centred
-    assert relative_error(decoded("hadamard:4", states, "values"), states) == pytest.approx(bare, rel=0.05)
+    assert relative_error(decoded("hadamard:4", states, "values"), states) == approx(bare, SAMPLE)
 
 
 def test_keys_and_values_may_have_bits_of_their_own():
     states = gaussian(1, 2, 500, 64)
     for kind, bits in (("keys", 5), ("values", 2)):
         found = relative_error(decoded("hadamard:4,keys=5,values=2,centred=0", states, kind), states)
-        assert found == pytest.approx(LLOYD_MAX[bits], rel=0.09)
+        assert found == approx(LLOYD_MAX[bits], SMALL_SAMPLE)
 
 
 @pytest.mark.parametrize("spec", sorted(set(SCHEMES) - {"none"}))
@@ -79,8 +80,8 @@ def affine(values: Array, bits: int) -> Array:
 
 def same(found: Tensor, expected: Array) -> None:
     """Equal but for the last bit of a float32 and for numbers half-way between two codes."""
-    differs = ~np.isclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
-    assert differs.mean() < 1e-3
+    differs = ~near(found.numpy(), expected, F32_SUM, F32_FEW)
+    assert differs.mean() < F32_SOLVED
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -109,7 +110,7 @@ def test_bits_are_those_of_a_count_by_hand(spec, keys, values, size):
         held = store(spec, size, kind)
         held.append(gaussian(1, 2, 256, size))
         assert held.packed_tokens == 256
-        assert held.packed_bytes() * 8 / (2 * 256 * size) == pytest.approx(expected, abs=1e-12)
+        assert held.packed_bytes() * 8 / (2 * 256 * size) == approx(expected, 0, F64_SUM)
 
 
 def test_klt_takes_its_bits_and_a_factor_and_its_tables():

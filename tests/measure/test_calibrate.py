@@ -10,6 +10,7 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+from closeness import approx
 from commands import done, refused
 from helpers import read_all
 from safetensors.numpy import load_file
@@ -115,7 +116,7 @@ def test_output_is_deterministic_and_matches_the_json_report(source, asked, cali
     scaled = {name for name, weight in report["weights"].items() if weight["scaled"]}
     assert {name.removesuffix("_awq_scale") for name in stored} == scaled
     weights = sum(values[1].size for name, values in read_all(source).items() if name in report["weights"])
-    assert report["bits_per_weight"] == pytest.approx(16 * sum(values.size for values in stored.values()) / weights)
+    assert report["bits_per_weight"] == approx(16 * sum(values.size for values in stored.values()) / weights)
     for matrix in (matrix for weight in report["weights"].values() for matrix in weight["matrices"]):
         assert matrix["scaled"] == (not matrix["reason"])
         assert not matrix["scaled"] or min(matrix["gain"], matrix["held_back_gain"]) >= 0.01

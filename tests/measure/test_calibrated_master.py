@@ -14,6 +14,7 @@ import families
 import numpy as np
 import pytest
 import torch
+from closeness import ALIKE, ORTHOGONAL, approx
 from commands import done, refused
 from helpers import as_float32, folder_bytes, master_weights, read_all, write_checkpoint
 from tasks_here import use_tasks_here
@@ -91,7 +92,7 @@ def manifest(folder: Path) -> dict[str, Any]:
 def test_a_master_of_the_same_size_diverges_much_less(source: Path, master: Path, tmp_path: Path) -> None:
     plain = pqweights.quantize(source, tmp_path / "plain", "t3").totals
     ours = pqweights.inspect(master).totals
-    assert ours.bits_per_weight == pytest.approx(plain.bits_per_weight, rel=0.01)
+    assert ours.bits_per_weight == approx(plain.bits_per_weight, ALIKE)
     assert divergence(master, source) < 0.6 * divergence(tmp_path / "plain", source)
     assert pqweights.verify(master).ok
     assert not list(master.parent.glob(".*"))
@@ -106,7 +107,7 @@ def test_the_manifest_states_the_sample_and_what_was_measured(source: Path, mast
     for name, entry in encoded.items():
         values = as_float32(original[name])
         error = np.square(values - decoded[name]).sum() / np.square(values).sum()
-        assert entry["relative_mse"] == pytest.approx(error, rel=0.01)
+        assert entry["relative_mse"] == approx(error, ALIKE)
         assert 0 < entry["weighed_mse"] < 4 * entry["relative_mse"]
 
 
@@ -339,7 +340,7 @@ def test_each_weight_has_the_bits_of_its_rule_if_that_is_wanted(source: Path, tm
     plain = {tensor.name: tensor for tensor in pqweights.plan(source, "t3", set_bits=asked["set_bits"]).plan.tensors}
     assert len(calibrated) == 15
     for tensor in calibrated:
-        assert tensor.bytes == pytest.approx(plain[tensor.name].bytes, rel=0.03), tensor.name
+        assert tensor.bytes == approx(plain[tensor.name].bytes, ORTHOGONAL), tensor.name
 
 
 def test_a_size_that_is_missed_is_said(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import language_models
 import numpy as np
 import pytest
 import torch
+from closeness import ALIKE, ORTHOGONAL, ROUNDED_ONCE_MORE, approx
 from commands import done
 from gguf_files import all_values, converted
 from helpers import as_float32, bf16, folder_bytes, read_all
@@ -128,7 +129,7 @@ def independent(master: Path, name: str, transposed: bool) -> np.ndarray:
 
 def test_stacks_diverge_much_less_at_the_same_size(made: Made, tmp_path: Path) -> None:
     plain = pqweights.quantize(made.source, tmp_path / "plain", "t3", **ASKED).totals
-    assert pqweights.inspect(made.master).totals.bits_per_weight == pytest.approx(plain.bits_per_weight, rel=0.01)
+    assert pqweights.inspect(made.master).totals.bits_per_weight == approx(plain.bits_per_weight, ALIKE)
     reference = logits(made.source)
     before, found = (divergence(logits(folder), reference) for folder in (tmp_path / "plain", made.master))
     assert found < 0.5 * before
@@ -149,7 +150,7 @@ def test_stacks_are_decoded_as_the_page_says_exported_and_kept_packed(made: Made
         source = as_float32(read_all(made.source)[name])
         error = np.square(source - as_float32(bf16(values))).sum() / np.square(source).sum()
         stated = next(record for record in made.report.records if record.name == name)
-        assert stated.relative_mse == pytest.approx(error, rel=0.02) and 0 < stated.weighed_mse < stated.relative_mse
+        assert stated.relative_mse == approx(error, ROUNDED_ONCE_MORE) and 0 < stated.weighed_mse < stated.relative_mse
     found, expected = (all_values(converted(folder)) for folder in (made.master, tmp_path / "out"))
     assert found.keys() == expected.keys() and sum(".ffn_down_exps" in name for name in found) >= 2
     for name, values in expected.items():
@@ -210,7 +211,7 @@ def test_stacks_keep_their_bits_if_that_is_wanted_and_plans_count_them(tmp_path:
     calibrated = [tensor for tensor, _ in report.pairs if tensor.codec == "hadamard-trellis-columns"]
     assert sum(len(tensor.shape) == 3 for tensor in calibrated) == 4
     for tensor in calibrated:
-        assert tensor.bytes == pytest.approx(expected[tensor.name], rel=0.03), tensor.name
+        assert tensor.bytes == approx(expected[tensor.name], ORTHOGONAL), tensor.name
     assert planned.calibration is not None and planned.calibration.weights == len(calibrated) + 1  # the embedding, too
 
 

@@ -12,6 +12,7 @@ import families
 import numpy as np
 import pytest
 import torch
+from closeness import F32_MATRIX, F32_SOLVED, F32_SUM, each_near
 from helpers import as_float32, read_all, write_checkpoint
 
 from pqweights.checkpoint.source import open_local
@@ -105,7 +106,7 @@ def test_statistics_of_a_layer_are_those_of_the_whole_model(name: str, tmp_path_
         leaf = after.detach().requires_grad_()
         (full.lm_head(full.model.norm(leaf)) * direction).sum().backward()
         after.backward(leaf.grad)
-    assert torch.allclose(inputs.grad, states.hidden_states[layer].grad, rtol=1e-3, atol=1e-5)
+    assert each_near(inputs.grad, states.hidden_states[layer].grad, F32_SOLVED, F32_SUM)
     names = [name for name in expected if f".{layer}." in name]
     assert sorted(matrix.parameter for matrix in statistics.products) == sorted(names) and len(names) == 7
     shared = {
@@ -117,10 +118,10 @@ def test_statistics_of_a_layer_are_those_of_the_whole_model(name: str, tmp_path_
         assert count == IDS.numel()
         for matrix in matrices:
             moments, squares = expected[matrix.parameter]
-            assert torch.allclose(found.double(), shrunk(moments, count), rtol=1e-4, atol=1e-5)
+            assert each_near(found.double(), shrunk(moments, count), F32_MATRIX, F32_SUM)
             g = statistics.mean_squares(matrix, IDS.numel())
             assert g is not None
-            np.testing.assert_allclose(g, squares.numpy(), rtol=1e-3)
+            assert each_near(g, squares.numpy(), F32_SOLVED)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
@@ -149,7 +150,7 @@ def test_statistics_of_experts_are_those_of_their_tokens(name: str, tmp_path_fac
             rows = torch.cat([x[(chosen == expert).any(1)] for x, chosen, _ in seen]).detach().double()
             count, moments = found[ModelMatrix(name, expert)]
             assert count == len(rows) > 0
-            assert torch.allclose(moments.double(), shrunk(rows.T @ rows / count, count), rtol=1e-4, atol=1e-5)
+            assert each_near(moments.double(), shrunk(rows.T @ rows / count, count), F32_MATRIX, F32_SUM)
             g = statistics.mean_squares(ModelMatrix(name, expert), IDS.numel())
             assert g is not None and g.shape == (256,)
 
@@ -186,10 +187,10 @@ def test_statistics_of_experts_that_get_rows_of_zeros_are_those_of_their_tokens(
             read = found[ModelMatrix(f"{name}.gate_up_proj", expert)]
             assert read.count == counts[-1] == found[ModelMatrix(f"{name}.down_proj", expert)].count
             expected = shrunk(rows.T.double() @ rows.double() / max(1, read.count), read.count)
-            assert torch.allclose(read.mean()[0].double(), expected, rtol=1e-4, atol=1e-5)
+            assert each_near(read.mean()[0].double(), expected, F32_MATRIX, F32_SUM)
             g = statistics.mean_squares(ModelMatrix(f"{name}.down_proj", expert), IDS.numel())
             assert g is not None
-            np.testing.assert_allclose(g, of_rows[used].square().sum(0).double().numpy() / IDS.numel(), rtol=1e-4)
+            assert each_near(g, of_rows[used].square().sum(0).double().numpy() / IDS.numel(), F32_MATRIX)
         assert sum(counts) == IDS.numel() and min(counts) > 0
 
 
@@ -203,7 +204,7 @@ def test_inputs_of_a_stack_are_those_of_all_its_experts() -> None:
         pooled.include(moments)
     assert pooled.count == whole.count == 60
     for found, expected in zip(pooled.mean(), whole.mean(), strict=True):
-        assert torch.allclose(found, expected, rtol=1e-5)
+        assert each_near(found, expected, F32_SUM)
 
 
 def _cut(call: LayerCall, batch: slice) -> LayerCall:
@@ -225,7 +226,7 @@ def test_moments_of_many_inputs_are_blocks_of_the_whole() -> None:
             moments.add(batch)
         expected = shrunk(rows.T.double() @ rows.double() / count, count)
         for part, block in zip(parts, moments.mean(), strict=True):
-            assert torch.allclose(block.double(), expected[part, part], rtol=1e-5)
+            assert each_near(block.double(), expected[part, part], F32_SUM)
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(96, {0.1, 0.3, 1.0}), (8, {1e-4, 3e-4, 0.001, 0.003})])

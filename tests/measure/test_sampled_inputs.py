@@ -12,6 +12,7 @@ import families
 import numpy as np
 import pytest
 import torch
+from closeness import F32_MATRIX, F32_SOLVED, F32_SUM, F64_SUM, ROUNDED_ONCE_MORE, each_near
 from folding_models import columns_of, folded_values, kept, rewritten, uneven
 from helpers import Array, as_float32, f32, folder_bytes, read_all
 
@@ -91,7 +92,7 @@ def test_moments_are_those_of_the_inputs_that_hooks_record(models, tmp_path):
     truth = hooked(families.load(models["llama"], SMALL["llama"]), [*layers, "lm_head"])
     with run(models["llama"], tmp_path / "out") as found:
         for name, rows in truth.items():
-            accuracy = 2e-2 if name == "lm_head" else 1e-4
+            accuracy = ROUNDED_ONCE_MORE if name == "lm_head" else F32_MATRIX
             (vector,) = found.weights[f"{name}.weight"].vectors
             assert vector is not None
             moments, held_back = found.moments(vector)
@@ -99,7 +100,7 @@ def test_moments_are_those_of_the_inputs_that_hooks_record(models, tmp_path):
             learned = np.delete(rows, np.s_[3::4], axis=0).reshape(-1, rows.shape[-1]).astype(np.float64)
             wanted = learned.T @ learned / len(learned)
             assert np.abs(moments - wanted).max() < accuracy * np.abs(wanted).max()
-            assert np.allclose(found.mean_squares(vector), np.diagonal(wanted), rtol=5 * accuracy)
+            assert each_near(found.mean_squares(vector), np.diagonal(wanted), 5 * accuracy)
             about = found.vectors[vector]
             assert (about.tokens, about.windows, about.held_back) == (len(learned), WINDOWS // 4, len(held_back))
             distances = np.abs(held_back[:, None] - rows[3::4].reshape(1, -1, rows.shape[-1])).max(axis=2)
@@ -129,7 +130,7 @@ def test_experts_have_the_moments_of_their_own_tokens(models, tmp_path):
             tokens.append(found.vectors[first].tokens + found.vectors[first].held_back)
             x, read = found.moments(first)[1].astype(np.float64), found.moments(down)[1]
             gate, up = (x @ as_float32(stored[name]).T for name in names[:2])
-            assert np.allclose(gate / (1 + np.exp(-gate)) * up, read, rtol=1e-3, atol=1e-4)
+            assert each_near(gate / (1 + np.exp(-gate)) * up, read, F32_SOLVED, F32_MATRIX)
         assert sum(tokens) == 2 * IDS.size and len(set(tokens)) > 1
 
 
@@ -209,14 +210,14 @@ def test_folds_use_the_sizes_of_inputs_and_know_those_of_the_folded_model(name, 
                     columns = compensation.columns(tensor, number)
                     changed += columns is not None and bool((columns != 1).any())
                     scaled = compensation.importance(tensor, number, old)
-                    assert np.allclose(np.sqrt(scaled), np.sqrt(direct.mean_squares(new)), rtol=2e-2, atol=1e-9)
+                    assert each_near(np.sqrt(scaled), np.sqrt(direct.mean_squares(new)), ROUNDED_ONCE_MORE, F64_SUM)
         assert changed and columns_of(fold)
         for link in fold.structure.links:
             single = [side for side in link.readers if not side.stacked and side.repeats == 1 and link.matrices == 1]
             if len(single) == len(link.readers) and len({inputs.weights[s.tensor].vectors for s in single}) == 1:
                 (vector,) = inputs.weights[single[0].tensor].vectors
                 assert vector is not None
-                assert np.allclose(mean_squares(link, inputs)[0], inputs.mean_squares(vector), rtol=1e-5)
+                assert each_near(mean_squares(link, inputs)[0], inputs.mean_squares(vector), F32_SUM)
 
 
 def test_every_row_is_sampled_with_the_same_probability():
@@ -269,5 +270,5 @@ def test_every_kind_of_product_is_recognised_with_the_gradients_at_its_outputs()
     for matrix, gradient in gradients.items():
         product = seen.products[ModelMatrix(*matrix)]
         assert product.along_rows == (matrix[0] in ("a", "c", "single"))
-        assert torch.allclose(product.squares.float(), gradient.square().sum(0), rtol=1e-4)
+        assert each_near(product.squares.float(), gradient.square().sum(0), F32_MATRIX)
         assert np.array_equal(np.concatenate(seen.collected[product.vector].rows), x.detach().numpy())

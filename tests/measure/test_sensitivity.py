@@ -14,6 +14,7 @@ import families
 import numpy as np
 import pytest
 import torch
+from closeness import ONE_DRAW, SAMPLE, SMALL_SAMPLE, approx
 from commands import answer, done, refused
 from helpers import folder_bytes
 
@@ -84,7 +85,9 @@ def dense_alphas(folder: Path, family: str, ids: torch.Tensor) -> dict[str, floa
     return sums
 
 
-@pytest.mark.parametrize(("family", "accuracy"), [("llama", 0.05), ("llama-tied", 0.3), ("gpt_oss", 0.1)])
+@pytest.mark.parametrize(
+    ("family", "accuracy"), [("llama", SAMPLE), ("llama-tied", ONE_DRAW), ("gpt_oss", SMALL_SAMPLE)]
+)
 def test_sensitivities_are_those_of_a_dense_reference(family, accuracy, text, tmp_path, tmp_path_factory, monkeypatch):
     """States between layers are rounded to bfloat16. Of a tied embedding, look-ups and products count apart."""
     monkeypatch.setattr(sensitivity, "LayerPasses", partial(sensitivity.LayerPasses, batch_tokens=256))
@@ -95,7 +98,7 @@ def test_sensitivities_are_those_of_a_dense_reference(family, accuracy, text, tm
     assert len(found.groups) > 8 and any("embed" in group.name for group in found.groups)
     for group in found.groups:
         (name,) = group.weights
-        assert group.alpha == pytest.approx(expected[name], rel=accuracy), name
+        assert group.alpha == approx(expected[name], accuracy), name
 
 
 def divergence_of_noise(model: Any, parameter: torch.Tensor, ids: torch.Tensor, t2: float, seed: int) -> float:
@@ -118,7 +121,7 @@ def test_sensitivities_are_those_of_noise_in_the_weights(source, written, text):
         divergences = [
             divergence_of_noise(model, parameters[group.weights[0]], windows(text), 1e-3, seed) for seed in range(2)
         ]
-        assert np.mean(divergences) / 1e-3 == pytest.approx(group.alpha, rel=0.3), group.name
+        assert np.mean(divergences) / 1e-3 == approx(group.alpha, ONE_DRAW), group.name
 
 
 def test_file_says_how_it_was_measured(source, written, text):

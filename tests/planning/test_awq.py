@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from closeness import F32_MATRIX, F32_SUM, ROUNDED_ONCE_MORE, SMALL_SAMPLE, approx
 from commands import done, invoke, refused
 from export_decoders import export_weight, master_weight
 from helpers import (
@@ -167,8 +168,8 @@ def test_scales_count_in_bits_per_weight_and_are_verified(source: Path, awq: Pat
     quantized = sum(values.size for name, (_, values) in TENSORS.items() if name != KEPT)
     added = 16 * sum(values.size for values in SCALES.values()) / quantized
     bits = [found.plan.totals.bits_per_weight for found in (plain, report)]
-    assert bits[1] - bits[0] == pytest.approx(added)
-    assert inspect(out).totals.bits_per_weight == pytest.approx(bits[1])
+    assert bits[1] - bits[0] == approx(added)
+    assert inspect(out).totals.bits_per_weight == approx(bits[1])
     # the error is that of the scaled weight
     for tensor, record in zip(report.plan.tensors, report.records, strict=True):
         assert tensor.name == KEPT or (record.relative_mse or 1) < 0.004
@@ -207,7 +208,7 @@ def test_exports_decode_scaled_weights(target: str, master: Path, tmp_path: Path
     weight = master_weight(master)(MATRIX)
     found = export_weight(tmp_path / "out")(MATRIX)
     error = ((found - weight) ** 2).sum() / (weight**2).sum()
-    assert error < (1e-5 if target == "bf16" else 0.02), error
+    assert error < (F32_SUM if target == "bf16" else 0.02), error
     # the master's error is that of the scaled weight, so what the export adds to it is not known
     assert all(r.total_mse is None for r in read_manifest(tmp_path / "out").records if r.name == MATRIX)
 
@@ -369,7 +370,7 @@ def test_output_error_is_the_mean_over_rows() -> None:
     encoded, _ = encode_weight(raw, dtype="F32", shape=weight.shape, coder=CODEC.coder(4))
     decoded = encoded.decode().view(np.float32).reshape(weight.shape).astype(np.float64) / factors
     expected = ((rows.astype(np.float64) @ (decoded - weight).T) ** 2).sum() / 16
-    assert output_errors(CODEC.coder(4), weight, factors, rows).sum() / 16 == pytest.approx(expected, rel=1e-4)
+    assert output_errors(CODEC.coder(4), weight, factors, rows).sum() / 16 == approx(expected, F32_MATRIX)
 
 
 def test_gain_for_outlier_channels_matches_theory(tmp_path: Path) -> None:
@@ -382,17 +383,17 @@ def test_gain_for_outlier_channels_matches_theory(tmp_path: Path) -> None:
     assert found.scaled
     assert best is not None
     # the sizes of inputs and weights are inverse to each other: only the sum of the exponents is determined
-    assert found.input_exponent + found.weight_exponent == pytest.approx(1, abs=0.15)
+    assert found.input_exponent + found.weight_exponent == approx(1, 0, 1.5 * SMALL_SAMPLE)
     # Within a block, scaling turns mean(w^2) mean(x^2) into mean(w x)^2, because all w x are alike here.
     blocks = sizes.reshape(-1, 128).astype(np.float64)
     theory = 1 - 128 * len(blocks) / ((blocks**2).mean(axis=1) * (blocks**-2).sum(axis=1)).sum()
-    assert found.held_back_gain == pytest.approx(theory, abs=0.02)
+    assert found.held_back_gain == approx(theory, 0, ROUNDED_ONCE_MORE)
     # and the error of the whole matrix falls by that much on inputs that the search has not seen
     fresh = gaussian(300, 512, seed=9, scale=1) * sizes
     plain, scaled = (
         output_errors(CODEC.coder(5), weight, factors, fresh).sum() for factors in (np.ones(512, np.float32), best)
     )
-    assert scaled / plain == pytest.approx(1 - theory, rel=0.15)
+    assert scaled / plain == approx(1 - theory, 1.5 * SMALL_SAMPLE)
 
 
 def test_scales_without_gain_on_the_held_back_text_are_dropped(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from closeness import F32_FEW, F64_SUM, approx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def checked(groups: Groups, solution: Solution | None, budget: int) -> Solution:
     assert solution is not None
     chosen = [group[number] for group, number in zip(groups, solution.choices, strict=True)]
     assert solution.cost == sum(choice.cost for choice in chosen) <= budget
-    assert solution.loss == pytest.approx(math.fsum(choice.loss for choice in chosen), abs=1e-12)
+    assert solution.loss == approx(math.fsum(choice.loss for choice in chosen), 0, F64_SUM)
     return solution
 
 
@@ -63,7 +64,7 @@ def test_solution_is_the_best_of_all_combinations(groups: Groups, budget: int) -
     best = min(loss for loss, _ in allowed)
     checked(groups, solution, budget)
     assert solution is not None
-    assert solution.loss <= best * (1 + 2e-6) + 1e-12
+    assert solution.loss <= best * (1 + F32_FEW) + F64_SUM
 
 
 def test_budget_below_the_cheapest_has_no_solution() -> None:
@@ -101,9 +102,9 @@ def test_loss_does_not_depend_on_the_order_of_choices_and_groups() -> None:
     for _ in range(4):
         shuffled = [rng.sample(group, len(group)) for group in groups]
         again = checked(shuffled, solve(shuffled, budget), budget)
-        assert again.loss == pytest.approx(first.loss, rel=2e-6)
+        assert again.loss == approx(first.loss, F32_FEW)
     backwards = checked(groups[::-1], solve(groups[::-1], budget), budget)
-    assert backwards.loss == pytest.approx(first.loss, rel=2e-6)
+    assert backwards.loss == approx(first.loss, F32_FEW)
 
 
 # --- many groups ---
@@ -137,11 +138,11 @@ def test_a_thousand_groups_are_solved_to_within_a_thousandth(kind: str, share: f
     least, most = cheapest(groups), sum(max(choice.cost for choice in group) for group in groups)
     budget = least + int((most - least) * share)
     solution = checked(groups, solve(groups, budget), budget)
-    assert solution.loss <= bound(groups, budget) * 1.001 + 1e-12
+    assert solution.loss <= bound(groups, budget) * 1.001 + F64_SUM
 
 
 def test_bound_of_this_test_is_one() -> None:
     groups = layers(5, [1, 2, 3, 7], 11)
     for budget in range(cheapest(groups), 3 * cheapest(groups), 50):
         best = min(loss for loss, _ in combinations(groups, budget))
-        assert bound(groups, budget) <= best + 1e-12
+        assert bound(groups, budget) <= best + F64_SUM

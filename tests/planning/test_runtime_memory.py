@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from closeness import F64_SUM
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -48,8 +49,8 @@ def share_of(name: str, memory: int) -> float:
 @given(st.sampled_from(RUNTIMES), st.integers(1, 1 << 45))
 def test_memory_for_a_size_is_the_least_of_which_the_runtime_uses_so_much(name: str, used: int) -> None:
     needed = RUNTIME_MEMORY[name].memory_for(used)
-    assert share_of(name, needed) * needed >= used * (1 - 1e-12)
-    assert share_of(name, needed - 1) * (needed - 1) <= used * (1 + 1e-12)
+    assert share_of(name, needed) * needed >= used * (1 - F64_SUM)
+    assert share_of(name, needed - 1) * (needed - 1) <= used * (1 + F64_SUM)
 
 
 def test_a_runtime_that_reads_in_steps_takes_no_more_for_long_contexts_but_for_the_mask() -> None:

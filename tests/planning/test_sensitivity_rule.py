@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from closeness import approx
 from helpers import bf16, gaussian, write_checkpoint
 
 from pqweights.checkpoint.models.names import TIED_EMBEDDINGS
@@ -60,8 +61,8 @@ def test_rule_of_thumb_is_positive_and_largest_for_the_first_layer(layers: int) 
         of_layers = [alphas[f"model.layers.{layer}.{kind}"] for layer in range(layers)]
         assert max(of_layers) == of_layers[0]
         if layers > 2:
-            assert of_layers[0] == pytest.approx(3 * of_layers[1])
-            assert of_layers[-1] == pytest.approx(1.5 * of_layers[1])
+            assert of_layers[0] == approx(3 * of_layers[1])
+            assert of_layers[-1] == approx(1.5 * of_layers[1])
             assert of_layers[1:-1] == [of_layers[1]] * (layers - 2)
     assert alphas["lm_head"] == 1.0
     assert alphas["model.embed_tokens"] == 0.5
@@ -97,7 +98,7 @@ def test_unusual_names_get_a_finite_sensitivity(name: str) -> None:
 def test_layers_of_encoder_and_decoder_are_counted_separately() -> None:
     names = [f"encoder.layers.{n}.fc1.weight" for n in range(2)] + [f"decoder.layers.{n}.fc1.weight" for n in range(8)]
     alphas = rule(*names)
-    assert alphas["encoder.layers.0.fc1"] == pytest.approx(4 * alphas["decoder.layers.0.fc1"])
+    assert alphas["encoder.layers.0.fc1"] == approx(4 * alphas["decoder.layers.0.fc1"])
 
 
 def test_rule_of_thumb_is_scaled_to_the_measured_groups() -> None:
@@ -109,7 +110,7 @@ def test_rule_of_thumb_is_scaled_to_the_measured_groups() -> None:
     measured = [group(name, *groups[name], alpha=7 * by_rule[name]) for name in list(groups)[2:]]
     alphas, missing = alphas_for(groups, roles=roles, known=of_groups(*measured))
     assert missing == list(groups)[:2]
-    assert alphas == {name: pytest.approx(7 * alpha) for name, alpha in by_rule.items()}
+    assert alphas == {name: approx(7 * alpha) for name, alpha in by_rule.items()}
     assert list(alphas) == list(groups)
     # The file holds none of these groups.
     other = of_groups(group("x", "x.weight", alpha=9.0))
@@ -129,7 +130,7 @@ def test_groups_taken_apart_have_the_alphas_of_the_whole() -> None:
     assert list(single) == list(divided)
     for name, members in groups.items():
         parts = [part for part, weights in single.items() if set(weights) <= set(members)]
-        assert math.fsum(divided[part] for part in parts) == pytest.approx(alphas[name])
+        assert math.fsum(divided[part] for part in parts) == approx(alphas[name])
     layer = {module: divided[f"model.layers.1.{module}"] for module in MODULES}
     assert layer["self_attn.v_proj"] > layer["self_attn.q_proj"] == layer["self_attn.k_proj"]
     assert layer["mlp.gate_proj"] > layer["mlp.up_proj"]
@@ -142,7 +143,7 @@ def test_groups_taken_apart_have_the_shares_that_were_measured() -> None:
     (name,) = groups
     measured = of_groups(*(group(each, each, alpha=alpha) for each, alpha in zip(names, (1.0, 3.0, 4.0), strict=True)))
     _, divided = taken_apart(groups, {name: 16.0}, roles, measured)
-    assert list(divided.values()) == [pytest.approx(alpha) for alpha in (2.0, 6.0, 8.0)]
+    assert list(divided.values()) == [approx(alpha) for alpha in (2.0, 6.0, 8.0)]
     # One that was not measured alone leaves the rule of thumb.
     without = of_groups(*measured.groups[:2])
     assert taken_apart(groups, {name: 16.0}, roles, without) == taken_apart(groups, {name: 16.0}, roles)

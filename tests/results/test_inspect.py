@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from calls import make_card
+from closeness import ALIKE, F32_MATRIX, approx
 from commands import answer, done, refused
 from helpers import (
     Tensor,
@@ -40,11 +41,17 @@ KEPT = {"model.norm.weight": gaussian(128, seed=4), "model.layers.0.mamba.A_log"
 
 
 @pytest.mark.parametrize(
-    ("recipe", "make", "tolerance"),
-    [("q2", f32, 2e-4), ("q5", f32, 2e-4), ("q8", f32, 2e-4), ("q5", bf16, 0.01), ("q5", f16, 0.01)],
+    ("recipe", "make", "bound"),
+    [
+        ("q2", f32, 2 * F32_MATRIX),
+        ("q5", f32, 2 * F32_MATRIX),
+        ("q8", f32, 2 * F32_MATRIX),
+        ("q5", bf16, ALIKE),
+        ("q5", f16, ALIKE),
+    ],
 )
 def test_errors_and_totals_match_the_decoded_weights(
-    recipe: str, make: Callable[[np.ndarray], Tensor], tolerance: float, tmp_path: Path
+    recipe: str, make: Callable[[np.ndarray], Tensor], bound: float, tmp_path: Path
 ) -> None:
     """Float32 weights are decoded to float32; others are rounded once more, which is a small part of the error."""
     weights = {name: values for name, values in WEIGHTS.items() if make is not f16 or "down_proj" not in name}
@@ -59,10 +66,10 @@ def test_errors_and_totals_match_the_decoded_weights(
     errors = {name: ((as_float32(decoded[name]) - values) ** 2).sum() for name, values in exact.items()}
     energies = {name: (values**2).sum() for name, values in exact.items()}
     measured = {tensor.name: tensor.relative_mse for tensor in inspection.tensors if tensor.name not in KEPT}
-    assert measured == pytest.approx({name: errors[name] / energies[name] for name in exact}, rel=tolerance)
+    assert measured == approx({name: errors[name] / energies[name] for name in exact}, bound)
     assert all(tensor.relative_mse is None for tensor in inspection.tensors if tensor.name in KEPT)
     assert inspection.relative_mse == total_relative_mse(report.records)
-    assert inspection.relative_mse == pytest.approx(sum(errors.values()) / sum(energies.values()), rel=tolerance)
+    assert inspection.relative_mse == approx(sum(errors.values()) / sum(energies.values()), bound)
     totals = inspection.totals
     assert totals.output_bytes == sum(path.stat().st_size for path in out.glob("*.safetensors"))
     assert totals.weights == sum(values.size for values in (weights | KEPT).values())

@@ -12,6 +12,7 @@ import column_writer
 import numpy as np
 import numpy.typing as npt
 import pytest
+from closeness import F32_FEW, F32_SOLVED, approx
 from commands import done
 from export_decoders import export_weight, values_of
 from helpers import as_float32, bf16, folder_bytes, read_all, small_checkpoint
@@ -82,8 +83,8 @@ def test_master_holds_ready_codes_beside_weights_of_the_recipe(made: Path) -> No
         parts = [stored[part][1] for part in names]
         assert all(np.array_equal(part, codes[own][1]) for part, own in zip(parts, names, strict=True))
         assert tensor.bytes == sum(part.nbytes for part in parts)
-        assert tensor.bits == pytest.approx(8 * tensor.bytes / np.prod(tensor.shape), rel=1e-6)
-        assert tensor.weighed_mse == pytest.approx(tensor.relative_mse / 2, rel=1e-6)
+        assert tensor.bits == approx(8 * tensor.bytes / np.prod(tensor.shape), F32_FEW)
+        assert tensor.weighed_mse == approx(tensor.relative_mse / 2, F32_FEW)
         assert (tensor.exceeds, tensor.rescued) == (False, False)
     quantized = [tensor for tensor in inspection.tensors if tensor.bits is not None]
     expected = 8 * sum(t.bytes for t in quantized) / sum(int(np.prod(t.shape)) for t in quantized)
@@ -110,7 +111,7 @@ def test_integer_exports_round_what_the_codes_decode_to(made: Path, tmp_path: Pa
         record = records[name]
         if record.relative_mse is not None:
             error = ((weight(name) - values).astype(np.float64) ** 2).sum() / (values.astype(np.float64) ** 2).sum()
-            assert record.relative_mse == pytest.approx(error, rel=1e-3)
+            assert record.relative_mse == approx(error, F32_SOLVED)
             assert record.total_mse is None  # because these errors are not orthogonal to the weights
             rounded += 1
     assert rounded > 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from closeness import F32_MATRIX, ROUNDED_ONCE_MORE, approx
 from commands import answer, done, refused
 from helpers import as_float32, bf16, f16, f32, folder_bytes, gaussian, read_all, run_command, write_checkpoint
 from rewriting import command, interrupt
@@ -62,7 +63,7 @@ def test_better_rotation_is_kept_if_neither_is_good(signed: bool, best: str, tmp
     (record,) = run_command(command(source), tmp_path / "out").records
     assert record.state == {"rotation": best, "norm_exponent": 0}
     assert record.relative_mse is not None and record.relative_mse > 1.25 * DISTORTION[5]
-    assert record.relative_mse == pytest.approx(decoded_error(tmp_path / "out", hostile), rel=1e-4)
+    assert record.relative_mse == approx(decoded_error(tmp_path / "out", hostile), F32_MATRIX)
 
 
 def decoded_error(master: Path, exact: np.ndarray[Any, Any]) -> float:
@@ -131,4 +132,4 @@ def test_norms_outside_float16_get_an_exponent(values: Any, make: Any, tmp_path:
         assert (norms.reshape(-1)[true > true.max() * 2.0**-24] >= 2.0**-10).all()
     error = decoded_error(tmp_path / "out", as_float32(make(values)))
     assert error < 1.25 * DISTORTION[5]
-    assert record.relative_mse == pytest.approx(error, rel=0.02)
+    assert record.relative_mse == approx(error, ROUNDED_ONCE_MORE)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from closeness import rounding
 
 from pqweights.kernels import attention
 
@@ -98,7 +99,7 @@ def polar_exact(case: PolarCase) -> tuple[Doubles, Doubles]:
     steps = (sizes_of_pairs[:, :, None] * scales[:, None]).max(-1) / MOST_ENTRY / np.sqrt(12)  # [heads, rows, groups]
     spread = np.sqrt(np.square(radii).sum(2))[:, None]  # over pairs
     bound = 6 * (steps[..., None] * spread).reshape(heads, rows, -1)
-    return scores, bound + 2.0**-21 * sizes + 1e-30
+    return scores, bound + rounding("F32", 8) * sizes + 1e-30
 
 
 def polar_scores(case: PolarCase) -> Floats:
@@ -173,14 +174,14 @@ def sums_exact(case: TokenCase) -> tuple[Doubles, Doubles]:
         scales, lows = (array.astype(np.float64)[..., None] for array in (case.norms, case.lows))
         values, sizes = values * scales + lows, sizes * scales + np.abs(lows)
     made = np.einsum("hrt,htd->hrd", weights, values)
-    return made, 2.0**-18 * np.einsum("hrt,htd->hrd", weights, sizes) + 1e-30
+    return made, rounding("F32", 64) * np.einsum("hrt,htd->hrd", weights, sizes) + 1e-30
 
 
 def scores_exact(case: TokenCase) -> tuple[Doubles, Doubles]:
     """Return the scores, [heads, rows, tokens], and how far a kernel may be off."""
     keys, queries = case.values * case.norms.astype(np.float64)[..., None], case.queries.astype(np.float64)
     made = np.einsum("hrd,htd->hrt", queries, keys)
-    return made, 2.0**-20 * np.einsum("hrd,htd->hrt", np.abs(queries), np.abs(keys)) + 1e-30
+    return made, rounding("F32", 16) * np.einsum("hrd,htd->hrt", np.abs(queries), np.abs(keys)) + 1e-30
 
 
 def value_sums(case: TokenCase) -> Floats:

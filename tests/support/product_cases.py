@@ -8,6 +8,7 @@ from typing import Any
 import independent_reader
 import numpy as np
 import numpy.typing as npt
+from closeness import ROUNDED_BY, rounding
 
 from pqweights.codecs.lloyd_max import codebook
 from pqweights.common.dtypes import from_float32, to_float32
@@ -16,8 +17,6 @@ from pqweights.kernels.products import MOST_INPUT, MOST_LEVEL
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
-# Half the distance of neighbouring numbers, relative to them.
-ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24}
 SMALLEST = {"BF16": 2.0**-133, "F16": 2.0**-24, "F32": 2.0**-149}
 
 
@@ -84,7 +83,7 @@ def exact(case: Case) -> tuple[Doubles, Doubles]:
     blocks = x.reshape(-1, 128) * np.where(independent_reader.SIGNS & case.coding.signed, -1, 1)
     inputs = rotated(blocks).reshape(len(x), -1, 128)
     made = np.einsum("obk,rbk->ro", coded, inputs) + (0 if case.bias is None else case.bias)
-    sizes = np.einsum("obk,rbk->ro", np.abs(coded), np.abs(inputs)) * 2.0**-22
+    sizes = np.einsum("obk,rbk->ro", np.abs(coded), np.abs(inputs)) * rounding("F32", 4)
     if case.dtype == "F32":
         return made, sizes
     steps = np.abs(inputs).max(-1) / MOST_INPUT
@@ -124,8 +123,8 @@ def computed(case: Case, *, threads: int = 1, factor: float = 1.0) -> Doubles:
 def excess(case: Case, **options: Any) -> float:
     """Return the largest error of a kernel, in multiples of what it may be."""
     made, bound = exact(case)
-    rounding = ROUNDING[case.dtype] * (np.abs(made) + bound) + SMALLEST[case.dtype]
-    return float((np.abs(computed(case, **options) - made) / (bound + rounding)).max())
+    rounded = ROUNDED_BY[case.dtype] * (np.abs(made) + bound) + SMALLEST[case.dtype]
+    return float((np.abs(computed(case, **options) - made) / (bound + rounded)).max())
 
 
 def prepared_integers(case: Case) -> tuple[npt.NDArray[np.int16], Floats]:

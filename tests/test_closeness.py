@@ -1,0 +1,98 @@
+"""Rules that all tests keep: closeness is judged in one place, and nothing is skipped but what needs a GPU."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from closeness import F32_FEW, F64_SUM, assert_near, bound, deviation, each_near, rounding
+
+FOLDER = Path(__file__).parent
+TREES = {str(path.relative_to(FOLDER)): ast.parse(path.read_bytes()) for path in sorted(FOLDER.rglob("*.py"))}
+# They have tolerances of their own, or defaults.
+COMPARING = ("allclose", "isclose", "approx", "assert_allclose", "assert_close", "assert_almost_equal")
+# A number below is a tolerance, unless it is below that, when it is the size of weights.
+LARGEST, SMALLEST = 1e-3, 1e-20
+
+
+def floats_in(node: ast.AST) -> Iterator[float]:
+    """The floating-point numbers that stand in an expression."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, float):
+            yield abs(part.value)
+
+
+def tolerances(tree: ast.Module) -> Iterator[int]:
+    """The lines that compare with a tolerance of their own."""
+    judged = {name.asname or name.name for name in imported_from(tree, "closeness")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and any(
+            isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for op in node.ops
+        ):
+            if any(SMALLEST < number < LARGEST for number in floats_in(node)):
+                yield node.lineno
+        elif isinstance(node, ast.Call):
+            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            bounds = [*node.args[2 if name in ("near", "each_near") else 1 :], *(word.value for word in node.keywords)]
+            if name in judged and any(number < 1 for value in bounds for number in floats_in(value)):
+                yield node.lineno
+            if name in COMPARING and not (isinstance(node.func, ast.Name) and name in judged):
+                yield node.lineno
+
+
+def imported_from(tree: ast.Module, module: str) -> list[ast.alias]:
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == module]
+    return [name for node in nodes for name in node.names]
+
+
+def test_every_tolerance_is_stated_in_one_place() -> None:
+    own = ("support/closeness.py", Path(__file__).name)
+    found = {path: sorted(set(tolerances(tree))) for path, tree in TREES.items() if path not in own}
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("assert np.allclose(a, b)", True), ("assert torch.allclose(a, b, atol=x)", True),
+        ("assert a == pytest.approx(b)", True), ("assert abs(a - b).max() < 1e-5 * b.max()", True),
+        ("assert a == approx(b, 0.02)", True), ("assert each_near(a, b, 3 * 1e-6)", True),
+        ("assert each_near(a, 0.5 * b, F32_SUM)", False), ("assert a == approx(0.1, F32_SUM)", False),
+        ("assert 0.002 < error < 0.003", False), ("assert abs(values).max() > 1e-30", False),
+    ],
+)  # fmt: skip
+def test_tolerances_are_recognised(line: str, found: bool) -> None:
+    tree = ast.parse(f"from closeness import F32_SUM, approx, each_near\n{line}\n")
+    assert bool([*tolerances(tree)]) == found
+
+
+def test_nothing_is_skipped_but_what_needs_a_gpu() -> None:
+    """What else tests need is installed by `make test`: where it is missing, they fail."""
+    skipping = ("skip", "skipif", "importorskip", "xfail")
+    found = {
+        path: [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in skipping]
+        for path, tree in TREES.items()
+    }
+    assert {path for path, lines in found.items() if lines} == {"kernels/test_gpu_products.py"}
+    assert len(found["kernels/test_gpu_products.py"]) == 1
+
+
+def test_deviations_are_relative_to_the_largest_number() -> None:
+    assert deviation([1.0, -200.0, 5.0], [1.0, -200.0, 3.0]) == 2 / 200
+    with pytest.raises(AssertionError):
+        deviation([1.0, 2.0], [1.0])
+    assert_near([1.0, 100.0], [1.0 + 99 * bound("torch"), 100.0], "torch")
+    with pytest.raises(AssertionError, match="torch: a deviation of"):
+        assert_near([1.0, 100.0], [1.0 + 101 * bound("torch"), 100.0], "torch")
+
+
+def test_each_number_is_compared_relative_to_itself() -> None:
+    expected = np.array([1e-30, 1.0, -3e38, np.inf, np.nan], dtype=np.float32)
+    assert each_near(np.nextafter(expected, np.float32(0)), expected, rounding("F32", 2)) is False  # inf is another
+    expected = np.where(np.isinf(expected), 1, expected)
+    assert each_near(np.nextafter(expected, np.float32(0)), expected, F32_FEW)
+    assert not each_near(np.nextafter(expected, np.float32(0)), expected, F64_SUM)
+    assert each_near([np.inf, np.nan], [np.inf, np.nan], 0) and not each_near([np.nan], [1.0], 1)
