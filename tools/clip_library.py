@@ -41,7 +41,7 @@ def main() -> None:
 def source(folder: Path) -> Path:
     """Download the source of the installed version; return the folder of llama.cpp in it."""
     version = importlib.metadata.version("llama-cpp-python")
-    wanted = ["--no-deps", "--no-binary", ":all:", "--dest", str(folder), f"llama-cpp-python=={version}"]
+    wanted = ["--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(folder), f"llama-cpp-python=={version}"]
     subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *wanted], check=True)
     with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
         archive.extractall(folder, filter="data")
