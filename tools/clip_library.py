@@ -13,7 +13,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,8 +42,7 @@ def source(folder: Path) -> Path:
     version = importlib.metadata.version("llama-cpp-python")
     wanted = ["--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(folder), f"llama-cpp-python=={version}"]
     subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *wanted], check=True)
-    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
-        archive.extractall(folder, filter="data")
+    subprocess.run(["tar", "-xzf", next(folder.glob("*.tar.gz")), "-C", folder], check=True)
     return next(folder.glob("*/vendor/llama.cpp"))
 
 
