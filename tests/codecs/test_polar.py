@@ -12,7 +12,7 @@ import mpmath
 import numpy as np
 import polar_decoder
 import pytest
-from closeness import F32_FEW, F32_MATRIX, F32_SOLVED, ROUNDED_ONCE_MORE, approx, each_near, rounding
+from closeness import F32_FEW, F32_MATRIX, F32_SOLVED, ROUNDED_ONCE_MORE, approx, decimals, each_near, rounding
 
 from pqweights.codecs import CODECS, polar_transform
 from pqweights.codecs.polar import PIECE_BLOCKS, PolarCoder
@@ -106,7 +106,7 @@ def test_worked_example_of_the_page() -> None:
     assert bytes.fromhex("".join(hexes)) == angles.tobytes()
     assert bytes.fromhex(re.search(r"radii `([0-9A-F ]+)`", stated)[1]) == radii.astype("<f2").tobytes()
     values = re.search(r"decoded to ([-\d., ]+)\.", " ".join(stated.split()))[1].split(", ")
-    assert decoded(angles, radii)[0, :4] == approx([float(value) for value in values], 0, F32_FEW)
+    assert decoded(angles, radii)[0, :4] == approx([float(value) for value in values], 0, decimals(8))
 
 
 @pytest.mark.parametrize("rotation", [HADAMARD, SIGNED_HADAMARD])

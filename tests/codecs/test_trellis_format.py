@@ -12,7 +12,7 @@ import pytest
 import trellis_decoder
 import trellis_writer
 from blocks import examples
-from closeness import F64_SUM, approx
+from closeness import approx, decimals
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -178,7 +178,7 @@ def test_worked_example_of_the_page() -> None:
     bits = kernel_bits(np.frombuffer(row, dtype=np.uint8)[None], coder_of_row(row, 1), PLAIN)
     assert np.array_equal(bits[0], values.view(np.uint32))
     numbers = re.findall(r"-?0\.\d{9}(?!\d)", example[example.index("first weights") :])
-    assert [float(number) for number in numbers] == approx(values[:4].tolist(), 0, F64_SUM)
+    assert [float(number) for number in numbers] == approx(values[:4].tolist(), 0, decimals(9))
 
 
 def test_steps_of_the_worked_example() -> None:

@@ -74,7 +74,7 @@ def rounding(dtype: str, count: float) -> float:
 F64_FEW, F64_SUM = rounding("F64", 16), rounding("F64", 2**13)
 F32_FEW, F32_SUM, F32_MATRIX, F32_SOLVED = (rounding("F32", 2**count) for count in (5, 8, 11, 14))
 SMALLEST = 2.0**-123  # eight times float32's smallest normal number, below which sums lose bits
-STATED = 1e-6  # numbers that a document states with six decimals
+STATED = 1e-6  # of numbers that a document states with six decimals
 # By which share numbers are off that are not computed again but estimated.
 ALIKE = 0.01  # sizes, errors and predictions of two results, one of which was rounded once more, or has other codes
 ROUNDED_ONCE_MORE = 0.02  # errors, measured on weights that were rounded to BF16 or F16
@@ -114,6 +114,11 @@ def assert_within(measured: float, kind: str) -> None:
         with Path(os.environ[_RECORD]).open("a") as file:
             print(kind, measured, os.environ.get("PYTEST_CURRENT_TEST", ""), sep="\t", file=file)
     assert measured <= bound(kind), f"{kind}: a deviation of {measured:.3g}, where {bound(kind):.3g} is allowed"
+
+
+def decimals(count: int) -> float:
+    """Return how far a number may be from what is printed with so many decimals."""
+    return 0.5 * 10.0**-count
 
 
 def approx(expected: Any, relative: float = STATED, absolute: float = 0.0) -> Any:
