@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentence_transformers as sentences
 
 import pqweights
 
-sentences = pytest.importorskip("sentence_transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 TEXTS = ["abc", "hello world"]
 MODULES = [("", "Transformer"), ("1_Pooling", "Pooling")]
@@ -49,7 +49,6 @@ def vectors(folder: Path) -> np.ndarray:
 @pytest.mark.parametrize(("name", "least"), [("w8a16", 0.999), ("w4a16", 0.97), ("fp8", 0.998)])
 def test_exports_for_vllm_give_the_vectors_of_the_source(name: str, least: float, source: Path, tmp_path: Path) -> None:
     """They call modules of the model one by one, which transformers does not decode when they are called."""
-    pytest.importorskip("compressed_tensors")
     pqweights.quantize(source, tmp_path / "master", bits=8)
     pqweights.export(tmp_path / "master", tmp_path / "out", target="vllm", format=name)
     one, other = vectors(source), vectors(tmp_path / "out")

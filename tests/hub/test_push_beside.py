@@ -13,7 +13,6 @@ from gguf_files import write_llama
 from hub_cases import TARGET, Client, files_of
 from loopback_hub import LoopbackHub
 
-pytest.importorskip("huggingface_hub")
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
 

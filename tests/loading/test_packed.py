@@ -387,7 +387,6 @@ def test_from_pretrained_takes_packed(base, tmp_path):
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3_moe"])
 def test_every_device_map_loads_packed_weights(family: str, device_map: Any, base: Path) -> None:
     """transformers measures parts of the model, whose parameters it names within the part."""
-    pytest.importorskip("accelerate")
     folder, ids = families.master(base, family), torch.tensor(families.IDS)
     loaded = pqweights.load_model(folder, packed=True, device_map=device_map)
     with torch.inference_mode():
@@ -420,7 +419,6 @@ def test_state_is_taken_from_packed_weights_and_never_into_them_from_plain_ones(
 
 def test_device_map_counts_packed_weights_as_they_are_stored(base: Path) -> None:
     """Room for what is packed, and not for what is decoded, suffices for all of it."""
-    pytest.importorskip("accelerate")
     folder = families.master(base, "llama")
     packed = pqweights.load_model(folder, packed=True)
     stored = sum(p.stored_bytes if isinstance(p, PackedTensor) else p.nbytes for p in packed.parameters())
