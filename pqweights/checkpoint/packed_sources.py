@@ -38,6 +38,8 @@ LAYOUTS = (
 )
 # By GPTQ's checkpoint_format: the zero that is stored as 0.
 GPTQ_FIRST_ZEROS = {"gptq": 1, "gptq_v2": 0}
+# What AutoRound calls itself (https://github.com/intel/auto-round).
+AUTO_ROUND = ("auto-round", "intel/auto-round", "auto_round", "autoround")
 # Of MLX's modes, the bits of a code and the dtype of scales; affine has any bits, and scales that are floats.
 MLX_MODES = {"affine": (4, None), "mxfp4": (4, "U8"), "mxfp8": (8, "U8"), "nvfp4": (4, "F8_E4M3")}
 MLX_BITS = (1, 2, 3, 4, 5, 6, 8)
@@ -60,6 +62,9 @@ def why_not(settings: dict[str, Any]) -> str | None:
         nested = settings.get("quantization")
         algorithm = settings.get("quant_algo") or (nested.get("quant_algo") if isinstance(nested, dict) else None)
         return None if algorithm in MODELOPT_ALGORITHMS else f"ModelOpt {algorithm}"
+    if _method(settings) in AUTO_ROUND:
+        layout = settings.get("packing_format") or settings.get("backend")
+        return f"AutoRound (packing_format {layout!r}, data_type {settings.get('data_type', 'int')!r})"
     if _method(settings) == "gptq":
         version, bits = str(settings.get("checkpoint_format", "gptq")), settings.get("bits")
         is_known = version in GPTQ_FIRST_ZEROS and bits in INTEGER_BITS
@@ -81,6 +86,26 @@ def why_not(settings: dict[str, Any]) -> str | None:
     if not weights or not all(isinstance(w, dict) and isinstance(w.get("num_bits"), int) for w in weights):
         return f"compressed-tensors ({settings.get('format', 'unknown format')}, config_groups without num_bits)"
     return None
+
+
+def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of AutoRound as those of the tool whose layout it packed weights in; others as they are.
+
+    `packing_format`, in old files `backend`, names the layout behind a colon: that of AutoAWQ, that of AutoGPTQ, whose
+    zeros are stored less 1, or without either AutoRound's own, which is AutoGPTQ's with zeros as they are.
+    """
+    if _method(settings) not in AUTO_ROUND:
+        return settings
+    layout = str(settings.get("packing_format") or settings.get("backend") or "").lower()
+    kind, _, rest = layout.partition(":")
+    names = {"gptq", "auto_gptq"}, {"awq", "auto_awq"}, {"", "exllamav2", "triton", "tritonv2"}
+    first = rest.partition(":")[0] if kind in ("auto_round", "auto-round") else kind
+    if first not in set().union(*names) or str(settings.get("data_type", "int")) != "int":
+        return settings
+    if first in names[1]:
+        return {**settings, "quant_method": "awq", "version": "gemm"}
+    version = "gptq" if first in names[0] else "gptq_v2"
+    return {**settings, "quant_method": "gptq", "checkpoint_format": version}
 
 
 def scales_of(name: str, stored: Mapping[str, StoredTensor]) -> StoredTensor | None:
@@ -390,14 +415,19 @@ class _PackedSource:
             raise _unlike(codes, "codes", "I32 of two dimensions")
         scales = self._part(codes, f"{module}.scales", SCALE_DTYPES)
         order = None if is_awq else self._stored.get(f"{module}.g_idx")
+        others = settings.get("extra_config")  # of modules that AutoRound packs in another way
+        own = others.get(module) if isinstance(others, dict) else None
+        own = own if isinstance(own, dict) else {}
         lines, bits = codes.shape[0], 4 if is_awq else settings["bits"]
         if order is not None and len(order.shape) == 1 and order.shape[0] > 0:
             bits = lines * 32 // order.shape[0]  # some modules may have other widths than most
+        elif not is_awq and isinstance(own.get("bits"), int):
+            bits = own["bits"]
         columns, rows = (lines, codes.shape[1] * 8) if is_awq else (lines * 32 // bits if bits else 0, codes.shape[1])
         if bits not in INTEGER_BITS or rows * bits % 32 or (not is_awq and columns * bits != lines * 32):
             raise _unlike(codes, "codes", "whole words of 2, 3, 4 or 8 bits in both directions")
         groups = scales.shape[0] if len(scales.shape) == 2 else 0
-        size = settings.get("group_size", settings.get("q_group_size", 128))
+        size = own.get("group_size", settings.get("group_size", settings.get("q_group_size", 128)))
         size = size if isinstance(size, int) and size > 0 else columns
         if groups == 0 or scales.shape[1] != rows or (order is None and groups != -(-columns // size)):
             raise _unlike(scales, "scales", f"{[-(-columns // size), rows]}")
@@ -480,7 +510,7 @@ _FINDERS: dict[str, Callable[[_PackedSource, str, StoredTensor], DecodedTensor |
     "torchao": _PackedSource.of_torchao,
     "bitsandbytes": _PackedSource.of_bitsandbytes,
 }
-PACKED_METHODS = tuple(_FINDERS)
+PACKED_METHODS = (*_FINDERS, *AUTO_ROUND)
 
 
 def _unlike(stored: StoredTensor, what: str, expected: str) -> SourceError:

@@ -24,7 +24,7 @@ from pqweights.checkpoint.mlx_stacks import with_single_experts
 from pqweights.checkpoint.models import has_trait
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.packed import Aspect, DecodedTensor, read_columns, read_scales
-from pqweights.checkpoint.packed_sources import PACKED_METHODS, packed_tensors, scales_of, why_not
+from pqweights.checkpoint.packed_sources import PACKED_METHODS, packed_tensors, plain_settings, scales_of, why_not
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import ByteReads
 from pqweights.codecs import CODECS, MASTER_CODECS
@@ -83,7 +83,7 @@ def logical_tensors(storage: ByteReads, stored: dict[str, StoredTensor], config:
 
     Raises SourceError for a quantization that cannot be decoded, and for scales that are missing or have a wrong shape.
     """
-    settings = quantization_settings(config)
+    settings = plain_settings(quantization_settings(config))
     if config is None:
         _refuse_part_of_master(stored)
     _refuse_method(settings)

@@ -130,6 +130,50 @@ def test_awq_is_code_minus_zero_times_scale(is_banded: bool, tmp_path: Path, mon
     assert_transposed(tmp_path / "src", awq(), "AWQ4")
 
 
+AUTO_ROUND_LAYOUTS = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round:gptq:exllamav2": "gptq",
+    "gptq:exllamav2": "gptq",
+    "auto_round": "gptq_v2",
+    "auto_round:tritonv2": "gptq_v2",
+    "auto_round:exllamav2": "gptq_v2",
+}
+
+
+@pytest.mark.parametrize("layout", AUTO_ROUND_LAYOUTS)
+@pytest.mark.parametrize("bits", [2, 4])
+def test_auto_round_has_the_zeros_of_the_layout_that_it_names(layout: str, bits: int, tmp_path: Path) -> None:
+    tensors, settings, expected = gptq(bits, AUTO_ROUND_LAYOUTS[layout])
+    del tensors["g_idx"]
+    key, method = ("backend", "intel/auto-round") if "exllamav2" in layout else ("packing_format", "auto-round")
+    named = {"quant_method": method, key: layout, "bits": bits, "group_size": settings["group_size"], "sym": False}
+    assert_transposed(tmp_path / "src", (tensors, named, expected), f"GPTQ{bits}")
+
+
+@pytest.mark.parametrize("layout", ["auto_round:auto_awq", "auto_round:awq", "auto_round:awq:gemm"])
+def test_auto_round_in_the_layout_of_awq_is_decoded(layout: str, tmp_path: Path) -> None:
+    tensors, settings, expected = awq()
+    named = {"quant_method": "auto-round", "packing_format": layout, "bits": 4, "group_size": settings["group_size"]}
+    assert_transposed(tmp_path / "src", (tensors, named, expected), "AWQ4")
+
+
+def test_auto_round_may_pack_a_module_in_another_width(tmp_path: Path) -> None:
+    tensors, settings, expected = gptq(8, "gptq")
+    del tensors["g_idx"]
+    own = {MODULE: {"bits": 8, "group_size": settings["group_size"]}}
+    named = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 48}
+    assert_transposed(tmp_path / "src", (tensors, named | {"extra_config": own}, expected), "GPTQ8")
+
+
+@pytest.mark.parametrize("named", [{"packing_format": "auto_round:fp8"}, {"data_type": "mx_fp"}, {}])
+def test_auto_round_in_other_layouts_is_refused_by_name(named: dict[str, Any], tmp_path: Path) -> None:
+    tensors, _, _ = gptq(4, "gptq")
+    settings = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "bits": 4} | named
+    with pytest.raises(SourceError, match=r"AutoRound \(packing_format"):
+        tensor_of(transposed_source(tmp_path / "src", tensors, settings))
+
+
 def test_gptq_groups_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     tensors, settings, _ = gptq(4, "gptq")
     tensors["g_idx"][5] = 3
