@@ -116,7 +116,7 @@ class ShardFile:
         is_open = False
         try:
             with disk_errors(shown):
-                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
                 _allocate(self._descriptor, file_bytes)
             if hasattr(os, "O_DIRECT"):  # macOS has none
                 with contextlib.suppress(OSError):  # nor have some file systems

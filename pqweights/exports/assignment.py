@@ -26,6 +26,7 @@ from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, RecipeError, SourceError
 from pqweights.exports.formats import BlockRule, Rule, TileRule
 from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.planning.decisions import instead_of
 from pqweights.planning.knapsack import Choice, cheapest, solve
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.roles import ROLES
@@ -104,14 +105,19 @@ class Assignment:
         known = list(weights)
         return next((r for r in self.rules if any(r.matches(names, role) for names, role in known)), None)
 
-    def check_used(self, used: Iterable[FormatRule | None]) -> None:
-        """Raise RecipeError for a pattern of names that decides about nothing; a model need not have each role."""
+    def check_used(self, used: Iterable[FormatRule | None], names: Sequence[str]) -> None:
+        """Raise RecipeError for a pattern of names that decides about nothing; a model need not have each role.
+
+        names: those of the weights that are known
+        """
         known = set(used)
-        unused = [rule for rule in self.rules if rule not in known and not rule.pattern.startswith(ROLE)]
+        unused = [rule.pattern for rule in self.rules if rule not in known and not rule.pattern.startswith(ROLE)]
         if unused:
+            pattern = unused[0]
+            near = "" if fnmatch.filter(names, pattern) else f"; {instead_of(pattern, names)}"
             raise RecipeError(
-                f"pattern {unused[0].pattern!r}: matches no weight that can be quantized before another rule does; "
-                "names are those of the checkpoint or of the runtime"
+                f"pattern {pattern!r}: matches no weight that can be quantized before another rule does; names are "
+                f"those of the checkpoint or of the runtime{near}"
             )
 
     def known(self) -> Sensitivity | None:

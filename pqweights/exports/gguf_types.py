@@ -147,7 +147,7 @@ def chosen_types(
         else:
             wanted, reason = "BF16" if rule.format == PLAIN else rule.format, f"rule {rule.pattern}"
         result[tensor.name] = _fitted(tensor, wanted, reason)
-    options.assignment.check_used(used)
+    options.assignment.check_used(used, [name for tensor in model.tensors for name in known_names(tensor)])
     types = candidates(imatrix=imatrix)
     return result | _within(options.assignment, model, checkpoint, types=types, chosen=result, free=free)
 

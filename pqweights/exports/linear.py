@@ -203,7 +203,7 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
         chosen |= dict.fromkeys((tensor.name for tensor in possible), Chosen(name, size, reason))
         if rule is None and possible:
             free[key] = possible
-    rules.assignment.check_used(used)
+    rules.assignment.check_used(used, [tensor.name for tensor in checkpoint.tensors])
     if not chosen:
         why = next(iter([*removable, *plain.values()]), "the master quantizes no linear layer")
         raise ExportError(f"no weight of this model can become integers for {rules.target}: {why}")

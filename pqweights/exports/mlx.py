@@ -166,7 +166,7 @@ class MlxFormat:
             name: ([name, *(t.name for t in o.sources)], role_of(o.sources[0], model)) for name, o in weights.items()
         }
         rules = {name: self.assignment.rule_of([known[name]]) for name in weights}
-        self.assignment.check_used(rules.values())
+        self.assignment.check_used(rules.values(), [name for names, _ in known.values() for name in names])
         formats = {name: rule.format for name, rule in rules.items() if rule is not None}
         stay = self._plain_in_source(checkpoint)
         in_source = (n for n, o in weights.items() if o.sources and all(source.name in stay for source in o.sources))

@@ -130,25 +130,40 @@ def _check_patterns(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
         for pattern in rule.names:
             if not fnmatch.filter(names, pattern):
                 raise RecipeError(
-                    f"{where}: the pattern {pattern!r} matches no tensor of the checkpoint; {_instead(pattern, names)}"
+                    f"{where}: the pattern {pattern!r} matches no tensor of the checkpoint; "
+                    f"{instead_of(pattern, names)}"
                 )
 
 
 def _check_effects(recipe: Recipe, tensors: Sequence[LogicalTensor], model: ModelDescription) -> None:
-    """Raise RecipeError if an option sets the bits of tensors with structural roles alone, where it has no effect."""
+    """Raise RecipeError if an option sets the bits of no tensor.
+
+    Such tensors have structural roles, where it has no effect, or options before it decide about all of them.
+    """
+    decided: dict[str, Rule] = {}  # by tensor, the first option that decides about it
     for rule in recipe.overrides:
-        matching = [tensor for tensor in tensors if not rule.keep and rule.matches_name(tensor.name)]
+        matching = [tensor for tensor in tensors if rule.matches_name(tensor.name)]
         roles = [classify(tensor.name, tensor.dtype, tensor.shape, model) for tensor in matching]
-        if roles and all(role.structural for role in roles):
+        if not rule.keep and roles and all(role.structural for role in roles):
             first, role = matching[0], roles[0]
             hint = "" if role.name == "buffer" else f"; only a recipe's rule with role: {role.name} quantizes those"
             raise RecipeError(
                 f"{rule.reason}: matches nothing that it can quantize, only tensors such as {first.name!r} "
                 f"({role.keep}){hint}"
             )
+        taken = [tensor.name for tensor, role in zip(matching, roles, strict=True) if rule.matches(tensor, role)]
+        if not rule.keep and taken and all(name in decided for name in taken):
+            before = decided[taken[0]]
+            narrower = "" if before.keep or set(before.names) == set(rule.names) else "; give it before that option"
+            raise RecipeError(
+                f"{rule.reason}: decides about no tensor, since {before.reason} comes first for all that it matches, "
+                f"such as {taken[0]!r}{narrower}"
+            )
+        for name in taken:
+            decided.setdefault(name, rule)
 
 
-def _instead(pattern: str, names: Sequence[str]) -> str:
+def instead_of(pattern: str, names: Sequence[str]) -> str:
     """Return what to give in place of a pattern that matches no tensor.
 
     That is a wider pattern which matches some; else the nearest tensor; if none is near, the first one as an example.

@@ -51,8 +51,8 @@ def test_keep_and_set_come_before_the_rules_of_the_recipe(source: Path, tmp_path
 
 
 def test_keep_comes_before_set_and_the_first_set_decides(source: Path) -> None:
-    found = planned(source, "--set", "*proj*=6", "--set", "*q_proj*=3", "--keep", UP)
-    assert found[Q] == (6, "--set *proj*=6")
+    found = planned(source, "--set", "*q_proj*=6", "--set", "*proj*=3", "--keep", UP)
+    assert found[Q] == (6, "--set *q_proj*=6")
     assert found[UP] == (None, f"--keep {UP}")
 
 
@@ -79,6 +79,13 @@ def test_library_takes_widths_by_pattern_as_a_mapping_or_as_pairs() -> None:
         Rule(names=("*q*",), bits=6, reason="--set *q*=6"),
         Rule(names=("*",), bits=3, reason="--set *=3"),
     )
+
+
+@pytest.mark.parametrize("before", [("--set", "*proj*=6"), ("--keep", "*q_proj*"), ("--set", "*q_proj*=3")])
+def test_set_about_which_options_before_it_decide_alone_is_refused(source: Path, before: tuple[str, str]) -> None:
+    error = refused("plan", source, *before, "--set", "*q_proj*=3")
+    assert "--set *q_proj*=3: decides about no tensor" in error
+    assert " ".join(before) in error
 
 
 @pytest.mark.parametrize("option", ["--keep", "--set"])

@@ -127,3 +127,16 @@ def test_files_of_a_master_that_were_edited_or_removed(littered: Path, tmp_path:
     (master / "tokenizer.json").unlink()
     with pytest.raises(MasterError, match=r"tokenizer\.json is missing"):
         run_command(export(master), tmp_path / "second")
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o022, 0o027, 0o077])
+def test_the_umask_decides_who_may_read_a_result(mask: int, littered: Path, tmp_path: Path) -> None:
+    """Shards, what is copied and the folders are as any program makes them."""
+    before = os.umask(mask)
+    try:
+        run_command(command(littered, include_files=("data/x.csv",)), tmp_path / "master")
+        run_command(export(tmp_path / "master"), tmp_path / "export")
+    finally:
+        os.umask(before)
+    for path in (*tmp_path.glob("master/**"), *tmp_path.glob("master/**/*"), *tmp_path.glob("export/*")):
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
