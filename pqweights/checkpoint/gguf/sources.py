@@ -82,7 +82,7 @@ def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:
             f"{contents.path}: a GGUF file does not say all of its model: put {CONFIG_FILE} and the tokenizer of "
             f"{_original(contents)} beside it"
         )
-    check_layers(config, len(contents.tensors))
+    check_layers(config, [tensor.name for tensor in contents.tensors])
     stored = {tensor.name: _stored(tensor) for tensor in contents.tensors}
     tensors, left_out = _model_tensors(storage, contents, stored, config)
     beside = companions(storage.files(), contents.files, include, outside_links=storage.links.outside)
@@ -166,7 +166,7 @@ def _views(contents: GgufContents, settings: Settings) -> dict[str, LogicalTenso
             tensors.append(_Absent(name=name, shape=(1, *shape) if is_gate else shape))
     for module in (f"model.layers.{layer}.{name}" for layer in range(layers) for name in OF_EXPERTS):
         shape = shapes.get(names.get_name(module.replace(".{}.", ".") + ".weight", try_suffixes=SUFFIXES) or "", ())
-        if len(shape) == 3:
+        if len(shape) == 3 and 0 not in shape:
             tensors += [_Absent(name=f"{module.format(n)}.weight", shape=shape[1:]) for n in range(shape[0])]
     views, _ = gguf_tensors(tensors, settings, add_rope(settings, package.GGUFWriter(None, architecture)))
     return {view.name: view for view in views}
