@@ -346,8 +346,6 @@ MODEL_HEADER = (
     "s to make",
     "s to evaluate",
 )
-# What is measured, by the names of digests.CODECS.
-CODECS = ("q4", "q5", "q6", "torchao int4", "mlx q4", "vllm w4a16")
 WEIGHTS_HEADER = (
     "what",
     "weights from",
@@ -444,7 +442,7 @@ def main() -> None:
         "weights": weights,
         "absent": sorted(absent),
     }
-    publish("exports", document, sections(document), options, CODECS)
+    publish("exports", document, sections(document), options)
 
 
 if __name__ == "__main__":

@@ -199,8 +199,7 @@ def main() -> None:
     }
     rows = [row for count in options.threads for row in measure(blocks, options.bits, count, options.rounds)]
     document = {"machine": machine(start), "settings": settings, "rows": rows}
-    codecs = (*(f"q{bits}" for bits in options.bits), "trellis")
-    publish("throughput", document, sections(document), options, codecs)
+    publish("throughput", document, sections(document), options)
 
 
 if __name__ == "__main__":

@@ -211,16 +211,11 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_TEXT and value.isprintable()
 
 
-class _YamlLoader(yaml.SafeLoader):
+class _CardLoader(yaml.SafeLoader):
     """A safe loader without merges of mappings, because copies of copies could fill the memory."""
 
     def flatten_mapping(self, node: Any) -> None:
         """Leave `<<` a key like any other."""
-
-
-def load_yaml(text: str) -> Any:
-    """Parse a YAML text. Raises YAMLError, ValueError, TypeError or RecursionError if it is none."""
-    return yaml.load(text, _YamlLoader)  # a SafeLoader
 
 
 def front_matter(card: str) -> tuple[dict[str, Any], str]:
@@ -236,7 +231,7 @@ def front_matter(card: str) -> tuple[dict[str, Any], str]:
     if len(text) > MAX_FRONT_MATTER:
         return {}, body
     try:
-        fields = load_yaml(text)
+        fields = yaml.load(text, _CardLoader)  # a SafeLoader
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return {}, body
     return (fields if isinstance(fields, dict) else {}), body

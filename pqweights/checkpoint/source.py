@@ -239,7 +239,7 @@ def open_checkpoint(
     weight_files = weights.names
     stored, copies = stored_tensors(storage, weight_files)
     misplaced = {} if weights.index is None else check_tensors(weights.index, stored)
-    check_layers(config or {}, stored)
+    check_layers(config or {}, len(stored))
     is_master = config is not None and master.is_master(config)
     if config is not None and is_master:
         model = quantized.ModelTensors(master.logical_tensors(storage, stored, config), {})

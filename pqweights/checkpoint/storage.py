@@ -10,6 +10,7 @@ import contextlib
 import json
 import mmap
 import os
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -305,6 +306,28 @@ class LocalStorage(Storage):
             named = {*self._read, *files}
         for file in sorted(named):
             self._files[file].check(file, state_at(self.root / file, surely=True))
+
+
+class StorageWithMade(LocalStorage):
+    """A folder on this machine, and files that are not there but follow from one that is."""
+
+    def __init__(self, root: Path, only: Sequence[str] | None, made: Mapping[str, bytes]) -> None:
+        """List the files. made: the content of those that are not there"""
+        super().__init__(root, only)
+        self._made = {name: content for name, content in made.items() if name not in self._files}
+        states = {name: FileState(len(content), zlib.crc32(content)) for name, content in self._made.items()}
+        self._files = dict(sorted({**self._files, **states}.items()))
+
+    def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
+        """See Storage."""
+        if file not in self._made:
+            super().read_into(file, offset, buffer)
+            return
+        buffer[:] = np.frombuffer(self._made[file], dtype=np.uint8, count=len(buffer), offset=offset)
+
+    def check_unchanged(self, files: Iterable[str] = ()) -> None:
+        """See Storage."""
+        super().check_unchanged(file for file in files if file not in self._made)
 
 
 # The commands that make each kind of result (RunIdentity.kind).

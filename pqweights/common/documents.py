@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from reprlib import Repr
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -41,9 +40,6 @@ _WORDS = {
     "object": "keys and values",
     "|": "or",
 }
-# Of a value that may be as large as the file, or larger: YAML can name the same list many times.
-_SHORT = Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 _TYPES = {dict: "object", list: "array", str: "str", bool: "bool", int: "int", float: "float", type(None): "null"}
 
 
@@ -122,11 +118,7 @@ def _located(value: Any, steps: list[tuple[str, str]], got: str | None) -> tuple
     msgspec does not say in which item of a mapping (`[...]`), but of which type the value is.
     """
     if not steps:
-        return (
-            ("", _SHORT.repr(value).encode("ascii", "backslashreplace").decode()[:80])
-            if got in (None, _TYPES.get(type(value)))
-            else None
-        )
+        return ("", ascii(value)[:80]) if got in (None, _TYPES.get(type(value))) else None
     (key, index), *rest = steps
     if index == "..." and got is None:
         return None

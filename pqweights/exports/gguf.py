@@ -7,6 +7,7 @@ pqweights/checkpoint/gguf, and which types its tensors get in gguf_types.py.
 from __future__ import annotations
 
 import fnmatch
+import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,8 +38,8 @@ from pqweights.checkpoint.gguf.model import (
     outline_model,
 )
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.weight_files import read_json_object
-from pqweights.errors import OptionError
+from pqweights.checkpoint.storage import read_file
+from pqweights.errors import ExportError, OptionError
 from pqweights.exports.assignment import Assignment
 from pqweights.exports.formats import BlockRule, Rounding, Stays
 from pqweights.exports.gguf_types import TOWER_TYPE, TypeChoice, TypeOptions, chosen_types, read_types, tower_type
@@ -67,6 +68,14 @@ TOWER_PREFIX = "mmproj-"
 GENERATION_CONFIG = "generation_config.json"
 # What is copied beside the weights, which hold everything that llama.cpp reads of the model.
 COPIED = ("*license*", "*licence*", "copying*", "copyright*", "notice*", "*policy*", "citation*", "authors*")
+NO_TOKENIZER = (
+    "put tokenizer.json and tokenizer_config.json beside the weights (of a master: quantize again), or pass "
+    "`without_tokenizer` for programs that give it ids of tokens"
+)
+WITHOUT_TOKENIZER = (
+    "the file has no tokenizer: it is for programs that give llama.cpp the ids of tokens, such as pqweights eval "
+    "--tokenizer DIR; llama-cli, llama-server and Ollama end at the first text"
+)
 # Settings of generation_config.json that a Modelfile has under the same names.
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 OLLAMA_NAMES = {"repetition_penalty": "repeat_penalty"}
@@ -122,10 +131,10 @@ class GgufOutput:
         return tuple(n for n in names if any(fnmatch.fnmatchcase(n.lower(), pattern) for pattern in COPIED))
 
     def _modelfile(self, files: Sequence[str]) -> bytes:
-        settings = {}
+        settings: Any = {}
         if GENERATION_CONFIG in self.checkpoint.companions:
-            settings = read_json_object(self.checkpoint.storage, GENERATION_CONFIG)
-        known = {key: settings[key] for key in SETTINGS if _is_number(settings.get(key))}
+            settings = json.loads(read_file(self.checkpoint.storage, GENERATION_CONFIG))
+        known = {key: settings[key] for key in SETTINGS if isinstance(settings, dict) and _is_number(settings.get(key))}
         lines = [f"PARAMETER {OLLAMA_NAMES.get(key, key)} {value}" for key, value in known.items()]
         return "\n".join(
             ["# ollama create NAME -f Modelfile", *(f"FROM ./{file}" for file in files), *lines, ""]
@@ -193,12 +202,14 @@ class Gguf:
     weighed: whether errors are weighed by the importance of inputs
     name: what the model is called; None if it is not known
     embeds: whether it gives vectors of texts instead of predicting them
+    without_tokenizer: whether the file may lack a vocabulary
     """
 
     types: TypeOptions
     weighed: bool
     name: str | None = None
     embeds: bool = False
+    without_tokenizer: bool = False
 
     compares_master = False
 
@@ -225,9 +236,17 @@ class Gguf:
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which types tensors get; names and shapes are those of llama.cpp.
 
-        Raises MissingDependencyError without gguf, ExportError if llama.cpp cannot take the model or its tokenizer.
+        Raises MissingDependencyError without gguf, ExportError if llama.cpp cannot take the model or its tokenizer, or
+        if it has none.
         """
-        return self.outline_of(gguf_model(checkpoint, name=self.name), checkpoint)
+        model = gguf_model(checkpoint, name=self.name)
+        if not model.has_vocabulary:
+            if not self.without_tokenizer:
+                raise ExportError(
+                    f"the model has no tokenizer, without which llama.cpp ends at the first text: {NO_TOKENIZER}"
+                )
+            model = replace(model, notes=(*model.notes, WITHOUT_TOKENIZER))
+        return self.outline_of(model, checkpoint)
 
     def outline_of(self, model: GgufModel, checkpoint: Checkpoint) -> Outline:
         """Decide which types the tensors of a model get. checkpoint: of which it is made"""
@@ -273,7 +292,11 @@ def read_options(options: ExportOptions) -> Gguf:
     rounding = one_of(NAME, "rounding", options.rounding, allowed=(None, PLAIN, IMPORTANCE))
     if rounding == IMPORTANCE and options.calibrate is None:
         raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibrate` as well")
-    return Gguf(types=read_types(options), weighed=options.calibrate is not None and rounding != PLAIN)
+    return Gguf(
+        types=read_types(options),
+        weighed=options.calibrate is not None and rounding != PLAIN,
+        without_tokenizer=options.without_tokenizer,
+    )
 
 
 def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transform]:
@@ -306,7 +329,16 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=LLAMA_CPP,
     tags=("gguf", "llama.cpp"),
-    options=("type", "pure", *ASSIGNMENT_OPTIONS, "fold", "rounding", "calibrate", "calibration_tokens"),
+    options=(
+        "type",
+        "pure",
+        "without_tokenizer",
+        *ASSIGNMENT_OPTIONS,
+        "fold",
+        "rounding",
+        "calibrate",
+        "calibration_tokens",
+    ),
     account=("name", "types", "imatrix", "embeds"),
     read_options=read_options,
     prepare=_prepare,

@@ -450,6 +450,11 @@ class ExportOptions(FoldOptions, SampleOptions):
         default_text="q4_k_m",
     )
     pure: bool = option("For gguf: all matrices in the type of the mix, none of them wider.", default=False)
+    without_tokenizer: bool = option(
+        "For gguf: write the file although the model has no tokenizer, for programs that give llama.cpp the ids of "
+        "tokens; its own end at the first text.",
+        default=False,
+    )
     recipe: StrPath | None = option(
         "YAML FILE that says which format each weight gets: format, rules, target_size, sensitivity.",
         checks.location,

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import yaml
 
-from pqweights.checkpoint.config import load_yaml
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs import DEFAULT_CODEC, checked_effort, checked_rate, get_codec, nearest_rate
 from pqweights.common.advice import instead
@@ -299,8 +298,8 @@ def parse_recipe(text: str, where: str) -> Recipe:
 def parse_yaml(text: str, where: str) -> Any:
     """Parse a text as YAML. where: what messages call it. Raises RecipeError if it is none."""
     try:
-        return load_yaml(text)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{where}: not YAML: {_yaml_problem(text, error)}") from None
 
 

@@ -18,7 +18,7 @@ from pqweights import __version__
 from pqweights.checkpoint.names import EVALUATION_FILE
 from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.storage import LocalStorage, read_file
 from pqweights.common.threads import slow_step
 from pqweights.errors import EvaluationError
 from pqweights.inference.runtimes.folders import read_folder
@@ -83,7 +83,7 @@ class SampleOf:
         assert isinstance(storage, LocalStorage)
         files = storage.files()
         small = {
-            name: hashlib.sha256((storage.root / name).read_bytes()).hexdigest()
+            name: hashlib.sha256(read_file(storage, name)).hexdigest()
             for name in sorted(files)
             if name.endswith(READ_WITH_WEIGHTS) and "/" not in name and name != EVALUATION_FILE
         }

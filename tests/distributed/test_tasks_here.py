@@ -73,8 +73,8 @@ def test_masters_in_tasks_have_the_bytes_of_plain_ones(
     ("target", "options"),
     [
         ("bf16", {"dtype": "source"}),
-        ("gguf", {"target_size": 500_000}),
-        ("gguf", {"type": "q3_k_l"}),
+        ("gguf", {"target_size": 500_000, "without_tokenizer": True}),
+        ("gguf", {"type": "q3_k_l", "without_tokenizer": True}),
         ("torchao", {"group_size": 32}),
         ("vllm", {"group_size": 32, "source": "source"}),
         ("mlx", {"group_size": 32, "fold": "equalize"}),

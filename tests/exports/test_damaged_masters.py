@@ -39,9 +39,9 @@ TARGETS: list[tuple[str, dict[str, Any]]] = [
     ("vllm", {**GROUPS, "fold": "equalize"}),
     ("vllm", {**GROUPS, "rounding": "gptq", "calibrate": "self"}),
     ("mlx", GROUPS),
-    ("gguf", {"type": "q4_k_m"}),
-    ("gguf", {"target_size": 500_000}),
-    ("gguf", {"type": "q3_k_m", "calibrate": "self"}),
+    ("gguf", {"type": "q4_k_m", "without_tokenizer": True}),
+    ("gguf", {"target_size": 500_000, "without_tokenizer": True}),
+    ("gguf", {"type": "q3_k_m", "calibrate": "self", "without_tokenizer": True}),
 ]
 
 
@@ -137,7 +137,7 @@ def test_parts_in_other_processes_check_what_they_read(
 ) -> None:
     use_tasks_here(monkeypatch)
     place = flip(master, WEIGHT + "_codes")
-    for target, options in (("bf16", {}), ("mlx", GROUPS), ("gguf", {"type": "q4_k_m"})):
+    for target, options in (("bf16", {}), ("mlx", GROUPS), ("gguf", {"type": "q4_k_m", "without_tokenizer": True})):
         with pytest.raises(MasterError, match=damaged(place)):
             export(base, master, tmp_path / target, target, ray="here", **options)
         assert find_manifest(tmp_path / target) is None

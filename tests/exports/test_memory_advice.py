@@ -65,6 +65,7 @@ def test_bytes_are_those_that_the_export_of_the_master_plans(
     # The tokenizer of these models is none that llama.cpp has; no tensor depends on it.
     monkeypatch.setattr("pqweights.checkpoint.gguf.model.read_vocabulary", lambda *about, **more: None)
     monkeypatch.setattr("pqweights.checkpoint.gguf.model.add_vocabulary", lambda *about, **more: ())
+    monkeypatch.setattr("pqweights.checkpoint.gguf.model.GgufModel.has_vocabulary", True)
     master, seen = families.master(base, family), set()
     for proposal in proposed(families.model(base, family), recipe="q6"):
         if proposal.stored.target in EXPORTS and (key := (proposal.stored.target, proposal.stored.format)) not in seen:
@@ -74,8 +75,11 @@ def test_bytes_are_those_that_the_export_of_the_master_plans(
     assert {target for target, _ in seen} >= {"bf16", "vllm"}
 
 
-def test_layers_of_one_file_that_differ_in_type_are_counted_each(tmp_path: Path) -> None:
+def test_layers_of_one_file_that_differ_in_type_are_counted_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of five layers, llama.cpp's mixes store some wider than others."""
+    monkeypatch.setattr("pqweights.checkpoint.gguf.model.GgufModel.has_vocabulary", True)
     source = write_llama(tmp_path / "model", sizes=WIDE)
     done("quantize", source, tmp_path / "master")
     found = proposed(source, runtime="llama.cpp")
@@ -96,6 +100,7 @@ def bytes_in_files(folder: Path) -> int:
 
 def test_printed_commands_make_exports_of_the_stated_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pqweights.checkpoint.gguf.model.GgufModel.has_vocabulary", True)
     source = write_llama(tmp_path / "a model", sizes=WIDE)
     rules = ("--keep", "*.layers.0.*", "--set", "*.down_proj.weight=6", "--bits", 7)
     made: dict[str, int] = {}

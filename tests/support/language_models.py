@@ -66,8 +66,10 @@ def with_tokenizer(folder: Path) -> Path:
         path.unlink()
     files = tokenizer_files()
     tokenizer = json.loads(files["tokenizer.json"])
-    taken = [token["id"] for token in tokenizer["added_tokens"]]
-    tokenizer["model"] |= {"vocab": tokenizer["model"]["vocab"] | {"ab": max(taken) + 1}, "merges": [["a", "b"]]}
+    # With them in the vocabulary, transformers gives them the ids that they have here.
+    added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    vocab = tokenizer["model"]["vocab"] | added | {"ab": max(added.values()) + 1}
+    tokenizer["model"] |= {"vocab": vocab, "merges": [["a", "b"]]}
     for name, data in (files | {"tokenizer.json": json.dumps(tokenizer).encode()}).items():
         (folder / name).write_bytes(data)
     settings = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "do_sample": True}

@@ -31,7 +31,8 @@ from pqweights.checkpoint.gguf.contents import (
     MetadataValue,
     StoredType,
 )
-from pqweights.checkpoint.header import aligned, overflows
+from pqweights.checkpoint.header import aligned
+from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.errors import SourceError
 
 MAGIC = b"GGUF"
@@ -52,8 +53,8 @@ _LENGTH = struct.Struct("<Q")
 MAX_NAME_BYTES, MAX_DIMENSIONS = 63, 4
 
 
-def parse_gguf(path: Path, stream: BinaryIO, file_bytes: int) -> GgufContents:
-    """Parse the header of a GGUF file, given its content and its size.
+def parse_gguf(path: Path, stream: BinaryIO, file_bytes: int, *, items_kept: int = ITEMS_KEPT) -> GgufContents:
+    """Parse the header of a GGUF file, given its content and its size. items_kept: of each list
 
     Raises SourceError for every way in which a header can be wrong: magic, version, counts, lengths, types, shapes,
     alignment, holes, and data that do not end where the file does.
@@ -65,7 +66,7 @@ def parse_gguf(path: Path, stream: BinaryIO, file_bytes: int) -> GgufContents:
         key = _read_name(cursor, f"key {number}")
         if key in metadata:
             raise cursor.damaged(f"key {key!r} appears twice")
-        metadata[key] = _read_value(cursor, key)
+        metadata[key] = _read_value(cursor, key, items_kept)
     alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
         raise cursor.damaged(f"{ALIGNMENT_KEY}: expected a power of two, found {str(alignment)[:40]}")
@@ -115,7 +116,7 @@ def _read_name(cursor: _Cursor, what: str) -> str:
     return name
 
 
-def _read_value(cursor: _Cursor, key: str) -> MetadataValue:
+def _read_value(cursor: _Cursor, key: str, items_kept: int) -> MetadataValue:
     (code,) = cursor.numbers("I", f"the type of {key!r}")
     if code != ARRAY:
         return _read_items(cursor, key, code, 1)[0]
@@ -126,7 +127,7 @@ def _read_value(cursor: _Cursor, key: str) -> MetadataValue:
     item_bytes = LENGTH_BYTES if code == STRING else struct.calcsize(f"<{NUMBER_FORMATS[code]}")
     if count > min(MAX_ITEMS, cursor.left // item_bytes):
         raise cursor.damaged(f"{key!r}: expected a list that {cursor.left} bytes can hold, found {count} items")
-    kept = min(count, ITEMS_KEPT)
+    kept = min(count, items_kept)
     first = _read_items(cursor, key, code, kept)
     if code == STRING:
         item = f"an item of {key!r}"
@@ -179,7 +180,7 @@ def _read_tensor(cursor: _Cursor, number: int) -> _TensorEntry:
         raise cursor.damaged(f"{what}: expected at most {MAX_DIMENSIONS} dimensions, found {dimensions}")
     *sizes, code, offset = cursor.numbers(f"{dimensions}QIQ", what)
     shape = tuple(reversed(sizes))
-    if overflows(shape):
+    if max(shape, default=0) > MAX_ELEMENTS or math.prod(shape) > MAX_ELEMENTS:
         raise cursor.damaged(f"{what}: shape {str(list(shape))[:80]} overflows")
     if code not in TENSOR_TYPES:
         raise SourceError(
@@ -347,6 +348,11 @@ def _joined(parts: list[GgufContents]) -> GgufContents:
     return replace(first, files=files, tensors=tensors, file_bytes=sum(part.file_bytes for part in parts))
 
 
-def _read_part(path: Path) -> GgufContents:
+def _read_part(path: Path, items_kept: int = ITEMS_KEPT) -> GgufContents:
     with open(path, "rb", buffering=PIECE_BYTES) as stream:
-        return parse_gguf(path, stream, os.fstat(stream.fileno()).st_size)
+        return parse_gguf(path, stream, os.fstat(stream.fileno()).st_size, items_kept=items_kept)
+
+
+def whole_metadata(contents: GgufContents) -> dict[str, MetadataValue]:
+    """Return the metadata of a file with all items of its lists, such as the tokens of a vocabulary."""
+    return _read_part(contents.path, MAX_ITEMS).metadata

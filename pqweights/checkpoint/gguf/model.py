@@ -18,13 +18,20 @@ from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.pooling import add_pooling, dense_tensors, pooling_notes, read_pooling
 from pqweights.checkpoint.gguf.rope import add_rope, own_betas, rope_parameters
-from pqweights.checkpoint.gguf.settings import Settings, ignored_window, read_settings, value_of, windowed_layers
+from pqweights.checkpoint.gguf.settings import (
+    Settings,
+    ignored_window,
+    read_settings,
+    settings_of,
+    value_of,
+    windowed_layers,
+)
 from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
 from pqweights.checkpoint.gguf.tokens import Vocabulary
 from pqweights.checkpoint.gguf.towers import gguf_tower
 from pqweights.checkpoint.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
 from pqweights.checkpoint.header import aligned
-from pqweights.checkpoint.models.llama_cpp import SETTINGS, SLIDING
+from pqweights.checkpoint.models.llama_cpp import SLIDING, Architecture
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
@@ -71,6 +78,11 @@ class GgufModel:
     tower_metadata: tuple[MetadataEntry, ...] = ()
     tower: tuple[LogicalTensor, ...] = ()
 
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether it has a tokenizer."""
+        return any(entry.key == "tokenizer.ggml.tokens" for entry in self.metadata)
+
     def with_tower(self, checkpoint: Checkpoint) -> GgufModel:
         """Return the model with its tower, or with a note why it is left out."""
         try:
@@ -95,12 +107,12 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
     Raises ExportError if llama.cpp cannot run it as transformers does, MissingDependencyError without the gguf package.
     """
     settings, of_rope, tensors, left_out = _read(checkpoint)
-    architecture = _architecture(settings)
+    architecture = architecture_name(settings.architecture)
     writer = gguf_package().GGUFWriter(None, architecture)
     rows = _rows(tensors)
     vocabulary = read_vocabulary(checkpoint.storage, rows=rows)
     _add_general(checkpoint, tensors, writer, name=model_name(name, vocabulary))
-    _add_hyper_parameters(settings, writer, tensors)
+    add_hyper_parameters(settings, writer, tensors)
     writer.kv_data[0].update(of_rope.kv_data[0])
     missed = add_vocabulary(checkpoint.storage, settings.values, writer, vocabulary=vocabulary)
     # The package finds templates in the order in which a folder lists them.
@@ -121,9 +133,11 @@ def outline_model(checkpoint: Checkpoint) -> GgufModel:
     Raises what gguf_model raises.
     """
     settings, writer, tensors, left_out = _read(checkpoint)
-    _add_hyper_parameters(settings, writer, tensors)
+    add_hyper_parameters(settings, writer, tensors)
     metadata = tuple(_entry(key, value) for key, value in writer.kv_data[0].items())
-    model = GgufModel(architecture=_architecture(settings), metadata=metadata, tensors=tensors, left_out=left_out)
+    model = GgufModel(
+        architecture=architecture_name(settings.architecture), metadata=metadata, tensors=tensors, left_out=left_out
+    )
     return model.with_tower(checkpoint)
 
 
@@ -147,14 +161,15 @@ def _read(checkpoint: Checkpoint) -> tuple[Settings, Any, tuple[LogicalTensor, .
     pooling = read_pooling(checkpoint.storage)
     settings = with_draft_layers(read_settings(checkpoint.config, pooling=pooling.type), checkpoint.tensors)
     # No file is written: the writer knows the keys and the types of values.
-    writer = gguf_package().GGUFWriter(None, _architecture(settings))
+    writer = gguf_package().GGUFWriter(None, architecture_name(settings.architecture))
     tensors = (*checkpoint.tensors, *dense_tensors(checkpoint.storage, pooling, settings))
     return settings, writer, *gguf_tensors(tensors, settings, add_rope(settings, writer))
 
 
-def _architecture(settings: Settings) -> str:
+def architecture_name(architecture: Architecture) -> str:
+    """Return what files call an architecture."""
     package = gguf_package()
-    return settings.architecture.label or str(package.MODEL_ARCH_NAMES[package.MODEL_ARCH[settings.architecture.name]])
+    return architecture.label or str(package.MODEL_ARCH_NAMES[package.MODEL_ARCH[architecture.name]])
 
 
 def _notes(
@@ -230,11 +245,10 @@ def _add_general(checkpoint: Checkpoint, tensors: tuple[LogicalTensor, ...], wri
         writer.add_languages(facts["language"])
 
 
-def _add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[LogicalTensor, ...]) -> None:
+def add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[LogicalTensor, ...]) -> None:
     """Write the shape of the model."""
     architecture = settings.architecture
-    stated = {setting.parameter: setting for setting in (*SETTINGS, architecture.norm, *architecture.settings)}
-    for setting in stated.values():
+    for setting in settings_of(architecture):
         if setting.zero and not settings.get(setting.key):
             _add(writer, setting.parameter, 0)
         elif not setting.optional or settings.get(setting.key):

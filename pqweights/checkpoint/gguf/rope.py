@@ -6,7 +6,8 @@ llama-context.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,14 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.settings import Settings, is_positive, windowed_layers
-from pqweights.checkpoint.models.llama_cpp import FULL, SLIDING
+from pqweights.checkpoint.models.llama_cpp import FULL, LAYERS, SLIDING, Architecture
+from pqweights.checkpoint.models.rotary import DEFAULT_BASE
 from pqweights.checkpoint.positions import attention_factor, llama3_divisors, yarn_scale
+from pqweights.errors import ExportError
 
 # The numbers of rotations between which llama.cpp turns from interpolation to extrapolation, unless it is told others.
 YARN_BETAS = {"beta_fast": 32, "beta_slow": 1}
+LLAMA3_KEYS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 Factors = dict[str, npt.NDArray[np.float32]]
 
@@ -28,10 +32,8 @@ def rope_parameters(settings: Settings, layers: str = FULL) -> dict[str, Any]:
 
     layers: FULL or SLIDING, for models in which these differ
     """
-    stated = settings.get("rope_parameters") or {}
-    own = stated if "rope_type" in stated else stated.get(layers) or next(iter(stated.values()), None)
-    if not isinstance(own, dict) or "rope_type" not in own:
-        raise settings.refusal(f"expected the parameters of its rotary embeddings, found {stated!r:.80}")
+    stated = settings.get("rope_parameters")
+    own = stated if "rope_type" in stated else stated.get(layers) or next(iter(stated.values()))
     return {"partial_rotary_factor": 1.0, **own}
 
 
@@ -51,8 +53,6 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
         raise settings.refusal(f"llama.cpp computes it with rope_type {taken} only, found {rope_type!r}")
     whole = settings.number(settings.architecture.rotated)
     rotated = int(whole * _number(settings, parameters, "partial_rotary_factor"))
-    if whole % 2 or rotated % 2 or rotated < 2:
-        raise settings.refusal(f"expected an even number of rotated channels, found {rotated} of {whole}")
     if rope_type == "proportional":  # of Gemma 4: frequencies are those of whole heads, and the last ones are 0
         factors = np.where(np.arange(whole // 2) < rotated // 2, 1, 1e30).astype(np.float32)
         rotated = whole
@@ -69,8 +69,7 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
     if sections:
         writer.add_rope_dimension_sections([*sections, 0][:4])
     base = _number(settings, parameters, "rope_theta")
-    # Of HunYuan, with another base at once instead of one by the length of the text.
-    if rope_type == "dynamic" and rotated > 2:
+    if rope_type == "dynamic":  # of HunYuan, with another base at once instead of one by the length of the text
         base *= _number(settings, parameters, "alpha") ** (rotated / (rotated - 2))
     writer.add_rope_freq_base(base)
     if any(windowed_layers(settings)):
@@ -90,6 +89,95 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
         factors[: rotated // 2] = _llama3_factors(settings, parameters, rotated)
         return {"rope_freqs.weight": factors}
     return {}
+
+
+def read_rope(
+    value: Callable[[str], Any], architecture: Architecture, known: Mapping[str, Any], factors: Factors
+) -> dict[str, Any]:
+    """Return what a configuration says of rotary embeddings: the inverse of add_rope, which then checks it.
+
+    value: returns a hyper-parameter by what its key has behind the architecture, None if it is absent
+    known: the other keys of the configuration
+    factors: the values of the tensors that follow from the configuration, by name
+
+    Raises ExportError for a kind that add_rope does not write.
+    """
+    if not architecture.rope:
+        return {}
+    base, local, whole = value("rope.freq_base") or DEFAULT_BASE, value("rope.freq_base_swa"), known["head_dim"]
+    stated: dict[str, Any] = {"rope_theta": base}
+    rotated = value("rope.dimension_count") or whole
+    if rotated != whole:
+        stated["partial_rotary_factor"] = rotated / whole
+    if local is not None and architecture.windows == LAYERS and architecture.window_base:
+        stated["rope_local_base_freq"] = local
+    kind = str(value("rope.scaling.type") or "none")
+    scaled: dict[str, Any] = {"rope_type": kind}
+    if "rope_freqs.weight" in factors:
+        scaled = _read_llama3(factors["rope_freqs.weight"], base, rotated)
+    elif kind in ("linear", "yarn"):
+        if (factor := value("rope.scaling.factor")) is None:
+            raise ExportError("the file does not say rope.scaling.factor")
+        scaled["factor"] = factor
+    elif kind not in ("none", "longrope"):
+        raise ExportError(f"rope.scaling.type {kind!r:.40} is not known")
+    if kind in ("yarn", "longrope"):
+        original = value("rope.scaling.original_context_length")
+        if original is None:
+            raise ExportError("the file does not say rope.scaling.original_context_length")
+        attention = value("rope.scaling.attn_factor")
+        scaled |= {key: of for key in YARN_BETAS if (of := value(f"rope.scaling.yarn_{key}")) is not None}
+        if kind == "longrope" and {"rope_factors_long.weight", "rope_factors_short.weight"} - factors.keys():
+            raise ExportError("the tensors rope_factors_long.weight and rope_factors_short.weight are missing")
+        if kind == "longrope":
+            scaled |= {f"{name}_factor": factors[f"rope_factors_{name}.weight"].tolist() for name in ("long", "short")}
+            stated["original_max_position_embeddings"] = original
+        else:
+            scaled["original_max_position_embeddings"] = original
+            attention = attention and _times(attention, yarn_scale(scaled["factor"], 1.0))
+            if architecture.temperature and (beta := value("attention.temperature_scale")) is not None:
+                scaled["llama_4_scaling_beta"] = beta
+        scaled |= {} if attention is None else {"attention_factor": attention}
+    return stated if scaled == {"rope_type": "none"} else stated | {"rope_scaling": scaled}
+
+
+def _times(value: float, scale: float) -> float:
+    """Return the shortest number that, divided by a scale, is a value in float32."""
+    numbers = (float(f"{value * scale:.{digits}g}") for digits in range(3, 12))
+    return next((n for n in numbers if np.float32(n / scale) == np.float32(value)), value * scale)
+
+
+def _read_llama3(factors: npt.NDArray[np.float32], base: float, rotated: int) -> dict[str, Any]:
+    """Return parameters from which the factors follow; of the bounds and the length, only the ratios matter.
+
+    Raises ExportError if there are none.
+    """
+    if len(factors) < rotated // 2 or not np.isfinite(factors).all() or factors.min() < 1:
+        raise ExportError("the tensor rope_freqs.weight has other values than those of rope_type llama3")
+    known: dict[str, Any] = {"rope_type": "llama3", "factor": float(np.round(factors.max(), 4)), "rope_theta": base}
+    for low, high, length in _bounds(factors, known["factor"], base, rotated):
+        found = known | {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": length}
+        if np.allclose(_llama3_values(found, rotated), factors[: rotated // 2], rtol=1e-4):
+            return {key: value for key, value in found.items() if key != "rope_theta"}
+    raise ExportError("the tensor rope_freqs.weight has other values than those of rope_type llama3")
+
+
+def _bounds(
+    factors: npt.NDArray[np.float32], factor: float, base: float, rotated: int
+) -> Iterator[tuple[float, float, int]]:
+    """Yield what may be the bounds and the length: those of published models, then those that fit best."""
+    yield from ((1.0, 4.0, 8192), (1.0, 1.0, 8192), (1.0, 4.0, 64))
+    frequencies = base ** (-np.arange(0, rotated, 2) / rotated) / (2 * math.pi)
+    between = (factors[: rotated // 2] > 1 + 1e-6) & (factors[: rotated // 2] < factor * (1 - 1e-6))
+    if np.count_nonzero(between) > 1 and factor > 1:
+        share = (1 / factors[: rotated // 2][between] - 1 / factor) / (1 - 1 / factor)
+        slope, offset = np.polyfit(frequencies[between], share, 1)
+        if offset < 0:
+            high = 1 - 1 / offset
+            yield 1.0, float(high), round(slope * (high - 1))
+    turns = 1 / frequencies[factors[: rotated // 2] > 1]  # no frequency lies between
+    for length in turns:
+        yield 1.0, 1.0, round(length)
 
 
 def _check_halves(settings: Settings, parameters: Mapping[str, Any]) -> None:
@@ -169,8 +257,6 @@ def own_betas(settings: Settings, parameters: Mapping[str, Any]) -> dict[str, fl
 def _add_longrope(settings: Settings, parameters: Mapping[str, Any], writer: Any, *, rotated: int) -> Factors:
     """LongRoPE (arXiv:2402.13753): factors for short texts and for long ones."""
     original = _number(settings, parameters, "original_max_position_embeddings")
-    if original <= 1:
-        raise settings.refusal(f"expected more than 1 as original_max_position_embeddings, found {original}")
     numbers = {key: _optional(settings, parameters, key) for key in ("factor", "attention_factor")}
     known = {"rope_type": "longrope", "original_max_position_embeddings": original} | numbers
     writer.add_rope_scaling_type(gguf_package().RopeScalingType.LONGROPE)
@@ -187,10 +273,13 @@ def _add_longrope(settings: Settings, parameters: Mapping[str, Any], writer: Any
 
 def _llama3_factors(settings: Settings, parameters: Mapping[str, Any], rotated: int) -> npt.NDArray[np.float32]:
     """What Llama 3 divides each frequency by, [rotated / 2]: 1 for high ones, `factor` for low ones."""
-    keys = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    numbers = {key: _number(settings, parameters, key) for key in keys}
+    numbers = {key: _number(settings, parameters, key) for key in LLAMA3_KEYS}
     low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
     if high < low:
         raise settings.refusal(f"high_freq_factor {high} of its rope parameters is below low_freq_factor {low}")
+    return _llama3_values(numbers, rotated)
+
+
+def _llama3_values(numbers: Mapping[str, Any], rotated: int) -> npt.NDArray[np.float32]:
     plain = numbers["rope_theta"] ** (-np.arange(0, rotated, 2) / rotated)
     return llama3_divisors(numbers, plain).astype(np.float32)

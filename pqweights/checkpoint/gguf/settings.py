@@ -12,7 +12,7 @@ from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.restated import first_class, restated
 from pqweights.checkpoint.models import described, has_trait, text_model
 from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
-from pqweights.checkpoint.models.llama_cpp import FULL, IGNORED, LAYERS, SLIDING, Architecture, Setting
+from pqweights.checkpoint.models.llama_cpp import FULL, IGNORED, LAYERS, SETTINGS, SLIDING, Architecture, Setting
 from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.errors import ExportError
@@ -390,6 +390,12 @@ def windowed_layers(settings: Settings) -> list[bool]:
             f"some of its layers have a window, and sliding_window is {settings.get('sliding_window')}"
         )
     return windowed
+
+
+def settings_of(architecture: Architecture) -> list[Setting]:
+    """Return the hyper-parameters of a file."""
+    stated = (*SETTINGS, architecture.norm, *architecture.settings)
+    return list({setting.parameter: setting for setting in stated}.values())
 
 
 def value_of(setting: Setting, settings: Settings) -> Any:

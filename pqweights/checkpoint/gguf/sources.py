@@ -7,6 +7,7 @@ once, and a file that holds anything else is refused.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,17 +21,25 @@ from pqweights.checkpoint.companions import check_links, companions, top_level_f
 from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.config_schema import check_layers, model_config
 from pqweights.checkpoint.gguf import gguf_package
+from pqweights.checkpoint.gguf.configurations import check_configuration, read_configuration
 from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents
-from pqweights.checkpoint.gguf.file import SUFFIX, is_gguf, open_gguf
-from pqweights.checkpoint.gguf.rope import add_rope
+from pqweights.checkpoint.gguf.file import SUFFIX, is_gguf, open_gguf, whole_metadata
+from pqweights.checkpoint.gguf.model import architecture_name
+from pqweights.checkpoint.gguf.rope import Factors, add_rope
 from pqweights.checkpoint.gguf.settings import Settings, read_settings
-from pqweights.checkpoint.gguf.tensors import SUFFIXES, gguf_tensors, with_draft_layers
+from pqweights.checkpoint.gguf.tensors import SUFFIXES, gguf_tensors, known_name, with_draft_layers
+from pqweights.checkpoint.gguf.tokenizer_files import tokenizer_files
+from pqweights.checkpoint.gguf.tokens import FAST
 from pqweights.checkpoint.gguf.views import ConstantTensor, InterleavedTensor, OffsetTensor, RenamedTensor
+from pqweights.checkpoint.gguf.vocabulary import OTHERS
 from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.models import described
+from pqweights.checkpoint.models.llama_cpp import Architecture
+from pqweights.checkpoint.models.llama_cpp_names import CLASSES, names_in_layers
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.checkpoint.storage import ByteReads, LocalStorage, check_not_interrupted
+from pqweights.checkpoint.storage import ByteReads, LocalStorage, StorageWithMade, check_not_interrupted
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.common.dtypes import FLOAT_DTYPES, from_float32
 from pqweights.errors import ExportError, SourceError
@@ -39,18 +48,9 @@ from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.workers import scratch
 
 # The types of models whose files are read: those whose tensors have these names.
-MODEL_TYPES = (
-    *("arcee", "exaone4", "gemma", "gemma2", "gemma3_text", "llama", "ministral3", "mistral"),
-    *("olmo2", "olmo3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
-)
+MODEL_TYPES = (*CLASSES, "mistral")
 OUTSIDE = ("model.embed_tokens", "model.norm", "lm_head")
-IN_LAYER = (
-    *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
-    *("mlp.gate", "mlp.shared_expert_gate"),
-    *(f"{mlp}.{name}_proj" for mlp in ("mlp", "mlp.shared_expert") for name in ("gate", "up", "down")),
-)
-OF_EXPERTS = tuple(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 FOLLOWS = "follows from the configuration"
 
 
@@ -74,15 +74,17 @@ def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:
     """
     contents = open_gguf(path)
     others = [name for name in top_level_files(contents.folder) if not name.endswith(SUFFIX) and name[0] != "."]
-    storage = LocalStorage(contents.folder, only=None if path.is_dir() else [*others, *contents.files])
+    only = None if path.is_dir() else [*others, *contents.files]
+    storage: LocalStorage = LocalStorage(contents.folder, only=only)
     check_not_interrupted(storage)
     check_links(storage.links.broken, storage.links.outside)
-    if (config := model_config(storage)) is None:
-        raise SourceError(
-            f"{contents.path}: a GGUF file does not say all of its model: put {CONFIG_FILE} and the tokenizer of "
-            f"{_original(contents)} beside it"
-        )
-    check_layers(config, [tensor.name for tensor in contents.tensors])
+    made = {} if any(name in storage.files() for name in (FAST, *OTHERS)) else _tokenizer(contents)
+    if CONFIG_FILE not in storage.files():
+        made[CONFIG_FILE] = json.dumps(_configuration(storage, contents), indent=2).encode()
+    storage = StorageWithMade(contents.folder, only, made)
+    config = model_config(storage)
+    assert config is not None
+    check_layers(config, len(contents.tensors))
     stored = {tensor.name: _stored(tensor) for tensor in contents.tensors}
     tensors, left_out = _model_tensors(storage, contents, stored, config)
     beside = companions(storage.files(), contents.files, include, outside_links=storage.links.outside)
@@ -98,6 +100,56 @@ def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:
         is_master=False,
         left_out_tensors=left_out,
     )
+
+
+def _tokenizer(contents: GgufContents) -> dict[str, bytes]:
+    return tokenizer_files(str(contents.path), whole_metadata(contents), contents.context)
+
+
+def _configuration(storage: LocalStorage, contents: GgufContents) -> dict[str, Any]:
+    """Return the config.json that the metadata state, as the first type of the architecture that has all of them."""
+    names = [name for name in CLASSES if architecture_name(_architecture(name)) == contents.architecture]
+    if contents.number(f"{contents.architecture}.expert_count"):
+        names = [name for name in names if any(of.parameter == "expert_count" for of in _architecture(name).settings)]
+    if not names:
+        known = ", ".join(sorted({architecture_name(_architecture(name)) for name in CLASSES}))
+        raise SourceError(
+            f"{contents.path}: general.architecture is {contents.architecture!r:.40}; {known} can be read: put "
+            f"{CONFIG_FILE} of {_original(contents)} beside it, or give the original"
+        )
+    factors = _factors(storage, contents)
+    refused: list[ExportError] = []
+    for name in names:
+        try:
+            config = read_configuration(contents, name, factors)
+            views = _views(contents, with_draft_layers(read_settings(config), ()))
+            check_configuration(contents, config, list(views.values()), factors.__getitem__)
+            return config
+        except ExportError as error:
+            refused.append(error)
+    raise _refused(contents, refused[0], f"not read as a model of type {names[0]}") from None
+
+
+def _architecture(model_type: str) -> Architecture:
+    architecture = described(model_type).llama_cpp
+    assert architecture is not None
+    return architecture
+
+
+def _refused(contents: GgufContents, error: ExportError, what: str) -> SourceError:
+    reason = str(error).removeprefix("config.json: ").partition("; use --target")[0]
+    return SourceError(f"{contents.path}: {what}: {reason}")
+
+
+def _factors(storage: LocalStorage, contents: GgufContents) -> Factors:
+    """Return the values of the tensors that follow from the configuration."""
+    factors: Factors = {}
+    for tensor in contents.tensors:
+        if tensor.name in FACTORS and tensor.type == "F32" and len(tensor.shape) == 1:
+            raw = np.empty(tensor.byte_count, dtype=np.uint8)
+            storage.read_into(tensor.file, tensor.offset, raw)
+            factors[tensor.name] = raw.view(np.float32)
+    return factors
 
 
 def _original(contents: GgufContents) -> str:
@@ -123,8 +175,7 @@ def _model_tensors(
             raise ExportError(f"its model_type is {config.get('model_type')}; {', '.join(MODEL_TYPES)} can be read")
         views = _views(contents, with_draft_layers(read_settings(config), ()))
     except ExportError as error:
-        reason = str(error).removeprefix("config.json: ").partition("; use --target")[0]
-        raise SourceError(f"{contents.path}: not read as the model of {CONFIG_FILE}: {reason}") from None
+        raise _refused(contents, error, f"not read as the model of {CONFIG_FILE}") from None
     dtype = "F16" if model_dtype(config, ()) == "F16" else "BF16"
     tensors: dict[str, LogicalTensor] = {}
     left_out = {}
@@ -151,23 +202,25 @@ def _model_tensors(
 def _views(contents: GgufContents, settings: Settings) -> dict[str, LogicalTensor]:
     """Return what the gguf target makes of the model, by names in the file, as views on tensors without values."""
     package = gguf_package()
-    architecture = package.MODEL_ARCH_NAMES[package.MODEL_ARCH[settings.architecture.name]]
+    architecture = architecture_name(settings.architecture)
     if contents.architecture != architecture:
         raise ExportError(f"it has the architecture {architecture}, and the file has {contents.architecture!r}")
     layers = settings.number("num_hidden_layers")
     names = package.get_tensor_name_map(package.MODEL_ARCH[settings.architecture.name], layers)
     shapes = {tensor.name: tensor.shape for tensor in contents.tensors}
-    modules = [*OUTSIDE, *(f"model.layers.{layer}.{name}" for layer in range(layers) for name in IN_LAYER)]
+    in_layers = names_in_layers(settings.model_type)
     tensors = []
-    for name in (module + suffix for module in modules for suffix in (".weight", ".bias")):
-        shape = shapes.get(names.get_name(name, try_suffixes=SUFFIXES) or "")
-        if shape is not None:
+    for name in (
+        *(module + end for module in OUTSIDE for end in (".weight", ".bias")),
+        *(f"model.layers.{layer}.{name}" for layer in range(layers) for name in in_layers),
+    ):
+        known = known_name(name.replace(".{}", ".0"), settings.architecture.modules).replace(".experts.0", ".experts")
+        shape = shapes.get(names.get_name(known, try_suffixes=SUFFIXES) or "", ())
+        if "{}" in name and len(shape) == 3:
+            tensors += [_Absent(name=name.format(n), shape=shape[1:]) for n in range(shape[0])]
+        elif "{}" not in name and shape:
             is_gate = name.endswith("shared_expert_gate.weight")
             tensors.append(_Absent(name=name, shape=(1, *shape) if is_gate else shape))
-    for module in (f"model.layers.{layer}.{name}" for layer in range(layers) for name in OF_EXPERTS):
-        shape = shapes.get(names.get_name(module.replace(".{}.", ".") + ".weight", try_suffixes=SUFFIXES) or "", ())
-        if len(shape) == 3 and 0 not in shape:
-            tensors += [_Absent(name=f"{module.format(n)}.weight", shape=shape[1:]) for n in range(shape[0])]
     views, _ = gguf_tensors(tensors, settings, add_rope(settings, package.GGUFWriter(None, architecture)))
     return {view.name: view for view in views}
 

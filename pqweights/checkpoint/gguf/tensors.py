@@ -122,7 +122,7 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
         elif not drafts and ((wrapped and not inner and name != HEAD) or tower_of(tensor.name)):
             left_out[tensor.name] = "not part of the text model"
         else:
-            kept.append(NamedTensor(_known_name(behind or name, settings.architecture.modules), tensor))
+            kept.append(NamedTensor(known_name(behind or name, settings.architecture.modules), tensor))
     return kept, left_out
 
 
@@ -144,7 +144,7 @@ def with_draft_layers(settings: Settings, tensors: Sequence[LogicalTensor]) -> S
     return replace(settings, draft_layers=drafts, values={**settings.values, "block_count": layers + drafts})
 
 
-def _known_name(name: str, modules: Mapping[str, str]) -> str:
+def known_name(name: str, modules: Mapping[str, str]) -> str:
     """Return a name that the gguf package knows. modules: see Architecture"""
     match = LAYER.fullmatch(name)
     begin, inner = (f"{match[1]}{match[2]}.", match[3]) if match else ("", name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.storage import Storage, read_file
@@ -18,14 +18,15 @@ from pqweights.common.strict_json import parse_json
 from pqweights.errors import ExportError, SourceError
 
 FAST, CONFIG = "tokenizer.json", "tokenizer_config.json"
+NAMED, ADDED = "special_tokens_map.json", "added_tokens.json"
+SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 # Tokens that are special although the files do not say so: llama.cpp's converter goes by these looks, too.
 LOOKS_SPECIAL = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
 NAMED_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 SPACE = "▁"
 # The parts that process a text, and where each lists its steps if it has several.
 STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}
-# Of a token; what is compared to find how tokens are joined grows with the square of it.
-MOST_CHARACTERS = 2000
 SCHEMES = (None, "first", "always", "never")
 # What llama.cpp's converter gives tokens that no merge makes.
 NO_SCORE = -1000.0
@@ -112,20 +113,29 @@ def _looks_special(token: str) -> bool:
     )
 
 
-def beside_added(added: Sequence[Mapping[str, Any]], stripping: Collection[str]) -> tuple[str, ...]:
-    """Return on which texts llama.cpp makes other tokens because of what stands beside added tokens.
+def beside_added(tokenizer: Mapping[str, Any], stripping: Collection[str]) -> tuple[str, ...]:
+    """Return on which texts llama.cpp makes other tokens because of added tokens, or of what stands beside them.
 
     stripping: the tokens behind which it skips spaces
     """
+    added: list[dict[str, Any]] = tokenizer["added_tokens"]
     spaces = [
         entry["content"]
         for entry in added
         if entry.get("lstrip") or bool(entry.get("rstrip")) != (entry["content"] in stripping)
     ]
     words = [entry["content"] for entry in added if entry.get("single_word")]
+    steps = steps_of(tokenizer, "normalizer")
+    prepends, lowers = any(s.get("type") == "Prepend" for s in steps), any(s.get("lowercase") for s in steps)
+    normalized = [entry["content"] for entry in added if entry.get("normalized")]
+    normalized = [text for text in normalized if prepends or (lowers and text != text.lower())]
     return tuple(
         f"{texts} {', '.join(map(repr, tokens[:3]))}{' and others' if len(tokens) > 3 else ''}"
-        for texts, tokens in (("text with spaces beside", spaces), ("words that hold", words))
+        for texts, tokens in (
+            ("text with spaces beside", spaces),
+            ("words that hold", words),
+            ("text with tokens that it looks for in normalized text:", normalized),
+        )
         if tokens
     )
 
@@ -147,19 +157,12 @@ def read_json(storage: Storage, name: str) -> dict[str, Any]:
 
 
 def read_tokenizer(storage: Storage) -> dict[str, Any]:
-    """Return a tokenizer.json.
+    """Return a tokenizer.json, with the added tokens of all files among its own.
 
     Raises SourceError if a part of it is not of the kind that the tokenizers library writes.
     """
     tokenizer = read_json(storage, FAST)
     _expect_object(tokenizer.get("model") or {}, "model")
-    vocabulary = (tokenizer.get("model") or {}).get("vocab")
-    longest = max(vocabulary, key=len, default="") if isinstance(vocabulary, dict) else ""
-    if len(longest) > MOST_CHARACTERS:
-        raise SourceError(
-            f"{FAST}: expected tokens of at most {MOST_CHARACTERS} characters, found {longest[:40]!r}... with "
-            f"{len(longest)}"
-        )
     added = tokenizer.get("added_tokens") or []
     _expect_list(added, "added_tokens")
     for entry in added:
@@ -168,7 +171,106 @@ def read_tokenizer(storage: Storage) -> dict[str, Any]:
             raise SourceError(f"{FAST}: expected the text of an added token, found {entry.get('content')!r}")
     for part, steps in STEPS.items():
         _check_steps(tokenizer.get(part) or {}, part, steps)
+    tokenizer["added_tokens"] = _all_added(storage, tokenizer)
     return tokenizer
+
+
+def special_settings(storage: Storage) -> dict[str, Any]:
+    """Return tokenizer_config.json, with the special tokens that transformers takes from special_tokens_map.json.
+
+    It reads that file, and added_tokens.json, only where tokenizer_config.json has no added_tokens_decoder.
+    """
+    about = read_json(storage, CONFIG)
+    return about if "added_tokens_decoder" in about else about | read_json(storage, NAMED)
+
+
+def _named_texts(about: Mapping[str, Any]) -> list[str]:
+    """Return the texts of the special tokens that have a name, in the order in which transformers adds new ones."""
+    names = dict.fromkeys([*(f"{name}_token" for name in SPECIAL), *(key for key in about if key.endswith("_token"))])
+    return [text for text in map(text_of, map(about.get, names)) if text is not None]
+
+
+def _extra_texts(about: Mapping[str, Any]) -> list[str]:
+    """Return the texts of the special tokens without a name."""
+    extra = about.get("extra_special_tokens") or about.get("additional_special_tokens") or []
+    extra = [*extra.values()] if isinstance(extra, dict) else extra if isinstance(extra, list) else []
+    return [text for text in map(text_of, extra) if text is not None]
+
+
+def text_of(token: Any) -> str | None:
+    """Return the text of a special token, which files state alone or with its flags."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) and token else None
+
+
+def _all_added(storage: Storage, tokenizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the added tokens of all files, each with its id, the one that transformers gives it, and the file.
+
+    A token of the vocabulary, or one that was added before, keeps its id, and its flags become those of the later file;
+    any other one gets the next id. `named` is set for tokens of which no file states the id.
+    """
+    about, vocab = special_settings(storage), _ids(tokenizer.get("model") or {})
+    own = [(FAST, entry["content"], entry.get("id", -1), entry) for entry in tokenizer.get("added_tokens") or []]
+    special = dict.fromkeys([*_named_texts(about), *_extra_texts(about)])
+    named = [(CONFIG, text, None, {"special": True}) for text in special]
+    added: dict[str, dict[str, Any]] = {}
+    following = len(vocab)
+    for file, text, stated, flags in (*own, *_stated_elsewhere(storage, about), *named):
+        given = added[text]["given"] if text in added else vocab.get(text, following)
+        following = max(following, 1 + given) if _is_id(given) else following
+        before = added.get(text, {"named": stated is None and text not in vocab})
+        found = {"file": file, "id": stated} if stated is not None else {"id": before.get("id", given)}
+        added[text] = {"file": file, **before, **flags, "content": text, "given": given, **found}
+        if before.get("id", given) != given:  # what was found first
+            added[text] |= {"file": before["file"], "id": before["id"]}
+    return list(added.values())
+
+
+def check_ids(added: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ExportError for an added token that has one id in a file and another one in transformers."""
+    for entry in added:
+        if entry["id"] != entry["given"]:
+            raise ExportError(
+                f"{entry['file']}: token {entry['content']!r:.80} has the id {entry['id']!r:.20}, and transformers "
+                f"gives it {entry['given']!r:.20}: AutoTokenizer.from_pretrained(...).save_pretrained(...) writes the "
+                "ids that transformers uses, if these are those that the model was trained with"
+            )
+
+
+def _stated_elsewhere(storage: Storage, about: Mapping[str, Any]) -> list[tuple[str, str, Any, dict[str, Any]]]:
+    """Return the tokens that other files add: the file, the text, the id and the flags of each, by id."""
+    found: list[tuple[str, str, Any, dict[str, Any]]] = []
+    decoder = about.get("added_tokens_decoder")
+    if decoder is not None:
+        _expect_object(decoder, "added_tokens_decoder", CONFIG)
+        for token_id, token in decoder.items():
+            text, is_number = text_of(token), isinstance(token_id, str) and token_id.isascii() and token_id.isdigit()
+            if not isinstance(token, dict) or text is None or not is_number or len(token_id) > 9:
+                raise SourceError(f"{CONFIG}: expected a token by its id in added_tokens_decoder, found {token!r:.80}")
+            found.append((CONFIG, text, int(token_id), {flag: bool(token.get(flag)) for flag in FLAGS}))
+        return sorted(found, key=lambda token: token[2])
+    special = {
+        *_named_texts(about),
+        *_extra_texts(read_json(storage, CONFIG)),
+        *_extra_texts(read_json(storage, NAMED)),
+    }
+    for text, token_id in read_json(storage, ADDED).items():
+        if not _is_id(token_id):
+            raise SourceError(f"{ADDED}: expected the id of the token {text!r:.80}, found {token_id!r:.80}")
+        found.append((ADDED, text, token_id, {"special": text in special, "normalized": text not in special}))
+    return sorted(found, key=lambda token: token[2])
+
+
+def _is_id(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _ids(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the ids of the tokens of a model, of whatever kind."""
+    vocab = model.get("vocab")
+    if isinstance(vocab, list):
+        return {entry[0]: place for place, entry in enumerate(vocab) if isinstance(entry, list) and entry}
+    return vocab if isinstance(vocab, dict) else {}
 
 
 def _check_steps(part: Any, name: str, steps: str) -> None:
@@ -203,9 +305,9 @@ def check_merges(merges: Any) -> list[tuple[str, str]]:
     return [(left, right) for left, right in pairs]
 
 
-def _expect_object(part: Any, name: str) -> None:
+def _expect_object(part: Any, name: str, file: str = FAST) -> None:
     if not isinstance(part, Mapping):
-        raise SourceError(f"{FAST}: expected an object as {name}, found {part!r:.80}")
+        raise SourceError(f"{file}: expected an object as {name}, found {part!r:.80}")
 
 
 def _expect_list(part: Any, name: str) -> None:

@@ -21,23 +21,24 @@ from pqweights.checkpoint.gguf.encoders import ENCODERS
 from pqweights.checkpoint.gguf.tokens import (
     CONFIG,
     FAST,
+    SPECIAL,
     Vocabulary,
     beside_added,
-    check_merges,
+    check_ids,
     placed_tokens,
     read_json,
     read_tokenizer,
     sentencepiece,
+    special_settings,
     steps_of,
+    text_of,
     unmapped,
 )
 from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.errors import SourceError
 
-NAMED = "special_tokens_map.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 MORE_TEMPLATES = "additional_chat_templates/"
-SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 # The tokens that a file can name as ends, and the texts by which llama.cpp knows such tokens, the preferred ones first
 # (src/llama-vocab.cpp). It takes any of several for the end of a turn, so that one is named.
 ENDS = ("eos", "eot", "eom")
@@ -67,7 +68,13 @@ def read_vocabulary(storage: Storage, *, rows: int) -> Vocabulary | None:
     files = storage.files()
     if FAST in files:
         tokenizer = read_tokenizer(storage)
-        return _with_added(_of_json(tokenizer, rows), tokenizer.get("added_tokens") or [])
+        added = tokenizer["added_tokens"]
+        # A token of which only the text is stated, and which the model has no embedding for, such as one for padding.
+        unheld = [entry for entry in added if entry["named"] and entry["id"] >= rows]
+        tokenizer["added_tokens"] = [entry for entry in added if entry not in unheld]
+        vocabulary = _with_added(_of_json(tokenizer, rows), tokenizer)
+        check_ids(added)
+        return _with_named(vocabulary, storage, unheld)
     for name in OTHERS:
         if name in files:
             raise unmapped(
@@ -76,11 +83,25 @@ def read_vocabulary(storage: Storage, *, rows: int) -> Vocabulary | None:
     return None
 
 
-def _with_added(vocabulary: Vocabulary, added: Sequence[Mapping[str, Any]]) -> Vocabulary:
+def _with_added(vocabulary: Vocabulary, tokenizer: Mapping[str, Any]) -> Vocabulary:
     """Return a vocabulary that says what llama.cpp does otherwise beside added tokens."""
     strips = _strips(vocabulary)
-    stripping = {entry["content"] for entry in added if strips and entry["content"] not in NEVER_STRIPPED}
-    return replace(vocabulary, differs=vocabulary.differs + beside_added(added, stripping))
+    stripping = {
+        entry["content"] for entry in tokenizer["added_tokens"] if strips and entry["content"] not in NEVER_STRIPPED
+    }
+    return replace(vocabulary, differs=vocabulary.differs + beside_added(tokenizer, stripping))
+
+
+def _with_named(vocabulary: Vocabulary, storage: Storage, unheld: Sequence[Mapping[str, Any]]) -> Vocabulary:
+    """Return a vocabulary with the ids of its special tokens, and what is to be said of tokens that it cannot have."""
+    about, ids = special_settings(storage), {token: number for number, token in enumerate(vocabulary.tokens)}
+    texts = {name: text_of(about.get(f"{name}_token")) for name in SPECIAL}
+    special = {name: ids[text] for name, text in texts.items() if text in ids}
+    said = tuple(
+        f"{entry['content']!r:.80}, for which the model has no embedding (id {entry['id']} of {len(vocabulary.tokens)})"
+        for entry in unheld
+    )
+    return replace(vocabulary, special={**special, **vocabulary.special}, differs=(*vocabulary.differs, *said))
 
 
 def _strips(vocabulary: Vocabulary) -> bool:
@@ -266,26 +287,11 @@ def _add_special(storage: Storage, config: Mapping[str, Any], writer: Any, vocab
             raise SourceError(f"{FAST} or {CONFIG}: gguf cannot read it: {error!r:.200}") from error
     if merged and not special.merges:
         raise unmapped("it has no merges")
-    check_merges(special.merges)
-    _check_template(special.chat_template)
     _settle(special.special_token_ids, special.add_special_token, vocabulary)
     missed = _add_ends(special.special_token_ids, _ends(storage, config), vocabulary.tokens)
     with silent():
         special.add_to_gguf(writer, quiet=True)
     return missed
-
-
-def _check_template(template: Any) -> None:
-    """Raise SourceError for a chat template that is neither a text nor a list of names with texts."""
-    several = template if isinstance(template, list) else []
-    whole = all(
-        isinstance(one, dict) and {*map(type, (one.get("name"), one.get("template")))} == {str} for one in several
-    )
-    if not whole or not isinstance(template, str | list | None):
-        raise SourceError(
-            f"{CONFIG} or {TEMPLATES[1]}: chat_template: expected a text, or a list of names with templates, found "
-            f"{template!r:.80}"
-        )
 
 
 def _settle(ids: dict[str, int], added: dict[str, bool], vocabulary: Vocabulary) -> None:
@@ -337,11 +343,10 @@ def _write_files(storage: Storage, config: Mapping[str, Any], folder: Path) -> N
         if name in files:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(read_file(storage, name))
-    named = {key: value for key, value in read_json(storage, NAMED).items() if isinstance(value, str | dict)}
-    about = read_json(storage, CONFIG)
+    about = special_settings(storage)
     if TEMPLATES[0] in files:
         about.pop("chat_template", None)  # as in transformers, the file has precedence
-    (folder / CONFIG).write_text(json.dumps(named | about))
+    (folder / CONFIG).write_text(json.dumps(about))
     generation = read_json(storage, "generation_config.json")
     ids = {}
     for name in SPECIAL:

@@ -1,0 +1,276 @@
+"""The configuration that the metadata of a GGUF file state: the inverse of what is written of one.
+
+The hyper-parameters are those of settings.py, read the other way round. What comes out is written again, as for an
+export, and compared with the file: so nothing of a file is overlooked, and a key that cannot be turned into the
+configuration is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from pqweights.checkpoint.gguf import gguf_package
+from pqweights.checkpoint.gguf.contents import GgufContents, MetadataList
+from pqweights.checkpoint.gguf.model import add_hyper_parameters, architecture_name
+from pqweights.checkpoint.gguf.rope import Factors, add_rope, read_rope
+from pqweights.checkpoint.gguf.settings import MOST_OF_ANY, Settings, read_settings, settings_of
+from pqweights.checkpoint.gguf.tensors import with_draft_layers
+from pqweights.checkpoint.models import described
+from pqweights.checkpoint.models.description import stated_or_default
+from pqweights.checkpoint.models.llama_cpp import FULL, LAYERS, SLIDING, Architecture, Setting
+from pqweights.checkpoint.models.llama_cpp_names import CLASSES, NATIVE_KEYS, PRESENT
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.errors import ExportError
+
+# What llama.cpp assumes of keys that a file lacks is put in their place first; these may stay away.
+ASSUMED = ("key_length", "value_length", "head_count_kv")
+MAY_BE_MISSING = ("vocab_size", "rope.dimension_count", "rope.freq_base", "rope.freq_base_swa")
+# Keys of the architecture that say nothing of the computation, or nothing that the tensors do not say.
+SAY_NOTHING = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "attention.sliding_window_pattern")
+DTYPES = {"F16": "float16", "F32": "float32"}
+
+
+def read_configuration(contents: GgufContents, model_type: str, factors: Factors) -> dict[str, Any]:
+    """Return the config.json of a file, as a model of a type.
+
+    factors: the values of the tensors that follow from the configuration, by name
+
+    Raises ExportError, which names the key, for what no configuration of this type says.
+    """
+    model = described(model_type)
+    architecture = model.llama_cpp
+    assert architecture is not None
+    if architecture.dense is not None and not _value(contents, "expert_count"):
+        architecture = architecture.dense
+    values: dict[str, Any] = {"model_type": model_type}
+    _solve_settings(contents, architecture, values)
+    layers = values.get("block_count")
+    if not isinstance(layers, int) or not 0 < layers <= len(contents.tensors):
+        raise ExportError(
+            f"expected a layer for each of at most {len(contents.tensors)} tensors as "
+            f"{contents.architecture}.block_count, found {layers!r:.20}"
+        )
+    values["num_hidden_layers"] = layers - (_number(contents, "nextn_predict_layers", real=False) or 0)
+    del values["block_count"]
+    _assume_sizes(contents, values)
+    _state_windows(contents, architecture, values)
+    values |= read_rope(
+        lambda key: (_value if key.endswith("type") else _number)(contents, key), architecture, values, factors
+    )
+    local = "rope_local_base_freq"
+    if values.get(local) == values.get("rope_theta") and local not in model.defaults:
+        values.pop(local, None)
+    for key, taken in architecture.values.items():
+        if stated_or_default(values, model, key) not in taken:
+            values[key] = next(value for value in taken if value is not None)
+    if model.defaults.get("query_pre_attn_scalar") is not None:
+        of_27b = values["num_hidden_layers"] == architecture.layers_of_27b
+        values["query_pre_attn_scalar"] = (
+            values["hidden_size"] // values["num_attention_heads"] if of_27b else values["head_dim"]
+        )
+    if "head_dim" not in model.defaults and _is_usual(values):
+        del values["head_dim"]
+    return _named(contents, values)
+
+
+def _is_usual(values: Mapping[str, Any]) -> bool:
+    """Whether heads are as wide as a configuration that does not say it has them."""
+    return bool(values["hidden_size"] == values["head_dim"] * values["num_attention_heads"])
+
+
+def _value(contents: GgufContents, key: str) -> Any:
+    """Return the value of a key of the architecture, a list of one for each layer as a list; None if it is absent."""
+    value = contents.metadata.get(f"{contents.architecture}.{key}")
+    if isinstance(value, MetadataList):
+        return [*map(_shortest, value.first)] if value.length == len(value.first) else None
+    return _shortest(value)
+
+
+def _number(contents: GgufContents, key: str, *, real: bool = True) -> Any:
+    """Return the number of a key, or a list of one for each layer; None if it is absent.
+
+    Raises ExportError for anything else.
+    """
+    value = _value(contents, key)
+    numbers = value if isinstance(value, list) else [] if value is None else [value]
+    kinds = (int, float) if real else (int,)
+    if not all(isinstance(n, kinds) and (isinstance(n, bool) or 0 <= n <= MOST_OF_ANY) for n in numbers):
+        raise ExportError(f"{contents.architecture}.{key} is {value!r:.60}, which is no number that llama.cpp takes")
+    return value
+
+
+def _unstated(contents: GgufContents, key: str) -> ExportError:
+    return ExportError(f"the file does not say {key}")
+
+
+def key_of(setting: Setting, architecture: str) -> str:
+    """Return the key under which a file has a hyper-parameter."""
+    if setting.parameter.startswith("."):
+        return setting.parameter.removeprefix(".")
+    package = gguf_package()
+    writer = package.GGUFWriter(None, architecture)
+    before = {*writer.kv_data[0]}
+    one = package.ExpertGatingFuncType(1)  # a number that is a member of an enumeration, too
+    getattr(writer, f"add_{setting.parameter}")([one] if setting.listed else one)
+    (key,) = {*writer.kv_data[0]} - before
+    return str(key).removeprefix(f"{architecture}.")
+
+
+def _solve_settings(contents: GgufContents, architecture: Architecture, values: dict[str, Any]) -> None:
+    """State the keys of the configuration from the hyper-parameters, which are keys or sums of products of keys."""
+    keys = [(of, key_of(of, contents.architecture)) for of in settings_of(architecture)]
+    known = [(of, _number(contents, key, real=of.real)) for of, key in keys]
+    for of, value in known:
+        if value is None and not (of.optional or of.zero or of.parameter in ASSUMED):
+            raise _unstated(contents, f"{contents.architecture}.{key_of(of, contents.architecture)}")
+    known = [(of, value) for of, value in known if value is not None]
+    for _ in range(3):  # an expression may need keys that a later one states
+        for of, value in known:
+            if of.truth:
+                key, equals, text = of.key.partition(" = ")
+                if not equals or value:
+                    values[key] = text if equals else bool(value)
+            elif isinstance(value, list) and not of.listed:
+                if not of.only and len({*value}) == 1:
+                    _solve(of.key, value[0], values)
+            elif of.listed:
+                values[of.key] = value
+            else:
+                _solve(of.key, value, values)
+
+
+def _shortest(value: Any) -> Any:
+    """Return the shortest number that is the same in float32, as which files hold it."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _solve(expression: str, result: Any, values: dict[str, Any]) -> None:
+    """State the only key of an expression, as in Setting.key, that is not known yet."""
+    names = [name for term in expression.split(" + ") for part in term.split(" / ") for name in part.split(" * ")]
+    unknown = [name for name in names if not name.isdigit() and name not in values]
+    if names == unknown:
+        values[expression] = result
+    if len(names) == 1 or len(unknown) != 1 or f"/ {unknown[0]}" in expression:
+        return
+
+    def at(number: int) -> Fraction:
+        return _computed(expression, {**values, unknown[0]: number})
+
+    if (slope := at(1) - at(0)) and (found := (result - at(0)) / slope).denominator == 1:
+        values[unknown[0]] = int(found)
+
+
+def _computed(expression: str, values: Mapping[str, Any]) -> Fraction:
+    total = Fraction(0)
+    for term in expression.split(" + "):
+        product, *divisors = term.split(" / ")
+        value = Fraction(1)
+        for name in product.split(" * "):
+            value *= int(name) if name.isdigit() else values[name]
+        for name in (name for divisor in divisors for name in divisor.split(" * ")):
+            value /= int(name) if name.isdigit() else values[name]
+        total += value
+    return total
+
+
+def _assume_sizes(contents: GgufContents, values: dict[str, Any]) -> None:
+    """State what files leave out where it is as llama.cpp assumes."""
+    for key in ("hidden_size", "num_attention_heads"):
+        if key not in values:
+            raise ExportError(f"the file does not say {key}, or says one for each layer")
+    values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    if "head_dim" not in values:
+        values["head_dim"] = values["hidden_size"] // max(values["num_attention_heads"], 1)
+    for key in ("hidden_size", "num_attention_heads", "head_dim"):
+        if not isinstance(values[key], int) or values[key] < 1:
+            raise ExportError(f"expected a positive number as {key}, found {values[key]!r:.40}")
+
+
+def _state_windows(contents: GgufContents, architecture: Architecture, values: dict[str, Any]) -> None:
+    """State the window of attention, and which layers have it."""
+    window, layers = _number(contents, "attention.sliding_window", real=False), values["num_hidden_layers"]
+    if not window:
+        if architecture.windows is not None:
+            values["sliding_window"] = None
+            values["layer_types"] = None if architecture.windows != LAYERS else [FULL] * layers
+        return
+    values["sliding_window"] = window
+    if architecture.windows == LAYERS:
+        pattern = _number(contents, "attention.sliding_window_pattern", real=False) or architecture.window_period
+        if isinstance(pattern, int):
+            pattern = [(layer + 1) % pattern != 0 for layer in range(layers)]
+        values["layer_types"] = [SLIDING if windowed else FULL for windowed in pattern[:layers]]
+
+
+def _named(contents: GgufContents, values: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration by the names of transformers, with what its tensors and its tokenizer say."""
+    model_type, held = values["model_type"], {tensor.name: tensor for tensor in contents.tensors}
+    names = NATIVE_KEYS.get(model_type, {})
+    config = {names.get(key, key): value for key, value in values.items()}
+    config = {key: value for key, value in config.items() if value is not None or key in ("sliding_window", "head_dim")}
+    config["tie_word_embeddings"] = "output.weight" not in held
+    config |= {key: f"blk.0.{name}" in held for key, name in PRESENT.get(model_type, ())}
+    embeddings = held.get("token_embd.weight")
+    if embeddings is not None and embeddings.shape:
+        config["vocab_size"] = embeddings.shape[0]
+    for name, key in {"bos": "bos", "eos": "eos", "padding": "pad"}.items():
+        number = contents.number(f"tokenizer.ggml.{name}_token_id")
+        config[f"{key}_token_id"] = number if number is not None and number < config.get("vocab_size", 0) else None
+    matrices = {tensor.type for tensor in contents.tensors if len(tensor.shape) > 1}
+    config["dtype"] = DTYPES.get(next(iter(matrices)), "bfloat16") if len(matrices) == 1 else "bfloat16"
+    return {"architectures": [CLASSES[model_type]], **config}
+
+
+def check_configuration(
+    contents: GgufContents,
+    config: Mapping[str, Any],
+    tensors: Sequence[LogicalTensor],
+    values_of: Callable[[str], Any],
+) -> None:
+    """Raise ExportError, which names the key, if a file of this configuration would not have the metadata of this one.
+
+    tensors: those that the file would hold
+    values_of: returns the values of a tensor of the file, by name
+    """
+    settings = with_draft_layers(read_settings(config), tensors)
+    writer = gguf_package().GGUFWriter(None, architecture_name(settings.architecture))
+    add_hyper_parameters(settings, writer, tuple(tensors))
+    factors = add_rope(settings, writer)
+    prefix = f"{contents.architecture}."
+    written = {key.removeprefix(prefix): value.value for key, value in writer.kv_data[0].items() if prefix in key}
+    stated = [key.removeprefix(prefix) for key in contents.metadata if key.startswith(prefix)]
+    for key in dict.fromkeys((*written, *stated)):
+        found = _value(contents, key)
+        if key in SAY_NOTHING or _same(written.get(key), found) or (found is None and _assumed(key, settings)):
+            continue
+        raise ExportError(
+            f"{prefix}{key} is {found!r:.80}, and the model of that architecture has {written.get(key)!r:.80}"
+        )
+    for name, values in factors.items():
+        if name in {tensor.name for tensor in contents.tensors} and not np.allclose(values_of(name), values, rtol=1e-5):
+            raise ExportError(
+                f"tensor {name!r} has other values than those of {written.get('rope.scaling.type', 'llama3')}"
+            )
+
+
+def _same(written: Any, found: Any) -> bool:
+    if isinstance(written, list) or isinstance(found, list):
+        count = len(written if isinstance(written, list) else found)
+        pairs = [value if isinstance(value, list) else [value] * count for value in (written, found)]
+        return len(pairs[0]) == len(pairs[1]) and all(map(_same, *pairs))
+    if isinstance(written, float) and isinstance(found, float | int):
+        return bool(np.isclose(np.float32(written), np.float32(found), rtol=1e-6, atol=0))
+    return bool(written == found) or not (written or found)
+
+
+def _assumed(key: str, settings: Settings) -> bool:
+    """Whether llama.cpp assumes of a missing key what the configuration says."""
+    if key in ("attention.key_length", "attention.value_length"):
+        return settings.number("hidden_size") == settings.number("head_dim") * settings.number("num_attention_heads")
+    if key == "attention.head_count_kv":
+        return settings.number("num_key_value_heads") == settings.number("num_attention_heads")
+    return key in MAY_BE_MISSING

@@ -1,0 +1,250 @@
+"""GGUF files with nothing beside them: configuration and tokenizer are those of the model that they were made from."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import gguf
+import gguf_cases
+import numpy as np
+import pytest
+from commands import done
+from export_decoders import values_of
+from gguf_files import converted, metadata, write_gguf, write_llama
+from tiny_gguf import finish
+
+from pqweights.checkpoint.source import Checkpoint, open_local
+from pqweights.checkpoint.storage import read_file
+from pqweights.errors import SourceError
+from pqweights.storage.hub.sources import Access, open_source
+
+trained = pytest.importorskip("trained_tokenizers")
+
+FAMILIES = (
+    *("llama", "llama with biases, tied", "llama linear", "llama llama3", "llama yarn", "llama yarn factor"),
+    *("mixtral", "qwen2", "qwen2 moe", "qwen3", "qwen3 moe", "gemma", "gemma2", "gemma3", "gemma3 layers"),
+    *("olmo2", "olmo3", "smollm3", "arcee", "seed_oss", "exaone4", "exaone4 windows", "ministral3", "phi3", "granite"),
+    *("starcoder2", "stablelm", "cohere", "cohere2", "glm4", "ernie4_5", "olmoe", "hunyuan moe", "ernie4_5 moe"),
+    *("dots1", "glm4 moe", "exaone moe", "minimax m2", "hy v3"),
+)
+# What has no meaning for what a model computes, or is in the tokenizer's files, which these models have none of.
+APART = (
+    *("architectures", "transformers_version", "initializer_range", "_name_or_path", "dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("moe_intermediate_size", "rotary_dim"),  # of types that have these beside what they read
+)
+
+
+def alone(file: Path, folder: Path) -> Path:
+    """A folder with a GGUF file and nothing else."""
+    folder.mkdir()
+    return Path(shutil.copy(file, folder / "m.gguf"))
+
+
+def resolved(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as transformers' class of it has it."""
+    transformers = pytest.importorskip("transformers")
+    whole = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()
+    return {key: value for key, value in whole.items() if key not in APART}
+
+
+def assert_same(found: Any, expected: Any, key: str) -> None:
+    """Numbers of a file are in float32."""
+    if isinstance(expected, dict):  # keys that the class does not know have no meaning
+        assert found.keys() >= expected.keys() and (found.keys() == expected.keys() or "." not in key), key
+        for inner in expected:
+            assert_same(found[inner], expected[inner], f"{key}.{inner}")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-5), key
+    else:
+        assert found == expected, key
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_model_of_a_file_alone_is_the_original(name: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    gguf_cases.saved(gguf_cases.CASES[name], model)
+    config = json.loads((model / "config.json").read_text())
+    source = open_source(alone(write_gguf(model, "F32"), tmp_path / "src"), Access())
+    assert source.config is not None and source.config["architectures"] == config["architectures"]
+    assert_same(resolved(source.config), resolved(config), name)
+    original = {tensor.name: tensor for tensor in open_local(model).tensors}
+    if config.get("tie_word_embeddings"):
+        original.pop("lm_head.weight", None)
+    assert {tensor.name for tensor in source.tensors} == original.keys()
+    for tensor in source.tensors:
+        assert np.allclose(values_of(tensor), values_of(original[tensor.name]), rtol=0, atol=1e-7), tensor.name
+
+
+@pytest.mark.parametrize(
+    ("name", "differs"),
+    [
+        # The same model by another type, of which llama.cpp knows nothing.
+        ("mistral", {"model_type": "llama"}),
+        # A head of its own with the values of the embeddings, and a window that is as long as the context.
+        ("qwen2 moe tied", {"tie_word_embeddings": False}),
+        ("gemma2 full", {"sliding_window": 512}),
+        # Factors and bases as they come out.
+        ("phi3 long", {"original_max_position_embeddings": 64}),
+        ("phi3 short", {"original_max_position_embeddings": 256}),
+        ("llama yarn mscale", {"model_type": "llama"}),
+        ("hunyuan", {"rope_theta": 648985.0}),
+    ],
+)
+def test_what_a_file_does_not_say_is_computed_alike(name: str, differs: dict[str, Any], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    gguf_cases.saved(gguf_cases.CASES[name], model)
+    file = write_gguf(model, "F32")
+    source = open_source(alone(file, tmp_path / "src"), Access())
+    assert source.config is not None and differs.items() <= source.config.items()
+
+
+def tokenizer_of(source: Checkpoint, folder: Path) -> Any:
+    """The tokenizer of a source in transformers."""
+    transformers = pytest.importorskip("transformers")
+    folder.mkdir()
+    for name in source.companions:
+        (folder / name).write_bytes(read_file(source.storage, name))
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in trained.KINDS if kind not in ("digits", "metaspace")])
+def test_the_tokenizer_of_a_file_alone_makes_the_tokens_of_the_original(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = tmp_path / "model"
+    tokenizer = trained.KINDS[kind]()
+    trained.save(tokenizer, model, chat_template="{{ messages }}", pad_token=trained.USER)
+    write_llama(model, rows=tokenizer.get_vocab_size() + 3)
+    source = open_source(alone(write_gguf(model), tmp_path / "src"), Access())
+    found, expected = tokenizer_of(source, tmp_path / "t"), transformers.AutoTokenizer.from_pretrained(model)
+    texts = (*trained.STRINGS, *trained.WITH_SPECIAL)
+    if kind in ("qwen2", "qwen3.5"):  # published ones normalize text, which llama.cpp does not
+        texts = tuple(unicodedata.normalize("NFC", text) for text in texts)
+    for text in texts:
+        assert found(text)["input_ids"] == expected(text)["input_ids"], text
+    assert found.chat_template == "{{ messages }}"
+    named = {name: found.special_tokens_map.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+    assert named == {"bos_token": trained.BEGIN, "eos_token": trained.END, "pad_token": trained.USER}
+    again, first = metadata(converted_of(source)), metadata(converted(model))
+    for key in ("tokens", "token_type", "merges", "pre", "model", "add_bos_token", "add_eos_token"):
+        assert again.get(f"tokenizer.ggml.{key}") == first.get(f"tokenizer.ggml.{key}"), key
+
+
+def converted_of(source: Checkpoint) -> Any:
+    from pqweights.checkpoint.gguf.model import gguf_model
+
+    return gguf_model(source, name="tiny")
+
+
+def edited(file: Path, out: Path, **changed: Any) -> Path:
+    """A copy of a file with other metadata; None drops a key. `__` stands for the dots of its name."""
+    reader = gguf.GGUFReader(file)
+    changed = {key.replace("__", "."): value for key, value in changed.items()}
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key in (*changed, "general.architecture"):
+            continue
+        value = field.contents()
+        writer.add_key_value(key, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    for key, value in changed.items():
+        if value is not None:
+            {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[
+                type(value)
+            ](key, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    finish(writer)
+    return out
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of a Llama with a tokenizer."""
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = trained.KINDS["llama3"]()
+    trained.save(tokenizer, folder)
+    return write_gguf(write_llama(folder, rows=tokenizer.get_vocab_size()))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"llama__vocab_size": None},
+        {"llama__attention__key_length": None, "llama__attention__value_length": None},
+        {"llama__rope__dimension_count": None},
+        {"llama__rope__freq_base": None},
+        {"general__sampling__temp": 0.5},
+    ],
+    ids=str,
+)
+def test_what_llama_cpp_assumes_need_not_be_stated(changed: dict[str, Any], llama: Path, tmp_path: Path) -> None:
+    source = open_source(edited(llama, tmp_path / "m.gguf", **changed), Access())
+    assert source.config is not None and source.config["hidden_size"] == 16
+    made = json.loads(read_file(source.storage, "generation_config.json"))
+    assert made.get("temperature") == changed.get("general__sampling__temp")
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"llama__context_length": None}, "llama.context_length"),
+        ({"llama__embedding_length": "wide"}, "llama.embedding_length"),
+        ({"llama__embedding_length": 0}, "hidden_size"),
+        ({"llama__block_count": 2**31}, "llama.block_count"),
+        ({"llama__attention__head_count": [2, 4]}, "num_attention_heads"),
+        ({"llama__attention__scale": 0.5}, "llama.attention.scale"),
+        ({"llama__logit_scale": 0.5}, "llama.logit_scale"),
+        ({"llama__rope__scaling__type": "new"}, "rope.scaling.type"),
+        ({"llama__rope__scaling__type": "yarn"}, "rope.scaling.factor"),
+        ({"llama__rope__freq_base": -1.0}, "llama.rope.freq_base"),
+        ({"general__architecture": "unheard"}, "general.architecture"),
+        ({"tokenizer__ggml__pre": "unheard"}, "tokenizer.ggml.pre"),
+        ({"tokenizer__ggml__pre": None}, "tokenizer.ggml.pre"),
+        ({"tokenizer__ggml__model": "rwkv"}, "tokenizer.ggml.model"),
+        ({"tokenizer__ggml__merges": None}, "tokenizer.ggml.merges"),
+        ({"tokenizer__ggml__eos_token_id": "x"}, "tokenizer.ggml.eos_token_id"),
+        ({"tokenizer__ggml__token_type": [1]}, "tokenizer.ggml.token_type"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_turned_round_is_refused_by_its_key(
+    changed: dict[str, Any], named: str, llama: Path, tmp_path: Path
+) -> None:
+    if "general__architecture" in changed:
+        file = tmp_path / "m.gguf"
+        file.write_bytes(llama.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0lloma", 1))
+    else:
+        file = edited(llama, tmp_path / "m.gguf", **changed)
+    with pytest.raises(SourceError, match=re.escape(named)) as raised:
+        open_source(file, Access())
+    assert "\n" not in str(raised.value)
+
+
+def test_files_beside_a_gguf_count(llama: Path, tmp_path: Path) -> None:
+    file = alone(llama, tmp_path / "src")
+    config = json.loads((llama.parent / "config.json").read_text()) | {"_name_or_path": "mine"}
+    (file.parent / "config.json").write_text(json.dumps(config))
+    (file.parent / "tokenizer.json").write_text("{}")
+    source = open_source(file, Access())
+    assert source.config is not None and source.config["_name_or_path"] == "mine"
+    assert read_file(source.storage, "tokenizer.json") == b"{}"
+    assert "tokenizer_config.json" not in source.companions
+
+
+def test_a_master_of_a_file_alone_is_whole(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done("quantize", alone(llama, tmp_path / "src"), out)
+    done("verify", out)
+    names = {path.name for path in out.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} < names
+    done("export", out, tmp_path / "gguf", "--target", "gguf", "--type", "q8_0")
+    found = gguf.GGUFReader(next((tmp_path / "gguf").glob("*.gguf"))).fields
+    first = gguf.GGUFReader(llama).fields
+    for key, field in first.items():
+        if not key.startswith(("GGUF.", "general.")):
+            assert found[key].contents() == field.contents(), key
