@@ -27,13 +27,14 @@ import pytest
 
 # What computes, and in which way it differs from what is expected -> the largest deviation measured.
 REORDERED = {
-    "torch": 4.5e-06,  # the same weights packed or not, in other chunks, in windows read together
+    "torch": 5.5e-06,  # the same weights packed or not, in other chunks, in windows read together
     "torch, folded": 3e-06,  # scales moved from one weight to another
     "torch, cached": 5.5e-06,  # texts of several lengths read together, by quantized caches
     "torch, perplexity": 2.7e-05,
     "torch, KL": 1e-10,
-    "attention on codes": 5.5e-06,
-    "attention on codes, tables": 0.00047,  # whose entries are integers
+    "attention on codes": 7.5e-06,
+    "attention on codes, again": 1.2e-4,  # where a key or a value next to a threshold has another code
+    "attention on codes, tables": 0.00057,  # whose entries are integers
     "mlx": 1.1e-06,
     "llama.cpp": 3e-06,
     "llama.cpp, perplexity": 1e-05,
@@ -45,7 +46,7 @@ ROUNDED = {
     "torch, BF16": 0.044,
     "8-bit weights": 0.093,
     "mlx, BF16": 0.044,  # it accumulates products in BF16
-    "llama.cpp, thresholds": 0.03,  # of Gemma 3n, where the activations above a bound count only
+    "llama.cpp, thresholds": 0.035,  # of Gemma 3n, where the activations above a bound count only
     "llama.cpp, F16": 0.0025,  # it rounds the inputs of matrices to the type of the matrix
     "llama.cpp, BF16": 0.015,
     "llama.cpp, blocks": 0.05,  # and to 8 bits where that is made of blocks
