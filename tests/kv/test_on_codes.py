@@ -64,9 +64,8 @@ def check_alike(
     expected, found = (one_by_one(net, cache, following, whole) for cache in (before, after))
     assert all(layer._past is not None and layer._past.used for layer in after.packed_layers)
     assert deviation(found, expected)
-    assert_near(
-        found, expected, f"attention on codes{', tables' if 'polar-rope' in spec else ', again' if again else ''}"
-    )
+    differs = ", tables" if "polar-rope" in spec else ", again" if again else ""
+    assert_near(found, expected, f"attention on codes{differs}")
 
 
 def check_falls_back(net: Any, spec: str, count: int = PROMPT) -> None:
