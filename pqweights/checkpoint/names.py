@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 AWQ_SUFFIX = "_awq_scale"
 QUANT_METHOD = "pqweights"  # of a master, in its quantization_config
 
@@ -34,6 +36,11 @@ def shard_name(index: int, count: int) -> str:
 def gguf_name(name: str, index: int, count: int) -> str:
     """Return the file name of GGUF file `index` (from 0) of `count`, as llama.cpp numbers them."""
     return f"{name}.gguf" if count == 1 else f"{name}-{index + 1:05d}-of-{count:05d}.gguf"
+
+
+def file_stem(name: str) -> str:
+    """Return a name as one of a file may begin with it; nothing if no letter and no digit is in it."""
+    return re.sub(r"[^\w.]+", "-", name, flags=re.ASCII)[:96].strip("-.")
 
 
 def is_inside(name: str) -> bool:

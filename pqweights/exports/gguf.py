@@ -11,6 +11,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.gguf.mixes import (
@@ -37,6 +38,7 @@ from pqweights.checkpoint.gguf.model import (
     gives_vectors,
     outline_model,
 )
+from pqweights.checkpoint.names import file_stem
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
 from pqweights.errors import ExportError, OptionError
@@ -296,16 +298,28 @@ def read_options(options: ExportOptions) -> Gguf:
         types=read_types(options),
         weighed=options.calibrate is not None and rounding != PLAIN,
         without_tokenizer=options.without_tokenizer,
+        name=options.name,
     )
 
 
 def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transform]:
     """Return the checkpoint to be rewritten, and the transform that does it."""
+    name = settings.name or _name_of(source)
+    return integer_export(source, replace(settings, name=name, embeds=gives_vectors(source.checkpoint)))
+
+
+def _name_of(source: ExportSource) -> str | None:
+    """Return the repository of a model, else the name of the folder of its original or master."""
     # The manifest of a master may say anything; the name stands in names of files and in the Modelfile.
     manifest = source.manifest
     model_id = "" if manifest is None else manifest.identity.model.get("id", "")
-    name = model_id if is_repository_id(model_id, namespace=False) else None
-    return integer_export(source, replace(settings, name=name, embeds=gives_vectors(source.checkpoint)))
+    if is_repository_id(model_id, namespace=False):
+        return str(model_id)
+    origin = source.checkpoint.storage.origin
+    if origin is not None:
+        return origin.id
+    where = source.folder if source.original is None else source.original
+    return file_stem(where.resolve().name if isinstance(where, Path) else str(where).rstrip("/").rpartition("/")[2])
 
 
 def _check(master: PlannedMaster, settings: Gguf) -> None:
@@ -332,6 +346,7 @@ TARGET = ExportTarget(
     options=(
         "type",
         "pure",
+        "name",
         "without_tokenizer",
         *ASSIGNMENT_OPTIONS,
         "fold",
@@ -339,7 +354,7 @@ TARGET = ExportTarget(
         "calibrate",
         "calibration_tokens",
     ),
-    account=("name", "types", "imatrix", "embeds"),
+    account=("types", "imatrix", "embeds"),
     read_options=read_options,
     prepare=_prepare,
     check=_check,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pqweights.checkpoint.names import file_stem
 from pqweights.common import parameters as checks
 from pqweights.common.parameters import Options, StrPath, option, options
 from pqweights.common.units import parse_size
@@ -384,6 +385,13 @@ class QuantizeArguments(RecipeOptions, QuantizeOptions, CalibrateOptions, RunArg
     )
 
 
+def _model_name(name: str, value: Any) -> str:
+    """Take a name of a model that may stand in the name of a file."""
+    if not value or file_stem(checks.text(name, value)) != value:
+        raise OptionError(f"`{name}`: expected letters, digits, '.', '_' and '-', at most 96, found {value[:100]!r}")
+    return str(value)
+
+
 @options
 class ExportOptions(FoldOptions, SampleOptions):
     """The options that a user may give for an export; each target takes some. None stands for the target's default."""
@@ -454,6 +462,13 @@ class ExportOptions(FoldOptions, SampleOptions):
         "For gguf: write the file although the model has no tokenizer, for programs that give llama.cpp the ids of "
         "tokens; its own end at the first text.",
         default=False,
+    )
+    name: str | None = option(
+        "For gguf: the name of the model, with which names of files begin.",
+        _model_name,
+        default=None,
+        metavar="NAME",
+        default_text="that of its repository, else that of its folder",
     )
     recipe: StrPath | None = option(
         "YAML FILE that says which format each weight gets: format, rules, target_size, sensitivity.",

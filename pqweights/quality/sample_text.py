@@ -10,7 +10,7 @@ from typing import Any
 
 from pqweights.errors import EvaluationError
 from pqweights.inference.runtimes.packages import REFUSALS, package, quiet
-from pqweights.inference.runtimes.texts import CHARACTERS_PER_TOKEN, decoded
+from pqweights.inference.runtimes.texts import CHARACTERS_PER_TOKEN, file_text
 from pqweights.planning.options import MIXTURE
 
 # ORG/NAME of a data set, and which of its configurations, if it has several.
@@ -46,7 +46,7 @@ def sample_text(text: str, tokens: int) -> str:
 
 def _joined(files: list[Path]) -> str:
     try:
-        return "\n".join(decoded(file.read_bytes(), str(file)) for file in files)
+        return "\n".join(map(file_text, files))
     except OSError as error:
         raise EvaluationError(f"{error.filename}: expected a text, or a folder of *.txt: {error.strerror}") from None
 

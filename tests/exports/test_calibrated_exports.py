@@ -38,7 +38,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Floa
 
 def test_gguf_holds_what_the_codes_decode_to(made: tuple[Path, dict[str, Floats]], tmp_path: Path) -> None:
     master, decoded = made
-    done("export", master, tmp_path / "out", "--target", "gguf", "--type", "f32", "--without-tokenizer")
+    options = ("--type", "f32", "--without-tokenizer", "--name", "model")
+    done("export", master, tmp_path / "out", "--target", "gguf", *options)
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out/model-F32.gguf").tensors}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for name, values in decoded.items():

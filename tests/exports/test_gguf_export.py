@@ -15,7 +15,7 @@ import pytest
 from cards import change_manifest
 from closeness import ROUNDED_ONCE_MORE, approx, assert_within, distance, each_near, rounding
 from commands import answer, done, invoke, refused
-from helpers import read_all, run_command
+from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
 
 from pqweights.exports.gguf import MODELFILE
 from pqweights.exports.gguf_types import type_bytes
@@ -55,7 +55,7 @@ def plain(master: Path) -> dict[str, np.ndarray]:
 
 
 def export(master: Path, out: Path, **options: Any) -> Path:
-    run_command({"export": str(master), "target": "gguf", **options}, out)
+    run_command({"export": str(master), "target": "gguf", "name": "model", **options}, out)
     return out
 
 
@@ -282,3 +282,33 @@ def test_a_tokenizer_that_cannot_be_mapped_is_refused_before_anything_is_written
 
 def test_sizes_of_types():
     assert type_bytes("Q4_K", (3, 512)) == 3 * 2 * 144 and type_bytes("F16", (3, 5)) == 30
+
+
+@pytest.mark.parametrize(
+    ("folder", "option", "stem"),
+    [("Tiny-0.1B", None, "Tiny-0.1B"), ("a b (copy)", None, "a-b-copy"), ("x", "My_Model.2", "My_Model.2")],
+)
+def test_files_are_called_by_the_option_or_after_the_folder(
+    folder: str, option: str | None, stem: str, master: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(master, tmp_path / folder)
+    name = [] if option is None else ["--name", option]
+    done("export", tmp_path / folder, tmp_path / "out", "--target", "gguf", "--type", "q8_0", *name)
+    file = tmp_path / "out" / f"{stem}-Q8_0.gguf"
+    assert gguf.GGUFReader(file).get_field("general.name").contents() == stem
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", "a b", "x" * 97])
+def test_names_that_a_file_cannot_have_are_refused(name: str, master: Path, tmp_path: Path) -> None:
+    line = refused("export", master, tmp_path / "out", "--target", "gguf", "--name", name, code=2)
+    assert "--name" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_master_without_a_configuration_is_refused_for_that(tmp_path: Path) -> None:
+    tensors = {"model.layers.0.mlp.up_proj.weight": bf16(gaussian(64, 128))}
+    done("quantize", write_checkpoint(tmp_path / "source", tensors), tmp_path / "master")
+    line = refused("export", tmp_path / "master", tmp_path / "out", "--target", "gguf")
+    assert "model_type" in line
+    assert "config.json" in line
+    assert "qwen" not in line  # no list of all types

@@ -291,7 +291,8 @@ def test_an_export_writes_the_tower_beside_the_text(name: str, tmp_path: Path) -
     """Its matrices in F16, under the name that llama.cpp and Ollama take for a tower."""
     write_tower(name, tmp_path / "model")
     quantize(tmp_path / "model", tmp_path / "master", parse_recipe("bits: 6", "recipe"))
-    run_command({"export": str(tmp_path / "master"), "target": "gguf", "without_tokenizer": True}, tmp_path / "out")
+    command = {"export": str(tmp_path / "master"), "target": "gguf", "without_tokenizer": True, "name": "model"}
+    run_command(command, tmp_path / "out")
     assert verify(tmp_path / "out", threads=1).ok
     files = ["mmproj-model-F16.gguf", "model-Q4_K_M.gguf"]
     assert sorted(path.name for path in (tmp_path / "out").glob("*.gguf")) == files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import types
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from pqweights.errors import EvaluationError, MissingDependencyError
+from pqweights.inference.runtimes.texts import read_text
 from pqweights.quality.sample_text import sample_text
 
 
@@ -87,3 +89,36 @@ def test_a_data_set_that_cannot_be_read_is_one_line(error: Any, monkeypatch: pyt
 def test_a_path_that_no_data_set_can_have_is_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"none\.txt: expected a text, or a folder of \*\.txt: No such file"):
         sample_text(str(tmp_path / "none.txt"), 1000)
+
+
+CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+ROWS = {
+    "text": ({"text": "one", "id": 3}, "one"),
+    "content": ({"content": "one", "meta": {"a": "b"}}, "one"),
+    "messages": ({"messages": CHAT}, "one\ntwo"),
+    "conversations": (
+        {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]},
+        "one\ntwo",
+    ),
+    "a text itself": ("one", "one"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("ending", ["jsonl", "JSONL", "ndjson"])
+def test_rows_of_a_file_give_their_texts(name: str, ending: str, tmp_path: Path) -> None:
+    row, expected = ROWS[name]
+    path = tmp_path / f"rows.{ending}"
+    path.write_text(f"{json.dumps(row)}\n\n{json.dumps({'text': 'ö'})}\n", encoding="utf-8")
+    for read in (sample_text(str(path), 1000), read_text(path)):
+        assert read == f"{expected}\n\nö"
+
+
+@pytest.mark.parametrize(
+    "line", ["a text", '{"prompt": "a"}', '{"text": 3}', '{"messages": [{"role": "user"}]}', "[1]"]
+)
+def test_rows_without_a_text_are_refused_by_their_line(line: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n' + line + "\n")
+    for read in (lambda path: sample_text(str(path), 1000), read_text):
+        with pytest.raises(EvaluationError, match=r"rows\.jsonl: line 2: expected"):
+            read(tmp_path / "rows.jsonl")

@@ -162,6 +162,11 @@ def read_settings(config: Mapping[str, Any] | None, *, pooling: str | None = Non
     # The outer type decides, unless it is known to wrap others: a model of images and text may share the type of its
     # text model, and compute otherwise.
     model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ExportError(
+            "config.json: it is missing, or has no model_type, which says what the model is; put that of the original "
+            "beside the weights and quantize again"
+        )
     model = text_model(config) if has_trait(model_type, Trait.WRAPS_TEXT) else described(model_type)
     if model.llama_cpp_differs:
         raise ExportError(

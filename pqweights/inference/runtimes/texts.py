@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.names import CONFIG_FILE, TOKENIZER_FILES
+from pqweights.common.strict_json import parse_json
 from pqweights.errors import EvaluationError, SourceError
 from pqweights.inference.runtimes.folders import Folder, transformers_config
 from pqweights.inference.runtimes.llama_library import GgufTokenizer
@@ -18,6 +19,10 @@ from pqweights.inference.runtimes.packages import Refused, package, quiet
 Ids = npt.NDArray[np.int64]  # [tokens]
 
 WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1")
+# How the names of files end whose lines are rows in JSON, and where these have their text: that, or a chat.
+ROWS = (".jsonl", ".ndjson")
+TEXT_FIELDS = ("text", "content", "messages", "conversations")
+SAID = ("content", "value")
 # A first guess at how many characters of a text are needed for one token.
 CHARACTERS_PER_TOKEN = 8
 
@@ -27,10 +32,45 @@ def read_text(path: Path) -> str:
 
     Raises EvaluationError if it is empty or not UTF-8, OSError.
     """
-    text = decoded(path.read_bytes(), str(path))
+    text = file_text(path)
     if not text.strip():
         raise EvaluationError(f"{path}: expected a text, found {'only white space' if text else 'an empty file'}")
     return text
+
+
+def file_text(path: Path) -> str:
+    """Return the text in a file: all of it, or that of the rows of a .jsonl, with blank lines between them.
+
+    Raises EvaluationError for what is not UTF-8, and for a line that is no row with a text; OSError.
+    """
+    text = decoded(path.read_bytes(), str(path))
+    if path.suffix.lower() not in ROWS:
+        return text
+    lines = ((number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip())
+    return "\n\n".join(_row_text(line, f"{path}: line {number}") for number, line in lines)
+
+
+def _row_text(line: str, place: str) -> str:
+    """Return the text of a row: that of its first field of TEXT_FIELDS, or what the messages of a chat say."""
+    try:
+        row = parse_json(line.encode())
+    except ValueError as error:
+        raise EvaluationError(f"{place}: expected a row in JSON: {error}") from None
+    if isinstance(row, str):
+        return row
+    fields = row if isinstance(row, dict) else {}
+    value = next((fields[name] for name in TEXT_FIELDS if name in fields), None)
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        said = [next((message[key] for key in SAID if key in message), None) for message in value]
+        texts = [part for part in said if isinstance(part, str)]
+        value = "\n".join(texts) if texts and len(texts) == len(said) else None
+    if not isinstance(value, str):
+        found = ", ".join(map(str, list(fields)[:8])) or type(row).__name__
+        raise EvaluationError(
+            f"{place}: expected a text in one of the fields {', '.join(TEXT_FIELDS)}, found {found[:200]}; give "
+            "a plain text, or rows with one of these fields"
+        )
+    return value
 
 
 def decoded(data: bytes, name: str) -> str:
