@@ -88,7 +88,7 @@ def show_plan(
             calibrate=asked.part(CalibrateOptions),
         )
     warn_if_nothing_is_quantized(made.plan.totals)
-    for warning in () if made.memory is None else made.memory.warnings:
+    for warning in (*made.plan.remarks, *(() if made.memory is None else made.memory.warnings)):
         output.warn(warning)
     if json:
         output.print_json_pieces(piece.decode() for piece in made.to_pieces())

@@ -30,6 +30,8 @@ from pqweights.errors import SourceError
 
 Shape = tuple[int, ...]
 SCALE_DTYPES = ("BF16", "F16", "F32")
+# What the scales of a module's weight in FP8 are called: by DeepSeek V4, ComfyUI, Mistral AI and TensorRT-LLM.
+SCALES = ("scale", "scale_weight", "qscale_weight", "weights_scaling_factor")
 MODELOPT_ALGORITHMS = ("FP8", "NVFP4")
 # Of compressed-tensors, those whose weights are decoded here or by quantized.py.
 LAYOUTS = (
@@ -111,7 +113,7 @@ def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
 def scales_of(name: str, stored: Mapping[str, StoredTensor]) -> StoredTensor | None:
     """Return the scales of a weight in FP8 or in DeepSeek-V4's FP4, by any of the names that they have in files."""
     module = name.removesuffix(".weight")
-    names = (f"{name}_scale_inv", f"{name}_scale", *((f"{module}.scale",) if module != name else ()))
+    names = (f"{name}_scale_inv", f"{name}_scale", *(f"{module}.{scale}" for scale in SCALES if module != name))
     return next((stored[scale] for scale in names if scale in stored), None)
 
 

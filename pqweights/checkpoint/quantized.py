@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.config import quantization_settings
+from pqweights.checkpoint.foreign import refuse_codes, refuse_foreign, refuse_method
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.mlx_stacks import with_single_experts
 from pqweights.checkpoint.models import has_trait
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.packed import Aspect, DecodedTensor, read_columns, read_scales
-from pqweights.checkpoint.packed_sources import PACKED_METHODS, packed_tensors, plain_settings, scales_of, why_not
+from pqweights.checkpoint.packed_sources import packed_tensors, plain_settings, scales_of
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import ByteReads
 from pqweights.codecs import CODECS, MASTER_CODECS
@@ -39,33 +40,12 @@ from pqweights.common.dtypes import (
 from pqweights.errors import SourceError
 from pqweights.kernels.workers import kept, scratch
 
-GIVE_ORIGINAL = "it is already quantized with loss; give the original checkpoint"
-
-NOT_DESCRIBED = "the quantization_config of config.json does not say how it is packed; give the folder as published"
-
-# The names of tensors that mark a format that is not decoded, whatever the configuration says.
-FOREIGN_MARKS = {
-    "weight_g_idx": "compressed-tensors with an order of columns",
-    "pre_quant_scale": "ModelOpt with scaled inputs",
-}
-# And those that mark one that is decoded if the configuration says so.
-DECODED_MARKS = {
-    "weight_scale_2": "NVFP4 (ModelOpt)",
-    "weight_global_scale": "NVFP4 (compressed-tensors)",
-    "weight_packed": "compressed-tensors",
-    "_weight_qdata": "torchao",
-    "weight.absmax": "bitsandbytes",
-    "SCB": "bitsandbytes",
-    "g_idx": "GPTQ",
-    "qweight": "GPTQ or AWQ",
-}
-
-
 # What the scales of activations, and of keys and values in a cache, are called in a module: by transformers,
 # compressed-tensors, ModelOpt, FBGEMM and vLLM. In some files the name of a weight and an underscore are before it.
 ACTIVATION_SCALES = (
     *("activation_scale", "input_scale", "input_scale_ub", "input_global_scale", "input_zero_point"),
-    *("output_scale", "prob_output_scale"),
+    *("output_scale", "prob_output_scale", "scale_input", "qscale_act", "activation_scaling_factor"),
+    *("scaled_fp8", "comfy_quant"),  # what ComfyUI says of the format
     *("q_scale", "k_scale", "v_scale", "kv_scale", "q_zero_point", "k_zero_point", "v_zero_point"),
 )
 NOT_A_WEIGHT = "a scale for activations in 8 bits, which a model with decoded weights does not have"
@@ -86,21 +66,24 @@ def logical_tensors(storage: ByteReads, stored: dict[str, StoredTensor], config:
     settings = plain_settings(quantization_settings(config))
     if config is None:
         _refuse_part_of_master(stored)
-    _refuse_method(settings)
+    refuse_method(settings, stored)
     if settings.get("quant_method") == "mlx" and has_trait((config or {}).get("model_type"), Trait.STACKED_BY_MLX):
         stored = with_single_experts(stored)
     tensors: list[LogicalTensor] = [*packed_tensors(storage, stored, settings)]
     taken = {part.name for tensor in tensors for part in tensor.parts}
     others = {name: tensor for name, tensor in stored.items() if name not in taken}
-    _refuse_foreign(others)
+    refuse_foreign(others)
     tensors += _decoded(storage, others, settings)
     taken.update(part.name for tensor in tensors for part in tensor.parts)
     left_out = {}
-    if settings or any(len(tensor.parts) > 1 for tensor in tensors):  # no model has a place for these scales
+    if (
+        settings or any(len(tensor.parts) > 1 for tensor in tensors) or "scaled_fp8" in stored
+    ):  # no model has a place for these scales
         of_weights = {f"{tensor.name}_{suffix}" for tensor in tensors for suffix in ACTIVATION_SCALES}
         of_activations = [n for n in stored if n.rpartition(".")[2] in ACTIVATION_SCALES or n in of_weights]
         left_out = dict.fromkeys(of_activations, NOT_A_WEIGHT)
     rest = [name for name in stored if name not in taken and name not in left_out]
+    refuse_codes({name: stored[name] for name in rest})
     tensors += [PlainTensor.of(storage, stored[name]) for name in rest]
     _check_names([tensor.name for tensor in tensors])
     return ModelTensors(tensors, left_out)
@@ -122,13 +105,10 @@ def _decoded(
                 dtype="MXFP4",
                 parts=(tensor, stored[f"{weight}_scales"]),
             )
-        elif tensor.dtype in FLOAT8_DTYPES:
+        elif tensor.dtype in FLOAT8_DTYPES and name.rpartition(".")[2] not in ACTIVATION_SCALES:
             scales = scales_of(name, stored)
-            if scales is None and settings:
-                raise SourceError(
-                    f"{tensor.file}: tensor {name!r} is {tensor.dtype} without its scales; expected "
-                    f"{name + '_scale_inv'!r} or {name + '_scale'!r} in some shard, found neither"
-                )
+            if scales is None:
+                _check_unscaled(tensor, stored, settings)
             yield Float8Tensor(
                 storage=storage,
                 name=name,
@@ -137,6 +117,28 @@ def _decoded(
                 parts=(tensor, scales) if scales else (tensor,),
                 scale_block=_scale_block(tensor, scales, default_block) if scales else (),
             )
+
+
+def _check_unscaled(tensor: StoredTensor, stored: dict[str, StoredTensor], settings: dict[str, Any]) -> None:
+    """Raise SourceError if a tensor in FP8 that no known scale belongs to may have one under another name."""
+    name, module = tensor.name, tensor.name.removesuffix(".weight")
+    biases = (f"{module}.bias", f"{module}_bias")
+    others = (of for of in stored if module in of and of not in (name, *biases) and not _is_of_activations(of, [name]))
+    beside = name if module == name else f"{module}."
+    found = next((of for of in others if of.startswith(beside) or "scal" in of.lower()), None)
+    if settings or found is not None:
+        expected = " or ".join(repr(scale) for scale in (f"{name}_scale_inv", f"{name}_scale"))
+        raise SourceError(
+            f"{tensor.file}: tensor {name!r} is {tensor.dtype} without its scales; expected {expected} in some shard, "
+            f"found {'neither' if found is None else f'{found!r}, which is not known as one'}"
+        )
+
+
+def _is_of_activations(name: str, weights: Collection[str]) -> bool:
+    """Whether a stored tensor is a scale of activations, of one of some weights if it is named by that."""
+    return name.rpartition(".")[2] in ACTIVATION_SCALES or any(
+        name == f"{weight}_{suffix}" for suffix in ACTIVATION_SCALES for weight in weights
+    )
 
 
 def _check_names(names: list[str]) -> None:
@@ -169,43 +171,6 @@ def _refuse_part_of_master(stored: dict[str, StoredTensor]) -> None:
                     f"{tensor.file}: tensor {name!r} belongs to a pqweights master, whose config.json is not here; "
                     "give the original checkpoint to quantize, or the whole folder of the master to export"
                 )
-
-
-def _refuse_method(settings: dict[str, Any]) -> None:
-    """Raise SourceError if the configuration states a quantization that is not decoded."""
-    described = _unsupported_method(str(settings.get("quant_method", "")).lower(), settings) if settings else None
-    if described:
-        raise SourceError(f"config.json: the source is {described}: {GIVE_ORIGINAL}")
-
-
-def _refuse_foreign(stored: dict[str, StoredTensor]) -> None:
-    """Raise SourceError if a tensor shows a quantization that is not decoded, or that no configuration describes."""
-    marks = FOREIGN_MARKS | DECODED_MARKS
-    marked = [name for name in stored if name.endswith(tuple(marks))]
-    for mark, format_name in marks.items():
-        for name in marked:
-            if name == mark or name.endswith("." + mark):
-                fix = NOT_DESCRIBED if mark in DECODED_MARKS else GIVE_ORIGINAL
-                raise SourceError(f"{stored[name].file}: tensor {name!r} marks {format_name}: {fix}")
-    for name, tensor in stored.items():
-        if tensor.dtype == "U32" and name.endswith("weight"):
-            scales = name.removesuffix("weight") + "scales"
-            if scales in stored:
-                raise SourceError(f"{tensor.file}: tensor {name!r} with {scales!r} marks MLX: {NOT_DESCRIBED}")
-        if tensor.dtype in ("I8", "I32") and name + "_scale" in stored:
-            raise SourceError(
-                f"{tensor.file}: tensor {name!r} with {name + '_scale'!r} marks integer compressed-tensors: "
-                f"{NOT_DESCRIBED}"
-            )
-
-
-def _unsupported_method(method: str, settings: dict[str, Any]) -> str | None:
-    """Return the name of a quantization that is not decoded; None for one that is."""
-    if method in ("fbgemm_fp8", "mxfp4", "mxfp8"):
-        return None
-    if method in PACKED_METHODS:
-        return why_not(settings)
-    return f"quantized by {method!r}" if method else "quantized by an unnamed method"
 
 
 def _weight_block(settings: dict[str, Any]) -> tuple[int, int]:

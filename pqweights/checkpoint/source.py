@@ -31,6 +31,7 @@ from pqweights.checkpoint.config_schema import check_layers, model_config
 from pqweights.checkpoint.digests import CheckedReads, MapFunction
 from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, PICKLE_SUFFIXES
+from pqweights.checkpoint.promise import checked_config, with_embeddings
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, check_not_interrupted, read_bytes
 from pqweights.checkpoint.weight_files import (
@@ -40,6 +41,7 @@ from pqweights.checkpoint.weight_files import (
     pickled_tensors,
     read_json_object,
 )
+from pqweights.checkpoint.wrapped import check_adapter_files, unwrapped
 from pqweights.common.strict_json import is_utf8
 from pqweights.errors import SourceError
 
@@ -67,6 +69,7 @@ class Checkpoint:
     is_master: whether it is a master of pqweights
     checked: what its tensors are read through, if each is checked against a known hash
     left_out_tensors: stored tensors that are not part of the model, each with the reason
+    remarks: where the files and config.json do not say the same, and what was made of it, a sentence each
     """
 
     storage: Storage
@@ -79,6 +82,7 @@ class Checkpoint:
     is_master: bool
     checked: CheckedReads | None = None
     left_out_tensors: dict[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
     _fingerprints: dict[str, str] = field(default_factory=dict)  # by file
 
     def finish_checks(self, parts: Iterable[StoredTensor] | None = None, *, run: MapFunction = map) -> None:
@@ -237,10 +241,15 @@ def open_checkpoint(
     config = model_config(storage)
     weights = find_weight_files(storage, allow_pickle=allow_pickle, single_file=single_file)
     weight_files = weights.names
+    check_adapter_files(storage, weight_files)
     stored, copies = stored_tensors(storage, weight_files)
     misplaced = {} if weights.index is None else check_tensors(weights.index, stored)
     check_layers(config or {}, len(stored))
-    is_master = config is not None and master.is_master(config)
+    is_master, remarks = config is not None and master.is_master(config), list[str]()
+    if not is_master:
+        stored, of_names = unwrapped(storage, stored)
+        stored, of_embeddings = with_embeddings(stored, config)
+        remarks += [*of_names, *of_embeddings]
     if config is not None and is_master:
         model = quantized.ModelTensors(master.logical_tensors(storage, stored, config), {})
     else:
@@ -252,9 +261,10 @@ def open_checkpoint(
         return order[first.file], first.offset, tensor.name
 
     beside = companions(files, weight_files, include, outside_links=storage.links.outside)
+    checked, of_config = checked_config(storage, model.tensors, config)
     return Checkpoint(
         storage=storage,
-        config=config,
+        config=checked,
         stored=tuple(stored.values()),
         tensors=tuple(sorted(model.tensors, key=place)),
         weight_files=weight_files,
@@ -262,6 +272,7 @@ def open_checkpoint(
         left_out=beside.left_out | weights.unlike | misplaced | copies,
         is_master=is_master,
         left_out_tensors=model.left_out,
+        remarks=(*remarks, *of_config),
     )
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pqweights.checkpoint.companions import WEIGHT_SUFFIXES
 from pqweights.checkpoint.header import StoredTensor, gguf_refused
 from pqweights.checkpoint.names import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, is_inside
+from pqweights.checkpoint.other_weights import found_instead, holds_weights
 from pqweights.checkpoint.storage import LocalStorage, Storage, read_file
 from pqweights.common.advice import pip_install
 from pqweights.common.strict_json import parse_json
@@ -89,6 +90,8 @@ def find_weight_files(storage: Storage, *, allow_pickle: bool, single_file: bool
         (only,) = files
         if not only.lower().endswith(WEIGHT_SUFFIXES):
             raise SourceError(f"{only}: expected a folder, or a safetensors file; give the folder")
+        if not only.lower().endswith((".safetensors", *PICKLE_SUFFIXES)) and (instead := found_instead(files)):
+            raise SourceError(f"{only}: expected a safetensors file, {instead}")
         if only.endswith(PICKLE_SUFFIXES) and not allow_pickle:
             raise _pickle_refused(only)
         return WeightFiles((only,))
@@ -103,9 +106,10 @@ def find_weight_files(storage: Storage, *, allow_pickle: bool, single_file: bool
     gguf = [name for name in here if name.endswith(".gguf")]
     if gguf:
         raise gguf_refused(gguf[0])
-    pickles = [name for name in here if name.endswith(PICKLE_SUFFIXES)]
+    pickles = [name for name in here if name.endswith(PICKLE_SUFFIXES) and holds_weights(name)]
     if not pickles:
-        raise SourceError(f"no weights found: expected {INDEX_FILE}, {SINGLE_FILE} or one other safetensors file")
+        expected = f"expected {INDEX_FILE}, {SINGLE_FILE} or one other safetensors file"
+        raise SourceError(f"no weights found: {found_instead(files) or expected}")
     if not allow_pickle:
         raise _pickle_refused(pickles[0])
     if PICKLE_FILE in pickles and PICKLE_INDEX_FILE not in files:

@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import math
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,10 @@ import numpy.typing as npt
 from pqweights.checkpoint.config import declare_drafts, edited_config, model_dtype
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.models import described, text_config, text_model
+from pqweights.checkpoint.models.conventions import HEADS
 from pqweights.checkpoint.models.description import ModelDescription
 from pqweights.checkpoint.models.mlx_lm import UNWRAPPED
+from pqweights.checkpoint.promise import differing_head
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_file
@@ -122,6 +124,7 @@ class MlxFormat:
         fused = {name for names in fused_with.values() for name in names}
         decisions = self._decisions(model, outputs, text, fused=fused, stay=stay)
         used = {tensor.name for output in model.outputs.values() for tensor in output.sources}
+        _check_head(checkpoint, used)
         declare_drafts(model.config, sorted(used))
         model_type = (checkpoint.config or {}).get("model_type")
         reason = f"mlx-lm's model of type {model_type!r} does not hold them"
@@ -290,6 +293,20 @@ def _rounding(how: QuantizedModule, qparams: str) -> Rounding:
 def _stored(shape: tuple[int, ...], how: QuantizedModule | None) -> int:
     """Return the bytes of a weight that is quantized, or of a tensor that is not."""
     return 2 * math.prod(shape) if how is None else stored_bytes(_rounding(how, BEST).specs("", shape))
+
+
+def _check_head(checkpoint: Checkpoint, used: Set[str]) -> None:
+    """Raise ExportError if mlx-lm has the embeddings in place of a head that differs. used: names of tensors"""
+    unused = {tensor.name for tensor in checkpoint.tensors} - used
+    if unused.isdisjoint(f"{head}.weight" for head in HEADS):
+        return
+    config = checkpoint.config or {}
+    pair = differing_head(checkpoint.storage, checkpoint.tensors, config)
+    if pair is not None and pair[0] not in used:
+        raise ExportError(
+            f"tensor {pair[0]!r}: mlx-lm's model of type {config.get('model_type')!r} computes with {pair[1]!r} in its "
+            f"place, and their values differ; {other_targets(MLX_TARGET, config)}"
+        )
 
 
 def _check_packages() -> None:

@@ -287,6 +287,7 @@ class Plan:
     companion_bytes: size of the companions
     max_shard_bytes: data bytes after which a new shard begins
     original: the model that the source says it was made from
+    remarks: those of the checkpoint
     """
 
     tensors: tuple[TensorPlan, ...]
@@ -299,6 +300,7 @@ class Plan:
     companion_bytes: int
     max_shard_bytes: int
     original: str | None = None
+    remarks: tuple[str, ...] = ()
 
     @functools.cached_property
     def already_quantized(self) -> tuple[QuantizedAlready, ...]:

@@ -65,6 +65,7 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
         source_bytes=checkpoint.weight_file_bytes,
         companion_bytes=sum(files[name].byte_count for name in checkpoint.companions),
         max_shard_bytes=max_shard_bytes,
+        remarks=checkpoint.remarks,
     )
     return replace(plan, original=original_of(checkpoint.storage)) if plan.already_quantized else plan
 

@@ -270,7 +270,7 @@ class RewriteReport:
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of the result before using it, a sentence each."""
         unchecked = (UNCHECKED,) if self.unchecked else ()
-        return (*self.transform.notes(self.records).warnings, *unchecked)
+        return (*self.plan.remarks, *self.transform.notes(self.records).warnings, *unchecked)
 
     def __repr__(self) -> str:
         return f"<RewriteReport of the {self.transform.account.kind}: {self.totals}>"

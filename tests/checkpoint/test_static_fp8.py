@@ -131,3 +131,49 @@ def test_tensors_of_these_names_are_kept_in_sources_that_are_not_quantized(tmp_p
     quantize(source, tmp_path / "out", load_recipe("q4"), threads=1)
     assert read_all(tmp_path / "out").keys() == names
     assert not read_manifest(tmp_path / "out").identity.left_out
+
+
+# By the name of a scale in a module: what uses it, and the name of a scale of activations beside it.
+SCALE_NAMES = {
+    "scale_weight": "scale_input",  # ComfyUI
+    "qscale_weight": "qscale_act",  # Mistral AI
+    "weights_scaling_factor": "activation_scaling_factor",  # TensorRT-LLM
+    "weight_scale": "input_scale",
+    "weight_scale_inv": "activation_scale",
+}
+
+
+@pytest.mark.parametrize(("scale", "of_activations"), SCALE_NAMES.items())
+@pytest.mark.parametrize("shape", [(), (1,), (64,), (64, 1)], ids=str)
+def test_scales_are_found_under_the_names_that_tools_give_them(
+    scale: str, of_activations: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    module, weight = "model.layers.0.mlp.up_proj", torch.ones(64, 128).to(torch.float8_e4m3fn)
+    tensors = {
+        f"{module}.weight": weight,
+        f"{module}.{scale}": torch.full(shape, 0.25),
+        f"{module}.{of_activations}": torch.tensor(3.0),
+        f"{module}.bias": torch.zeros(64),
+        "scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn),
+    }
+    opened = open_local(save(tmp_path / "src", tensors, {"model_type": "llama"}))
+    assert {tensor.name for tensor in opened.tensors} == {f"{module}.weight", f"{module}.bias"}
+    assert opened.left_out_tensors.keys() == {f"{module}.{of_activations}", "scaled_fp8"}
+    read = next(tensor for tensor in opened.tensors if tensor.name.endswith("weight"))
+    raw = np.empty(4 * 64 * 128, dtype=np.uint8)
+    read.read(0, 64 * 128, "F32", raw)
+    assert (raw.view(np.float32) == 0.25).all()
+
+
+def test_plain_fp8_without_any_scale_is_read_as_it_is(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = {name: torch.ones(64, 128).to(torch.float8_e4m3fn), "model.norm.weight": torch.ones(128)}
+    assert {tensor.name for tensor in open_local(save(tmp_path / "src", tensors, {})).tensors} == tensors.keys()
+
+
+@pytest.mark.parametrize("method", ["hqq", "quanto", "aqlm", "gptq", "bitsandbytes", "compressed-tensors"])
+def test_a_configuration_that_was_left_behind_by_decoding_is_ignored(method: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = COMPRESSED if method == "compressed-tensors" else {"quant_method": method, "bits": 4}
+    tensors = {"model.layers.0.mlp.up_proj.weight": torch.ones(64, 128), "model.norm.weight": torch.ones(128)}
+    opened = open_local(save(tmp_path / "src", tensors, {"quantization_config": settings}))
+    assert {tensor.name: tensor.dtype for tensor in opened.tensors} == dict.fromkeys(tensors, "F32")

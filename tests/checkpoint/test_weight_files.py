@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -219,3 +220,32 @@ def test_metadata_may_be_null(metadata: str, tmp_path: Path) -> None:
     header = f'{{"__metadata__":{metadata},"{UP}":{{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}}}'.encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     assert [tensor.name for tensor in open_local(tmp_path).tensors] == [UP]
+
+
+FOLDERS = {
+    "sentence-transformers": (["0_Transformer/model.safetensors", "0_Transformer/config.json", "modules.json"], "0_T"),
+    "training": (["checkpoint-500/model.safetensors", "checkpoint-1000/model.safetensors"], "checkpoint-1000/"),
+    "pickles": (["model/pytorch_model.bin", "model/config.json", "training_args.bin"], "model/"),
+    "deeper": (["run/final/model.safetensors", "other/notes.txt"], "run/final/"),
+    "diffusers": (["unet/model.safetensors", "vae/model.safetensors", "model_index.json"], "unet, vae"),
+    "DeepSpeed": (["global_step7/mp_rank_00_model_states.pt", "zero_to_fp32.py", "latest"], "zero_to_fp32.py"),
+    "DeepSpeed, stage 3": (["global_step7/zero_pp_rank_0_mp_rank_00_optim_states.pt"], "DeepSpeed"),
+    "Megatron": (["iter_0000010/mp_rank_00/model_optim_rng.pt"], "Megatron"),
+    "FSDP": (["pytorch_model_fsdp_0/__0_0.distcp", "rng_state_0.pth", "scheduler.pt"], "merge-weights"),
+    "Meta": (["consolidated.00.pth", "params.json"], "consolidated.00.pth"),
+    "Flax": (["flax_model.msgpack", "config.json"], "Flax"),
+    "TensorFlow": (["tf_model.h5", "config.json"], "TensorFlow"),
+    "ONNX": (["onnx/model.onnx", "config.json"], "ONNX"),
+    "OpenVINO": (["openvino_model.bin", "openvino_model.xml"], "OpenVINO"),
+    "NeMo": (["model.nemo"], "NeMo"),
+    "only the state of a training": (["optimizer.pt", "training_args.bin"], "no weights found"),
+}
+
+
+@pytest.mark.parametrize(("names", "said"), FOLDERS.values(), ids=FOLDERS)
+def test_what_lies_in_place_of_weights_is_named(names: list[str], said: str, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(SourceError, match=re.escape(said)):
+        open_local(tmp_path)

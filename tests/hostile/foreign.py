@@ -269,3 +269,44 @@ CASES += [
     mxfp4("scales-of-a-wrong-shape", "_blocks U8 2 32 2 16, _scales U8 2 32 4"),
     mxfp4("beside-a-plain-weight", "_blocks U8 2 32 2 16, _scales U8 2 32 2, - BF16 2 64 32", "twice"),
 ]
+
+# Formats of tools whose codes are not decoded: by the tensors that they store, without a configuration that says so.
+FOREIGN = {
+    "quanto": (".weight._data I8 128 128, .weight._scale BF16 128 1, .input_scale F32", "quanto"),
+    "quanto-fp8": (".weight._data F8_E4M3 128 128, .weight._scale BF16 128 1", "quanto"),
+    "hqq": (".W_q U8 64 128, .scale F16 256 1, .zero F16 256 1", "HQQ"),
+    "hqq-as-floats": (".W_q F16 64 64, .scale F16 256 1, .zero F16 256 1", "HQQ"),
+    "eetq": (".weight I8 128 128, .weight_scales F16 128", "EETQ"),
+    "aqlm": (".codes I16 128 16 1, .codebooks F16 1 256 1 8, .scales F16 128 1 1 1", "AQLM"),
+    "vptq": (".indices I16 1 128 16, .centroids.weight F16 1 8192", "VPTQ"),
+    "spqr": (".dense_weights I32 128 4, .row_offsets I32 129, .col_vals I32 7", "SpQR"),
+    "higgs": (".weight I16 128 32, .scales F16 128 1, .tables F16 16 1, .tables2 F16 16 1 1", "HIGGS"),
+    "exl2": (".q_weight I32 16 128, .q_invperm I32 128, .q_scale_max F16 1", "EXL2"),
+    "exl3": (".trellis I16 8 8 64, .suh F16 128, .svh F16 128", "EXL3"),
+    "quip": (".Qidxs I64 128 16, .SU F16 128, .SV F16 128", "QuIP"),
+    "squeezellm": (".lookup_table F16 128 16, .packed I32 16 128", "SqueezeLLM"),
+    "ternary": (".weight U8 32 128, .weight_scale BF16 1", f"{Q}.weight"),
+    "unknown-bytes": (".weight U8 128 64", f"{Q}.weight"),
+    "unknown-words": (".matrix I32 128 16, .levels F32 16", f"{Q}.matrix"),
+    "fp8-with-an-unknown-scale": (".weight F8_E4M3 128 128, .weight_inverse BF16 1", f"{Q}.weight_inverse"),
+    "fp8-with-a-descale": (".weight F8_E4M3 128 128, .descale BF16 1", f"{Q}.descale"),
+    "fp8-with-a-maximum": (".weight F8_E4M3 128 128, .weight_amax BF16 1", f"{Q}.weight_amax"),
+    "fp8-with-block-scales": (".weight F8_E4M3 128 128, .weight_block_scale BF16 1", f"{Q}.weight_block_scale"),
+}
+CASES += [
+    named_by_tensors(f"foreign-{name}", text, "model.safetensors", said) for name, (text, said) in FOREIGN.items()
+]
+SCALED_ELSEWHERE = {f"{Q}.weight": zeros("F8_E4M3", 128, 128), f"scales.{Q}": zeros("F32", 1)}
+CASES.append(
+    Case("fp8-scales-elsewhere", {QUANTIZE: (f"{Q}.weight", "scales")}, {FILE: stored(SCALED_ELSEWHERE), CONFIG: {}})
+)
+
+
+def foreign_method(method: str) -> Case:
+    """A format that the configuration names, with codes of it."""
+    config = {"quantization_config": {"quant_method": method}}
+    files: dict[str, Content] = {FILE: stored(tensors_of(Q, ".weight U8 128 64, .scales F16 128")), CONFIG: config}
+    return Case(f"{method}-method", {QUANTIZE: ("config.json", method)}, files)
+
+
+CASES += [foreign_method(method) for method in ("hqq", "quanto", "eetq", "aqlm", "vptq", "spqr", "higgs", "bitnet")]

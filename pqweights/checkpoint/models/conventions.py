@@ -16,6 +16,26 @@ TEXT_PREFIXES = {"model.language_model.": "model.", "model.text_model.": "model.
 # A whole name: the prefix of all layers of the text model, the number of one, and what follows.
 LAYER = re.compile(r"((?:|model\.|backbone\.|model\.language_model\.|language_model\.model\.)layers\.)(\d+)\.(.+)")
 HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
+# The embeddings of tokens, by what the names of layers begin with.
+EMBEDDINGS_OF = {
+    re.compile(layers): name
+    for layers, name in {
+        r"model\.layers\.": "model.embed_tokens",
+        r"layers\.": "embed_tokens",
+        r"model\.language_model\.layers\.": "model.language_model.embed_tokens",
+        r"model\.text_model\.layers\.": "model.text_model.embed_tokens",
+        r"language_model\.model\.layers\.": "language_model.model.embed_tokens",
+        r"transformer\.h\.\d+\.self_attention\.": "transformer.word_embeddings",
+        r"h\.\d+\.self_attention\.": "word_embeddings",
+        r"transformer\.(h|blocks)\.": "transformer.wte",
+        r"h\.": "wte",
+        r"gpt_neox\.layers\.": "gpt_neox.embed_in",
+        r"backbone\.layers\.": "backbone.embeddings",
+        r"encoder\.block\.": "shared",
+        r"model\.encoder\.layers\.": "model.shared",
+        r"model\.decoder\.layers\.": "model.decoder.embed_tokens",
+    }.items()
+}
 # Whole names: of one expert's matrix, and of those of all experts in one tensor, or their biases.
 OF_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<matrix>.+)")
 OF_ALTUP = re.compile(r"(?P<layer>model\.altup_\w+)\.(?P<expert>\d+)\.(?P<matrix>weight)")  # of Gemma 3n

@@ -100,6 +100,7 @@ class PlanReport:
             "left_out_files": self.plan.left_out,
             "exports": [export.to_json() for export in self.exports],
             "left_out_tensors": self.plan.left_out_tensors,
+            "warnings": list(self.plan.remarks),
             **self.plan.quantized_before(),
             **({} if self.memory is None else {"memory": self.memory.to_json()}),
             **({} if self.calibration is None else {"calibration": asdict(self.calibration)}),

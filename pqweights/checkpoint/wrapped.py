@@ -1,0 +1,129 @@
+"""Weights that were saved from inside something else: prefixes of wrappers come off, adapters and the like are refused.
+
+torch.compile, DistributedDataParallel, FSDP, activation checkpoints, accelerate and Lightning put components into the
+names of weights (`_orig_mod.model.norm.weight`), under which no runtime looks for them. PEFT and kohya's scripts save
+matrices beside weights, which are not a model (peft/tuners, `adapter_config.json`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.storage import Storage, read_file
+from pqweights.common.strict_json import parse_json
+from pqweights.common.units import first_names
+from pqweights.errors import SourceError
+
+ADAPTER_CONFIG = "adapter_config.json"
+# How the files are called that PEFT, mlx-lm and diffusers write.
+ADAPTER_FILE = re.compile(r"(adapter_model|adapters|\d+_adapters|pytorch_lora_weights)\.(safetensors|bin|pt)")
+# Components that no model of transformers has: wrappers put them anywhere into a name.
+WRAPPERS = re.compile(
+    r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|_fpw_module)\."
+)
+# What a name begins with if a whole model is an attribute of something else.
+OWNERS = re.compile(
+    r"(?:base_model\.model|(?:model_)?ema(?:_model)?|student(?:_model)?|policy(?:_model)?|actor(?:_model)?|"
+    r"pretrained_model|hf_model|wrapped_model|inner_model|_model|net|network|llm|lm|generator|state_dict|"
+    r"model_state_dict)\."
+)
+# Behind which the names of a whole model begin, as transformers has them.
+_MODEL = r"(?:model|transformer|gpt_neox|backbone|decoder|encoder)\.(?:\w+\.)?(?:layers|h|block|blocks|layer)\.\d+\."
+WHOLE_MODEL = re.compile(rf"(?P<owner>\w+\.)(?={_MODEL}|lm_head\.)")
+# Whole components of the names that adapters have, by the method (peft 0.17, kohya-ss/sd-scripts, LyCORIS).
+ADAPTERS = {
+    "LoRA": r"lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|lora_(?:up|down)|lora_[ab]|lora_E|vera_lambda_[bd]|"
+    r"randlora_\w+|lora_ga_\w+|trainable_tokens_\w+",
+    "IA3": r"ia3_l",
+    "LoHa, LoKr or another of LyCORIS": r"hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|oft_(?:r|R|s|blocks)|"
+    r"boft_[Rs]|hra_u|bone_\w+|miss_\w+|fourierft_spectrum|poly_lora_[AB]|road_\w+|c3a_kernel|shira_\w+|ln_tuning_\w+",
+    "prompt tuning": r"prompt_embeddings|prompt_encoder|adaption_prompt|adaption_gate|prompt_tokens",
+    "PEFT (a base layer)": r"base_layer|original_module|modules_to_save",
+    "FSDP (flattened parameters)": r"_flat_param|flat_param(?:_\d+)?",
+}  # fmt: skip
+
+
+def check_adapter_files(storage: Storage, weight_files: Iterable[str]) -> None:
+    """Raise SourceError if the files that a folder has for weights are called as those of an adapter are."""
+    for file in weight_files:
+        if ADAPTER_FILE.fullmatch(file.rpartition("/")[2]):
+            raise SourceError(f"{file}: {_not_a_model(storage, None)}")
+
+
+def unwrapped(storage: Storage, stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """Return the stored tensors under the names that the model gives them, and what is to be said of their names.
+
+    Raises SourceError for an adapter, or parts of one beside weights; for several models in one checkpoint, and if two
+    tensors would have one name.
+    """
+    _refuse_adapters(storage, stored)
+    plain = {name: WRAPPERS.sub("", name) for name in stored}
+    owner = _owner(plain.values())
+    result: dict[str, StoredTensor] = {}
+    for old, name in plain.items():
+        name = name.removeprefix(owner)
+        if name in result:
+            raise SourceError(
+                f"{stored[old].file}: tensor {old!r}: without the prefix of its wrapper it would be called {name!r}, "
+                "and so is another one: save the state of the model itself, without the wrapper"
+            )
+        result[name] = stored[old] if name == old else stored[old]._replace(name=name)
+    renamed = [old for old, name in plain.items() if name.removeprefix(owner) != old]
+    if not renamed:
+        return result, ()
+    taken = dict.fromkeys([*(part for old in renamed for part in WRAPPERS.findall(old)), *filter(None, [owner])])
+    return result, (
+        f"{', '.join(taken)}: taken off the names of {len(renamed)} of {len(stored)} tensors, which a wrapper of the "
+        f"training had put there ({first_names(renamed)})",
+    )
+
+
+def _owner(names: Iterable[str]) -> str:
+    """Return what all names begin with that is not the model's; empty if there is no such prefix.
+
+    Raises SourceError if only some of them begin with it, so that the others are of something else.
+    """
+    rests, owner = [*names], ""
+    while match := next(filter(None, (OWNERS.match(rest) or WHOLE_MODEL.match(rest) for rest in rests)), None):
+        others = [rest for rest in rests if not rest.startswith(match[0])]
+        if others:
+            if not OWNERS.match(match[0]):
+                break
+            raise SourceError(
+                f"tensor {owner + others[0]!r} does not begin with {owner + match[0]!r} as others do, so they are of "
+                "several models, or of more than a model: save the state of the model to be quantized alone"
+            )
+        rests, owner = [rest.removeprefix(match[0]) for rest in rests], owner + match[0]
+    return owner
+
+
+def _refuse_adapters(storage: Storage, stored: Mapping[str, StoredTensor]) -> None:
+    """Raise SourceError for the matrices of an adapter, and for weights that one was put around."""
+    for name in stored:
+        for component in name.split("."):
+            method = next((method for method, of in ADAPTERS.items() if re.fullmatch(of, component)), None)
+            if method is not None:
+                raise SourceError(f"{stored[name].file}: tensor {name!r}: {_not_a_model(storage, method)}")
+
+
+def _not_a_model(storage: Storage, method: str | None) -> str:
+    """Say what an adapter is of, and what to do. method: by the name of a tensor; None if only the file tells"""
+    if method is not None and method.startswith("FSDP"):
+        return f"a part of {method}, not a weight: save the full state of the model (accelerate merge-weights)"
+    settings: Any = {}
+    if ADAPTER_CONFIG in storage.files():
+        with contextlib.suppress(ValueError):
+            settings = parse_json(read_file(storage, ADAPTER_CONFIG))
+    named = settings if isinstance(settings, dict) else {}
+    kind = next((named[key] for key in ("peft_type", "fine_tune_type") if isinstance(named.get(key), str)), method)
+    keys = ("base_model_name_or_path", "model")
+    base = next((named[key] for key in keys if isinstance(named.get(key), str) and named[key].isprintable()), None)
+    return (
+        f"part of an adapter{f' ({kind[:40]})' if kind else ''} of {base[:200] if base else 'another model'}, not of a "
+        "whole model: merge it into that model first (peft: merge_and_unload, then save_pretrained), and give the "
+        "merged model"
+    )
