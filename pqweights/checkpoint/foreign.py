@@ -7,7 +7,7 @@ integers that are left in the place of weights are codes of something else.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pqweights.checkpoint.header import StoredTensor
@@ -62,7 +62,8 @@ def refuse_method(settings: dict[str, Any], stored: Mapping[str, StoredTensor]) 
     """Raise SourceError if the configuration states a quantization that is not decoded."""
     method = str(settings.get("quant_method", "")).lower()
     described = _unsupported_method(method, settings) if settings else None
-    if described and not (method in LEFT_BEHIND and not any(map(_is_coded, stored.values()))):
+    is_plain = method in LEFT_BEHIND and not any(map(_is_code, stored.values()))
+    if described and (not is_plain or any(name.endswith(tuple(FOREIGN_MARKS)) for name in stored)):
         raise SourceError(f"config.json: the source is {described}: {GIVE_ORIGINAL}")
 
 
@@ -87,22 +88,19 @@ def refuse_foreign(stored: Mapping[str, StoredTensor]) -> None:
             )
 
 
-def refuse_codes(stored: Mapping[str, StoredTensor]) -> None:
+def refuse_codes(stored: Iterable[StoredTensor]) -> None:
     """Raise SourceError for integers in the place of a weight. stored: what no format has taken"""
-    for name, tensor in stored.items():
-        if _is_coded(tensor):
-            raise SourceError(
-                f"{tensor.file}: tensor {name!r}: expected a weight in floating point, found {tensor.dtype} "
-                f"{list(tensor.shape)}: codes in a format that is not known; give the original checkpoint"
-            )
+    for tensor in filter(_is_code, stored):
+        raise SourceError(
+            f"{tensor.file}: tensor {tensor.name!r}: expected a weight in floating point, found {tensor.dtype} "
+            f"{list(tensor.shape)}: codes in a format that is not known; give the original checkpoint"
+        )
 
 
-def _is_coded(tensor: StoredTensor) -> bool:
-    """Whether a stored tensor looks like the codes of a weight, or marks a format that is not decoded."""
-    name = tensor.name
-    if tensor.dtype in CODES and len(tensor.shape) > 1 and not NO_CODES.fullmatch(name.rpartition(".")[2]):
-        return True
-    return any(name == mark or name.endswith("." + mark) for mark in FOREIGN_MARKS)
+def _is_code(tensor: StoredTensor) -> bool:
+    """Whether a stored tensor holds integers, and neither a mask nor numbers of something."""
+    is_integer = tensor.dtype in CODES and len(tensor.shape) > 1
+    return is_integer and not NO_CODES.fullmatch(tensor.name.rpartition(".")[2])
 
 
 def _unsupported_method(method: str, settings: dict[str, Any]) -> str | None:

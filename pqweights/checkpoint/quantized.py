@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ ACTIVATION_SCALES = (
     *("scaled_fp8", "comfy_quant"),  # what ComfyUI says of the format
     *("q_scale", "k_scale", "v_scale", "kv_scale", "q_zero_point", "k_zero_point", "v_zero_point"),
 )
+SCALES_ANYWHERE = "*"
 NOT_A_WEIGHT = "a scale for activations in 8 bits, which a model with decoded weights does not have"
 
 
@@ -64,7 +66,7 @@ def logical_tensors(storage: ByteReads, stored: dict[str, StoredTensor], config:
     Raises SourceError for a quantization that cannot be decoded, and for scales that are missing or have a wrong shape.
     """
     settings = plain_settings(quantization_settings(config))
-    if config is None:
+    if not settings:
         _refuse_part_of_master(stored)
     refuse_method(settings, stored)
     if settings.get("quant_method") == "mlx" and has_trait((config or {}).get("model_type"), Trait.STACKED_BY_MLX):
@@ -83,7 +85,7 @@ def logical_tensors(storage: ByteReads, stored: dict[str, StoredTensor], config:
         of_activations = [n for n in stored if n.rpartition(".")[2] in ACTIVATION_SCALES or n in of_weights]
         left_out = dict.fromkeys(of_activations, NOT_A_WEIGHT)
     rest = [name for name in stored if name not in taken and name not in left_out]
-    refuse_codes({name: stored[name] for name in rest})
+    refuse_codes(stored[name] for name in rest)
     tensors += [PlainTensor.of(storage, stored[name]) for name in rest]
     _check_names([tensor.name for tensor in tensors])
     return ModelTensors(tensors, left_out)
@@ -94,6 +96,11 @@ def _decoded(
 ) -> Iterator[Float8Tensor | Mxfp4Tensor]:
     """Yield the tensors that are stored in FP8 or MXFP4."""
     default_block = _weight_block(settings)
+    in_module: defaultdict[str, list[str]] = defaultdict(list)
+    for name in stored:
+        in_module[name.rpartition(".")[0]].append(name)
+        if "scale" in name.lower() and name.rpartition(".")[2] not in ACTIVATION_SCALES:
+            in_module[SCALES_ANYWHERE].append(name)
     for name, tensor in stored.items():
         weight = name.removesuffix("_blocks")
         if weight != name and _is_mxfp4(tensor, stored.get(f"{weight}_scales"), settings):
@@ -108,7 +115,8 @@ def _decoded(
         elif tensor.dtype in FLOAT8_DTYPES and name.rpartition(".")[2] not in ACTIVATION_SCALES:
             scales = scales_of(name, stored)
             if scales is None:
-                _check_unscaled(tensor, stored, settings)
+                others = (*in_module[name.rpartition(".")[0]], *in_module[SCALES_ANYWHERE])
+                _check_unscaled(tensor, others, settings)
             yield Float8Tensor(
                 storage=storage,
                 name=name,
@@ -119,13 +127,16 @@ def _decoded(
             )
 
 
-def _check_unscaled(tensor: StoredTensor, stored: dict[str, StoredTensor], settings: dict[str, Any]) -> None:
-    """Raise SourceError if a tensor in FP8 that no known scale belongs to may have one under another name."""
+def _check_unscaled(tensor: StoredTensor, others: Iterable[str], settings: dict[str, Any]) -> None:
+    """Raise SourceError if a tensor in FP8 that no known scale belongs to may have one under another name.
+
+    others: the names of what is stored in the same module, and of everything that is called a scale
+    """
     name, module = tensor.name, tensor.name.removesuffix(".weight")
-    biases = (f"{module}.bias", f"{module}_bias")
-    others = (of for of in stored if module in of and of not in (name, *biases) and not _is_of_activations(of, [name]))
+    known = (name, f"{module}.bias", f"{module}_bias")
+    unknown = (of for of in others if module in of and of not in known and not _is_of_activations(of, [name]))
     beside = name if module == name else f"{module}."
-    found = next((of for of in others if of.startswith(beside) or "scal" in of.lower()), None)
+    found = next((of for of in unknown if of.startswith(beside) or "scal" in of.lower()), None)
     if settings or found is not None:
         expected = " or ".join(repr(scale) for scale in (f"{name}_scale_inv", f"{name}_scale"))
         raise SourceError(
@@ -168,8 +179,9 @@ def _refuse_part_of_master(stored: dict[str, StoredTensor]) -> None:
             beside = (stored.get(weight + part.suffix) for part in parts)
             if all(t is not None and t.dtype == part.dtype for t, part in zip(beside, parts, strict=True)):
                 raise SourceError(
-                    f"{tensor.file}: tensor {name!r} belongs to a pqweights master, whose config.json is not here; "
-                    "give the original checkpoint to quantize, or the whole folder of the master to export"
+                    f"{tensor.file}: tensor {name!r} belongs to a pqweights master, whose config.json (with "
+                    "quant_method pqweights) is not here; give the original checkpoint to quantize, or the whole "
+                    "folder of the master to export"
                 )
 
 

@@ -21,19 +21,21 @@ from pqweights.errors import SourceError
 ADAPTER_CONFIG = "adapter_config.json"
 # How the files are called that PEFT, mlx-lm and diffusers write.
 ADAPTER_FILE = re.compile(r"(adapter_model|adapters|\d+_adapters|pytorch_lora_weights)\.(safetensors|bin|pt)")
-# Components that no model of transformers has: wrappers put them anywhere into a name.
+# Components that no model of transformers has there: wrappers put them anywhere into a name, but for `module`.
 WRAPPERS = re.compile(
-    r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|_fpw_module)\."
+    r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|_fpw_module)\."
+    r"|(?:^|(?<=model\.)|(?<=_orig_mod\.))module\."
 )
 # What a name begins with if a whole model is an attribute of something else.
 OWNERS = re.compile(
-    r"(?:base_model\.model|(?:model_)?ema(?:_model)?|student(?:_model)?|policy(?:_model)?|actor(?:_model)?|"
-    r"pretrained_model|hf_model|wrapped_model|inner_model|_model|net|network|llm|lm|generator|state_dict|"
-    r"model_state_dict)\."
+    r"(?:base_model\.model|(?:model_)?ema(?:_model)?|(?:student|teacher|policy|actor)(?:_model)?|pretrained_model|"
+    r"hf_model|wrapped_model|inner_model|_model|(?:model_)?state_dict)\."
 )
-# Behind which the names of a whole model begin, as transformers has them.
-_MODEL = r"(?:model|transformer|gpt_neox|backbone|decoder|encoder)\.(?:\w+\.)?(?:layers|h|block|blocks|layer)\.\d+\."
-WHOLE_MODEL = re.compile(rf"(?P<owner>\w+\.)(?={_MODEL}|lm_head\.)")
+# The same under any other name, by what follows.
+WHOLE_MODEL = re.compile(
+    r"(?!(?:backbone|language_model|text_model|radio_model)\.)\w+\."
+    r"(?=(?:model|transformer|gpt_neox|backbone)\.(?:\w+\.)?(?:layers|h|blocks?)\.\d+\.|lm_head\.)"
+)
 # Whole components of the names that adapters have, by the method (peft 0.17, kohya-ss/sd-scripts, LyCORIS).
 ADAPTERS = {
     "LoRA": r"lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|lora_(?:up|down)|lora_[ab]|lora_E|vera_lambda_[bd]|"
@@ -41,10 +43,11 @@ ADAPTERS = {
     "IA3": r"ia3_l",
     "LoHa, LoKr or another of LyCORIS": r"hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)|oft_(?:r|R|s|blocks)|"
     r"boft_[Rs]|hra_u|bone_\w+|miss_\w+|fourierft_spectrum|poly_lora_[AB]|road_\w+|c3a_kernel|shira_\w+|ln_tuning_\w+",
-    "prompt tuning": r"prompt_embeddings|prompt_encoder|adaption_prompt|adaption_gate|prompt_tokens",
+    "prompt tuning": r"prompt_embeddings|adaption_prompt|adaption_gate|prompt_tokens",
     "PEFT (a base layer)": r"base_layer|original_module|modules_to_save",
     "FSDP (flattened parameters)": r"_flat_param|flat_param(?:_\d+)?",
 }  # fmt: skip
+_ANY_ADAPTER = re.compile(rf"(?:^|\.)({'|'.join(ADAPTERS.values())})(?![^.])")
 
 
 def check_adapter_files(storage: Storage, weight_files: Iterable[str]) -> None:
@@ -104,10 +107,10 @@ def _owner(names: Iterable[str]) -> str:
 def _refuse_adapters(storage: Storage, stored: Mapping[str, StoredTensor]) -> None:
     """Raise SourceError for the matrices of an adapter, and for weights that one was put around."""
     for name in stored:
-        for component in name.split("."):
-            method = next((method for method, of in ADAPTERS.items() if re.fullmatch(of, component)), None)
-            if method is not None:
-                raise SourceError(f"{stored[name].file}: tensor {name!r}: {_not_a_model(storage, method)}")
+        found = _ANY_ADAPTER.search(name)
+        if found is not None:
+            method = next(method for method, names in ADAPTERS.items() if re.fullmatch(names, found[1]))
+            raise SourceError(f"{stored[name].file}: tensor {name!r}: {_not_a_model(storage, method)}")
 
 
 def _not_a_model(storage: Storage, method: str | None) -> str:
