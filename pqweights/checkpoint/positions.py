@@ -313,6 +313,8 @@ def windows(config: Mapping[str, Any]) -> list[int | None]:
     window = _window(text, model_type)
     if model_type in known.WINDOWS_EVERYWHERE:
         return [window] * _count(text, model_type)
+    if model_type == "recurrent_gemma":
+        return _recurrent_gemma(text, _count(text, model_type))
     kinds = layer_types(config)
     if kinds is None or model_type not in known.WINDOWS_BY_KIND:
         return [None] * _count(text, model_type)
@@ -339,6 +341,15 @@ def _count(text: Mapping[str, Any], model_type: str) -> int:
     keys = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     key = next((key for key in keys if text.get(key) is not None), keys[0])
     return min(_whole(text, key, defaults.get("num_hidden_layers", 0)), MOST_LAYERS)
+
+
+def _recurrent_gemma(text: Mapping[str, Any], count: int) -> list[int | None]:
+    """Layers with attention have a window, in a cycle with recurrent ones."""
+    cycle = text.get("block_types", ["recurrent", "recurrent", "attention"])
+    if not isinstance(cycle, list) or not cycle:
+        return [None] * count
+    window = _whole(text, "attention_window_size", 2048)
+    return [window if cycle[n % len(cycle)] == "attention" else None for n in range(count)]
 
 
 def _smollm3(text: Mapping[str, Any], count: int) -> list[str]:

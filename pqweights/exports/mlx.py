@@ -135,7 +135,10 @@ class MlxFormat:
             left_out=dict.fromkeys((t.name for t in checkpoint.tensors if t.name not in used), reason),
             metadata={"format": "mlx"},
             plain_dtype=None,
-            warnings=fused_warnings({k: [t for t in outputs if t.name in names] for k, names in fused_with.items()}),
+            warnings=(
+                *model.warnings,
+                *fused_warnings({k: [t for t in outputs if t.name in names] for k, names in fused_with.items()}),
+            ),
         )
 
     def _model(self, checkpoint: Checkpoint) -> MlxModel:

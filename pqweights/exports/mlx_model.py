@@ -45,12 +45,13 @@ from pqweights.errors import ExportError
 from pqweights.exports.architectures import MLX, check_computed, other_targets
 from pqweights.exports.bf16 import is_encoded
 from pqweights.exports.linear import kept_by_recipe
+from pqweights.exports.mlx_positions import position_warnings, state_positions
 from pqweights.exports.mlx_trace import MLX_DTYPES, Sanitize, Traced, Weights, placeholder, trace
 
 # Keys of a configuration: the old name, and the name that transformers 5 writes.
 RENAMED = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
-# Keys that transformers 5 writes inside of rope_parameters.
-ROPE = ("rope_theta", "partial_rotary_factor")
+# Keys whose defaults in mlx-lm are not those of transformers.
+DEFAULTS = ("rms_norm_eps", "layer_norm_eps", "tie_word_embeddings", "max_position_embeddings", "hidden_act")
 # Settings that some of mlx-lm's models require, and that transformers computes where the configuration lacks them.
 COMPUTED: dict[str, Callable[[dict[str, Any]], int]] = {
     "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
@@ -91,6 +92,7 @@ class MlxModel(NamedTuple):
     quantized: how mlx-lm quantizes, by the name of the module
     config: the configuration of the quantized model, as mlx-lm saves it
     compute: returns the bytes of the outputs that mlx computes, by name
+    warnings: what mlx-lm computes otherwise than transformers
     """
 
     outputs: dict[str, Traced]
@@ -98,6 +100,7 @@ class MlxModel(NamedTuple):
     quantized: dict[str, QuantizedModule]
     config: dict[str, Any]
     compute: Callable[[], dict[str, npt.NDArray[np.uint8]]]
+    warnings: tuple[str, ...]
 
 
 def read_model(
@@ -127,6 +130,7 @@ def read_model(
     """
     checked = functools.partial(_checked, config.get("model_type"), other_targets(MLX, config))
     with checked():
+        of_source = config
         config = _loaded(config, generation_config)
         _add_old_names(config)
         known = text_model(config)
@@ -134,6 +138,7 @@ def read_model(
         _arrange(config, mlx)
         building = _Building(config, mlx.layout, _builder(config, mlx), tensors, dtypes)
         model, outputs = building.load()
+        warnings = position_warnings(model, of_source)
     kept_in = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
     kept = {p.removesuffix(".weight") for p, o in outputs.items() if any(kept_by_recipe(s, known) for s in o.sources)}
     in_codes = {path.removesuffix(".weight") for path, o in outputs.items() if any(map(is_encoded, o.sources))}
@@ -148,7 +153,7 @@ def read_model(
             plain = kept | {path for path, how in chosen.items() if how is None}
             model, stated = quantize(building.load()[0], _with_choices(predicate, chosen), plain)
         quantized, config = _quantized(model), _saved(stated, "vision_tower" in getattr(model, "model", {}))
-    return MlxModel(outputs, kept_in, quantized, config, lambda: building.compute(outputs, kept_in))
+    return MlxModel(outputs, kept_in, quantized, config, lambda: building.compute(outputs, kept_in), warnings)
 
 
 class _Building(NamedTuple):
@@ -322,6 +327,8 @@ def _add_old_names(config: dict[str, Any]) -> None:
     Most of mlx-lm's models only know the old names, and many silently take a default for a missing one, such as a wrong
     base of the rotary embedding.
     """
+    state_positions(config)
+    _add_defaults(config)
     for settings in (config, config.get("text_config")):
         if not isinstance(settings, dict):
             continue
@@ -333,19 +340,15 @@ def _add_old_names(config: dict[str, Any]) -> None:
         for old, new in RENAMED.items():
             if new in settings:
                 settings.setdefault(old, settings[new])
-        rope = settings.get("rope_parameters")
-        if isinstance(rope, dict):
-            if isinstance(local := rope.get("sliding_attention"), dict) and "rope_theta" in local:
-                settings.setdefault("rope_local_base_freq", local["rope_theta"])
-            rope = rope.get("full_attention", rope)
-            for key in ROPE:
-                if key in rope:
-                    settings.setdefault(key, rope[key])
-            for old, new in mlx.rope_names.items():
-                if new in rope:
-                    settings.setdefault(old, rope[new])
-            plain = rope.get("rope_type", "default") == "default"
-            settings.setdefault("rope_scaling", None if plain else rope)
+
+
+def _add_defaults(config: dict[str, Any]) -> None:
+    """State what transformers takes for keys that are absent: mlx-lm takes something else, or refuses the model."""
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    defaults = text_model(config).defaults
+    for key in DEFAULTS:
+        if key in defaults and (key != "tie_word_embeddings" or text is config):
+            text.setdefault(key, defaults[key])
 
 
 def _arrange(config: dict[str, Any], mlx: MlxDifferences) -> None:
