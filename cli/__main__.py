@@ -14,9 +14,9 @@ WITH_BLAS = ("eval", "generate", "sensitivity")
 # down, and runs a model in torch, whose BLAS may be the same library with all threads.
 WITH_OWN_THREADS = "calibrate"
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
-# Threads of torch spin between two products by default. On two cores that other programs use as well, a calibration
-# then took four times the processor's time. Only what computes token by token gains by it.
-SPINNING = ("eval", "generate")
+# Threads of torch spin between two products by default. On cores that other programs use as well, a calibration then
+# took four times the processor's time, and a reply up to ten times as long: the thread that has work waits for those
+# that spin. On free cores, sleeping costs a reply little (docs/generate.md).
 WAITING = "OMP_WAIT_POLICY"
 
 
@@ -24,8 +24,7 @@ def main() -> None:
     """Run the command line."""
     interrupts.answer_at_once()
     words = sys.argv[1:]
-    if not any(word in SPINNING for word in words):
-        os.environ.setdefault(WAITING, "passive")
+    os.environ.setdefault(WAITING, "passive")
     if BLAS_THREADS not in os.environ and not any(word in WITH_BLAS for word in words):
         os.environ[BLAS_THREADS] = "1"
         if WITH_OWN_THREADS in words:

@@ -107,7 +107,13 @@ class Generator:
         check_fits(self._folder, needs, packed=self._packed)
         if why is not None:
             self._tell(why)
-        self._model = open_model(self._folder.path, device=self._device, dtype=self._options.dtype, packed=self._packed)
+        self._model = open_model(
+            self._folder.path,
+            device=self._device,
+            dtype=self._options.dtype,
+            packed=self._packed,
+            threads=self._options.threads,
+        )
         if self._options.kv_cache is not None:
             self._run = CachedRun(self._model.net, self._options.kv_cache)
             self._model = replace(self._model, stepper=self._run.stepper())

@@ -8,7 +8,7 @@ from typing import Any
 from pqweights.common import parameters as checks
 from pqweights.common.parameters import Options, StrPath, option, options
 from pqweights.errors import OptionError
-from pqweights.planning.options import HubOptions, ProgressOption
+from pqweights.planning.options import HubOptions, ProgressOption, ThreadsOption
 
 DEFAULT_MAX_TOKENS = 512
 DEVICES = ("cpu", "cuda", "auto")
@@ -53,7 +53,7 @@ class DeviceOption(Options):
 
 
 @options
-class GenerationOptions(DeviceOption, DtypeOption, TokenizerOption):
+class GenerationOptions(ThreadsOption, DeviceOption, DtypeOption, TokenizerOption):
     """How text is generated."""
 
     system: str | None = option(

@@ -68,7 +68,10 @@ class _EvaluationJob:
         self.report(done, f"loading {folder.path}")
         packed = self.options.packed and folder is not self.base
         with slow_step(f"loading {folder.path}"):
-            return open_model(folder.path, device=self.device, dtype=self.options.dtype, packed=packed)
+            options = self.options
+            return open_model(
+                folder.path, device=self.device, dtype=options.dtype, packed=packed, threads=options.threads
+            )
 
 
 def evaluate(

@@ -84,7 +84,7 @@ class TextOptions(TokenizerOption):
 
 
 @options
-class EvaluationOptions(DeviceOption, TextOptions):
+class EvaluationOptions(ThreadsOption, DeviceOption, TextOptions):
     """What is measured, and how models are computed."""
 
     reference: StrPath | None = option(

@@ -34,8 +34,8 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     ("line", "given", "threads", "left", "waiting"),
     [
         # What multiplies matrices has all threads, and other commands start none.
-        ("eval", None, CORES, "None", "None"),
-        ("generate", None, CORES, "None", "None"),
+        ("eval", None, CORES, "None", "passive"),
+        ("generate", None, CORES, "None", "passive"),
         ("inspect", None, 1, "1", "passive"),
         ("quantize", None, 1, "1", "passive"),
         # One thread of numpy in each of its own, and all of torch, which reads the environment.
@@ -57,4 +57,4 @@ def test_threads_of_commands_and_how_they_wait(
 
 def test_commands_that_multiply_matrices_exist() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    assert {*start.WITH_BLAS, start.WITH_OWN_THREADS, *start.SPINNING} < {*commands}
+    assert {*start.WITH_BLAS, start.WITH_OWN_THREADS} < {*commands}

@@ -291,3 +291,19 @@ def test_an_error_in_the_middle_ends_the_line_of_the_text(work, monkeypatch):
     assert (result.exit_code, result.stdout) == (1, "Z\n")
     assert result.stderr == "error: model.safetensors: lm_head.weight: block 3: damaged\n"
     assert invoke("generate", work / "chat", "-p", "A", "--json").stdout == ""
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_are_those_that_compute(threads: int, work: Path) -> None:
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    try:
+        done("generate", work / "speaker", "--prompt", "A", "--threads", threads)
+        assert torch.get_num_threads() == threads
+        (work / "text.txt").write_text("abc " * 50)
+        torch.set_num_threads(2)
+        scored = ("eval", work / "speaker", "--text", work / "text.txt", "--threads", threads, "--no-record")
+        done(*scored)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

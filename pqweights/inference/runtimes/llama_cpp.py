@@ -28,15 +28,17 @@ NO_FLASH_ATTENTION = 0  # llama_flash_attn_type
 class LlamaRun(Stepper):
     """A loaded model."""
 
-    def __init__(self, contents: GgufContents, *, exact: bool) -> None:
+    def __init__(self, contents: GgufContents, *, exact: bool, threads: int | None = None) -> None:
         """Load a model.
 
         exact: keep keys and values in float32, without the approximations of flash attention; by default llama.cpp
             keeps them in float16
+        threads: how many compute; by default one for each core
 
         Raises SourceError if llama.cpp refuses the file, MissingDependencyError.
         """
         super().__init__()
+        self._threads = threads or usable_cores()
         self._path, self._exact = contents.path, exact
         betas = {f"yarn_{key}": f"{contents.architecture}.rope.scaling.yarn_{key}" for key in YARN_BETAS}
         # It reads them itself for few architectures.
@@ -70,7 +72,7 @@ class LlamaRun(Stepper):
         self._room = 0
         parameters = self._llama.llama_context_default_params()
         parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = room, BATCH_TOKENS, BATCH_TOKENS
-        parameters.n_threads = parameters.n_threads_batch = usable_cores()
+        parameters.n_threads = parameters.n_threads_batch = self._threads
         parameters.offload_kqv = parameters.op_offload = False
         for name, value in self._betas.items():
             setattr(parameters, name, value)

@@ -64,12 +64,15 @@ class Model:
     net: Any = None
 
 
-def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packed: bool = False) -> Model:
+def open_model(
+    path: Path, *, device: str = "cpu", dtype: str = "float32", packed: bool = False, threads: int | None = None
+) -> Model:
     """Load a checkpoint, a master, an export or a GGUF file with the library that is meant to load it.
 
     device: cpu, or cuda for runtimes of torch (torchao's tensors run their own kernel there, in BF16).
     dtype: one of DTYPES, or auto for the model's own.
     packed: keep the weights of a master packed.
+    threads: how many compute, in torch from now on; by default as many as torch and llama.cpp take themselves
 
     Of these, llama.cpp takes float32, which is about keys and values, and auto.
 
@@ -85,8 +88,12 @@ def open_model(path: Path, *, device: str = "cpu", dtype: str = "float32", packe
         TORCHAO: lambda: _open_torchao(folder, device, dtype),
         COMPRESSED_TENSORS: lambda: _open_compressed_tensors(folder, device, dtype),
         MLX: lambda: _open_mlx(folder, dtype),
-        LLAMA_CPP: lambda: _open_llama_cpp(folder, dtype),
+        LLAMA_CPP: lambda: _open_llama_cpp(folder, dtype, threads),
     }
+    if threads is not None and folder.runtime not in APART:
+        import torch
+
+        torch.set_num_threads(threads)
     if folder.runtime in loaders:
         return loaders[folder.runtime]()
     return _in_torch("transformers", _from_pretrained(folder, dtype).to(device))
@@ -355,8 +362,8 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
 # llama.cpp.
 
 
-def _open_llama_cpp(folder: Folder, dtype: str) -> Model:
-    run = LlamaRun(open_gguf(folder.path), exact=dtype != AUTO)
+def _open_llama_cpp(folder: Folder, dtype: str, threads: int | None) -> Model:
+    run = LlamaRun(open_gguf(folder.path), exact=dtype != AUTO, threads=threads)
     return Model(runtime=LLAMA_CPP, dtype=MIXED, logits=run.logits, stepper=run)
 
 
