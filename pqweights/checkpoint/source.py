@@ -33,7 +33,14 @@ from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, PICKLE_SUFFIXES
 from pqweights.checkpoint.promise import checked_config, with_embeddings
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, check_not_interrupted, read_bytes
+from pqweights.checkpoint.storage import (
+    LocalStorage,
+    Origin,
+    Storage,
+    StorageWithMade,
+    check_not_interrupted,
+    read_bytes,
+)
 from pqweights.checkpoint.weight_files import (
     check_tensors,
     find_weight_files,
@@ -152,6 +159,15 @@ class Checkpoint:
     def restore_fingerprints(self, known: dict[str, str]) -> None:
         """Take over the fingerprints of files that an interrupted run computed."""
         self._fingerprints.update(known)
+
+
+def described_folder(checkpoint: Checkpoint, source: Path) -> Path:
+    """Return the folder that has the configuration and the tokenizer of a model: of a GGUF file, one that is made.
+
+    source: what the checkpoint was opened from
+    """
+    storage = checkpoint.storage
+    return storage.described((CONFIG_FILE, *checkpoint.companions)) if isinstance(storage, StorageWithMade) else source
 
 
 def open_local(

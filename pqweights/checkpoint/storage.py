@@ -10,6 +10,9 @@ import contextlib
 import json
 import mmap
 import os
+import shutil
+import tempfile
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -315,6 +318,7 @@ class StorageWithMade(LocalStorage):
         """List the files. made: the content of those that are not there"""
         super().__init__(root, only)
         self._made = {name: content for name, content in made.items() if name not in self._files}
+        self._described: Path | None = None
         states = {name: FileState(len(content), zlib.crc32(content)) for name, content in self._made.items()}
         self._files = dict(sorted({**self._files, **states}.items()))
 
@@ -328,6 +332,18 @@ class StorageWithMade(LocalStorage):
     def check_unchanged(self, files: Iterable[str] = ()) -> None:
         """See Storage."""
         super().check_unchanged(file for file in files if file not in self._made)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_described": None}
+
+    def described(self, files: Iterable[str]) -> Path:
+        """Return a folder with these files, for libraries that read folders; it goes when this object does."""
+        if self._described is None:
+            self._described = Path(tempfile.mkdtemp(prefix="pqweights-"))
+            weakref.finalize(self, shutil.rmtree, self._described, ignore_errors=True)
+            for name in (file for file in files if "/" not in file):
+                (self._described / name).write_bytes(read_file(self, name))
+        return self._described
 
 
 # The commands that make each kind of result (RunIdentity.kind).

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.readers import element_count
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
@@ -55,7 +56,7 @@ def calibrated_codes(
     What it worked on goes when the context is left without an error. Raises SourceError, RecipeError, OptionError,
     EvaluationError, OutputError or MissingDependencyError.
     """
-    if not source.is_dir():
+    if not source.is_dir() and not is_gguf(source):
         raise SourceError(f"{source}: expected the folder of a model for `calibrate`, found a file")
     if run.engine is not None and out.is_elsewhere:
         raise OptionError(f"`ray`: expected a folder that all nodes share for a calibrated master, found {out}")

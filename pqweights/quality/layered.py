@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
-from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.source import Checkpoint, described_folder
 from pqweights.errors import SourceError
 from pqweights.inference.runtimes.folders import read_folder, transformers_config
 from pqweights.inference.runtimes.models import loader_of
@@ -115,7 +115,8 @@ class LayeredModel:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         self._folder, self._remedy = folder, remedy
-        config, loader = transformers_config(folder), loader_of(read_folder(folder))
+        described = described_folder(checkpoint, folder)
+        config, loader = transformers_config(described), loader_of(read_folder(described))
         with Refused(f"{folder}: transformers cannot run this model"), quiet(), _without_weights():
             self.model = loader.from_config(config, dtype=torch.float32).eval()
         self.model.tie_weights()

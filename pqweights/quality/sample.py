@@ -17,7 +17,7 @@ from torch import Tensor
 from pqweights import __version__
 from pqweights.checkpoint.names import EVALUATION_FILE
 from pqweights.checkpoint.readers import PlainTensor, element_count
-from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.source import Checkpoint, described_folder
 from pqweights.checkpoint.storage import LocalStorage, read_file
 from pqweights.common.threads import slow_step
 from pqweights.errors import EvaluationError
@@ -93,7 +93,7 @@ class SampleOf:
     @property
     def shape(self) -> tuple[int, int]:
         """The windows, and the tokens of each; a short text has fewer windows."""
-        size = min(WINDOW, read_folder(self.source).context or WINDOW)
+        size = min(WINDOW, read_folder(described_folder(self.checkpoint, self.source)).context or WINDOW)
         return max(1, self.tokens // size), size
 
     def ids(self, work: Path, threads: int) -> Tensor:
@@ -104,7 +104,7 @@ class SampleOf:
             ids = (
                 self._drawn(work, (windows, size), threads).numpy()
                 if self.text == SELF
-                else _cut(self.source, self.words, windows, size)
+                else _cut(described_folder(self.checkpoint, self.source), self.words, windows, size)
             )
             save_whole(file, {"ids": ids})
         return torch.from_numpy(load_file(file)["ids"])

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save
 
+from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import write_whole
 from pqweights.common.documents import as_json
@@ -52,7 +53,7 @@ def inputs_of(
 
     Raises SourceError, EvaluationError, OutputError.
     """
-    if not source.is_dir():
+    if not source.is_dir() and not is_gguf(source):
         raise SourceError(f"{source}: expected the folder of a model for `calibrate`, found a file")
     text = str(asked.calibrate)
     sample = SampleOf(source=source, checkpoint=checkpoint, text=text, tokens=asked.calibration_tokens)

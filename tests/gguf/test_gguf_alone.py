@@ -19,7 +19,8 @@ from gguf_files import converted, metadata, write_gguf, write_llama
 from tiny_gguf import finish
 
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.checkpoint.storage import read_file
+from pqweights.checkpoint.storage import LocalStorage, read_file
+from pqweights.checkpoint.weight_files import find_weight_files
 from pqweights.errors import SourceError
 from pqweights.storage.hub.sources import Access, open_source
 
@@ -248,3 +249,20 @@ def test_a_master_of_a_file_alone_is_whole(llama: Path, tmp_path: Path) -> None:
     for key, field in first.items():
         if not key.startswith(("GGUF.", "general.")):
             assert found[key].contents() == field.contents(), key
+
+
+def test_of_several_files_elsewhere_the_message_says_which_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repository such as ORG/NAME-GGUF holds the same model in many types."""
+    for kind in ("Q4_K_M", "Q8_0"):
+        (tmp_path / f"m-{kind}.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(LocalStorage, "local_folder", lambda storage: None)
+    with pytest.raises(SourceError, match=r"fetch one of m-Q4_K_M\.gguf, m-Q8_0\.gguf"):
+        find_weight_files(LocalStorage(tmp_path), allow_pickle=False, single_file=False)
+
+
+def test_a_tower_beside_a_file_is_no_model(llama: Path, tmp_path: Path) -> None:
+    file = alone(llama, tmp_path / "src")
+    (file.parent / "mmproj-m-F16.gguf").write_bytes(b"another model")
+    assert open_source(file.parent, Access()).weight_files == ("m.gguf",)

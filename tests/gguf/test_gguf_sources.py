@@ -161,17 +161,23 @@ def test_a_file_is_calibrated_and_exported_from_as_the_model(llama: Path, tmp_pa
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{number % 97}" for number in range(4096)))
     calibrated = ("--recipe", "t4", "--calibrate", text, "--calibration-tokens", 2048)
-    exported = ("--target", "gguf", "--type", "q4_0")
+    exported = ("--target", "gguf", "--type", "q4_0", "--name", "tiny")
     results = {}
-    for source in (llama, source_of(llama, tmp_path / "src", "F32")):
+    alone = tmp_path / "alone" / "m.gguf"
+    alone.parent.mkdir()
+    for source in (llama, source_of(llama, tmp_path / "src", "F32"), alone):
+        if source == alone:
+            shutil.copy(tmp_path / "src" / "model.gguf", alone)
         master, out = (tmp_path / f"{part}-{source.name}" for part in ("master", "out"))
         done("quantize", source, master, *calibrated)
         done("export", master, out, *exported, "--source", source)
         results[source.name] = (read_all(master), next(out.glob("*.gguf")).read_bytes())
-    (weights, file), (others, other_file) = results.values()
-    assert weights.keys() == others.keys() and file == other_file
+    (weights, file), (others, other_file), (of_alone, file_of_alone) = results.values()
+    assert weights.keys() == others.keys() == of_alone.keys() and file == other_file
     for name in weights:  # norms are in F32 in the file
         assert np.array_equal(as_float32(weights[name]), as_float32(others[name])), name
+        assert np.array_equal(as_float32(weights[name]), as_float32(of_alone[name])), name
+    assert len(file) == pytest.approx(len(file_of_alone), rel=0.01)  # its tokenizer is stated otherwise
 
 
 def test_lossless_names_gguf(llama: Path, tmp_path: Path) -> None:
