@@ -11,6 +11,8 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+import torch
+import transformers
 from commands import done
 from helpers import bf16, gaussian, read_all, write_checkpoint
 from safetensors.torch import load_file, save_file
@@ -19,9 +21,6 @@ from pqweights.checkpoint import promise
 from pqweights.checkpoint.gguf.model import outline_model
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import LocalStorage
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -94,14 +93,14 @@ def test_a_head_that_differs_from_tied_embeddings_reaches_every_target(target: s
 
 
 def gguf_tensors(master: Path) -> dict[str, Any]:
-    pytest.importorskip("gguf")
     return {tensor.name: tensor for tensor in outline_model(open_local(master)).tensors}
 
 
 def read_values(folder: Path, target: str) -> dict[str, Any]:
     """The weights of a result, decoded where they are in codes."""
     if target == "mlx":
-        mx = pytest.importorskip("mlx.core")
+        import mlx.core as mx
+
         tensors = mx.load(str(next(folder.glob("*.safetensors"))))
         parts = [tensors["lm_head." + part] for part in ("weight", "scales", "biases")]
         values = mx.dequantize(*parts, group_size=64, bits=8).astype(mx.float32)
@@ -142,7 +141,8 @@ def test_a_head_alone_is_the_embeddings_too_if_they_are_tied(target: str, base: 
         return
     done("export", tmp_path / "m", tmp_path / "out", "-t", target, *TARGETS[target])
     if target == "mlx":
-        mx = pytest.importorskip("mlx.core")
+        import mlx.core as mx
+
         assert "model.embed_tokens.weight" in mx.load(str(next((tmp_path / "out").glob("*.safetensors"))))
     else:
         assert (logits(tmp_path / "out") - expected).norm() < 0.05 * expected.norm()

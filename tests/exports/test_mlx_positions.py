@@ -13,17 +13,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
+import transformers
 
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import ExportError
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-mx = pytest.importorskip("mlx.core")
-pytest.importorskip("mlx_lm")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -9,9 +9,6 @@ from typing import Any
 
 import gguf
 import pytest
-
-pytest.importorskip("tokenizers")
-
 import trained_tokenizers as trained
 from gguf_files import converted, metadata, write_gguf, write_llama
 
@@ -69,7 +66,8 @@ def tokens_of(folder: Path) -> tuple[list[str], list[int]]:
 @pytest.mark.parametrize("kind", ["qwen2", "llama2", "gemma", "bert", "unigrams"])
 @pytest.mark.parametrize("place", PLACES)
 def test_the_file_has_the_tokens_of_transformers(place: str, kind: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     folder = folder_with(kind, tmp_path, PLACES[place])
     expected = transformers.AutoTokenizer.from_pretrained(folder)
     tokens, types = tokens_of(folder)

@@ -11,8 +11,9 @@ from typing import Any
 
 import gguf
 import gguf_cases
-import numpy as np
 import pytest
+import trained_tokenizers as trained
+from closeness import F32_SUM, approx, each_near, rounding
 from commands import done
 from export_decoders import values_of
 from gguf_files import converted, metadata, write_gguf, write_llama
@@ -23,8 +24,6 @@ from pqweights.checkpoint.storage import LocalStorage, read_file
 from pqweights.checkpoint.weight_files import find_weight_files
 from pqweights.errors import SourceError
 from pqweights.storage.hub.sources import Access, open_source
-
-trained = pytest.importorskip("trained_tokenizers")
 
 FAMILIES = (
     *("llama", "llama with biases, tied", "llama linear", "llama llama3", "llama yarn", "llama yarn factor"),
@@ -49,7 +48,8 @@ def alone(file: Path, folder: Path) -> Path:
 
 def resolved(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration as transformers' class of it has it."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     whole = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()
     return {key: value for key, value in whole.items() if key not in APART}
 
@@ -61,7 +61,7 @@ def assert_same(found: Any, expected: Any, key: str) -> None:
         for inner in expected:
             assert_same(found[inner], expected[inner], f"{key}.{inner}")
     elif isinstance(expected, float):
-        assert found == pytest.approx(expected, rel=1e-5), key
+        assert found == approx(expected, F32_SUM), key
     else:
         assert found == expected, key
 
@@ -79,7 +79,7 @@ def test_the_model_of_a_file_alone_is_the_original(name: str, tmp_path: Path) ->
         original.pop("lm_head.weight", None)
     assert {tensor.name for tensor in source.tensors} == original.keys()
     for tensor in source.tensors:
-        assert np.allclose(values_of(tensor), values_of(original[tensor.name]), rtol=0, atol=1e-7), tensor.name
+        assert each_near(values_of(tensor), values_of(original[tensor.name]), 0, rounding("F32", 2)), tensor.name
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,8 @@ def test_what_a_file_does_not_say_is_computed_alike(name: str, differs: dict[str
 
 def tokenizer_of(source: Checkpoint, folder: Path) -> Any:
     """The tokenizer of a source in transformers."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     folder.mkdir()
     for name in source.companions:
         (folder / name).write_bytes(read_file(source.storage, name))
@@ -116,7 +117,8 @@ def tokenizer_of(source: Checkpoint, folder: Path) -> Any:
 
 @pytest.mark.parametrize("kind", [kind for kind in trained.KINDS if kind not in ("digits", "metaspace")])
 def test_the_tokenizer_of_a_file_alone_makes_the_tokens_of_the_original(kind: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     model = tmp_path / "model"
     tokenizer = trained.KINDS[kind]()
     trained.save(tokenizer, model, chat_template="{{ messages }}", pad_token=trained.USER)
