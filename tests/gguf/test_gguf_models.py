@@ -106,6 +106,25 @@ def test_a_window_that_llama_cpp_lacks_is_said(tmp_path: Path) -> None:
         assert (metadata(model)["llama.context_length"], model.notes) == (128, ())
 
 
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 100}, 100),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2, "sliding_window": 100}, None),
+        ({"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True,
+          "sliding_window": 64}, 64),
+        ({"model_type": "qwen2", "sliding_window": 100}, None),
+        # transformers' Llama has no windows, whatever its configuration says
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, None),
+    ],
+)  # fmt: skip
+def test_windows_of_some_layers_are_said_too(config: dict[str, Any], window: int | None, tmp_path: Path) -> None:
+    named = {"architectures": ["Qwen2ForCausalLM"]} if "model_type" in config else {}
+    notes = converted(write_llama(tmp_path, config=named | config)).notes
+    assert len(notes) == (window is not None)
+    assert all(f"the model attends to the last {window} tokens" in note for note in notes)
+
+
 def test_gemma_2_without_windows_gets_one_as_long_as_its_context(tmp_path: Path) -> None:
     """llama.cpp would take 4096."""
     folder = write_gemma(tmp_path, "gemma2", layer_types=["full_attention"] * 2)

@@ -54,7 +54,6 @@ def test_a_model_that_llama_cpp_has_and_computes_otherwise_is_refused_with_the_r
         ),
         ({"rope_scaling": {"type": "linear"}}, "expected a positive number as factor of its rope parameters"),
         ({"partial_rotary_factor": 0.5}, "llama.cpp rotates whole heads, and partial_rotary_factor is 0.5"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "no sliding windows for it"),
         ({"rms_norm_eps": "x"}, "expected a positive number as rms_norm_eps, found 'x'"),
         ({"rms_norm_eps": float("nan")}, "expected a positive number as rms_norm_eps, found nan"),
         ({"num_hidden_layers": "2"}, "expected a positive number as num_hidden_layers, found '2'"),
@@ -82,7 +81,6 @@ def test_a_model_that_llama_cpp_has_and_computes_otherwise_is_refused_with_the_r
             {"rope_scaling": {"type": "longrope", "factor": 2.0, "long_factor": [1.0], "short_factor": [1.0]}},
             "expected 4 numbers as long_factor",
         ),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "with use_sliding_window False or None only, found True"),
         ({"model_type": "qwen2", "head_dim": 4}, "with head_dim 8 only, found 4"),
         ({"model_type": "qwen3_moe", "num_experts": 4}, "with norm_topk_prob True only, found False"),
         (

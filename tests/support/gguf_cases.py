@@ -113,6 +113,17 @@ CASES = {
     "llama yarn": Case(name="Llama", rope=YARN, tokens=200),
     "llama yarn factor": Case(name="Llama", rope=YARN | {"attention_factor": 1.3}, tokens=200),
     "llama yarn mscale": Case(name="Llama", rope=YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, tokens=200),
+    "llama with two bases": Case(
+        name="Llama", rope={"rope_type": "default", "rope_theta": 500.0}, published={"rope_theta": 5e5}
+    ),
+    "llama yarn without an original length": Case(name="Llama", rope={"rope_type": "yarn", "factor": 4.0}, tokens=200),
+    "qwen3 with rope_scaling beside rope_parameters": Case(
+        name="Qwen3", settings=WIDE_HEADS, rope=YARN, tokens=200,
+        published={"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    "qwen2 with windows": Case(
+        name="Qwen2", settings={"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 80}
+    ),
     "mistral": Case(name="Mistral", settings=WIDE_HEADS | {"sliding_window": 80}),
     "mixtral": Case(name="Mixtral", settings={"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": Case(name="Qwen2", rope=YARN, tokens=200),

@@ -12,9 +12,10 @@ from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.restated import first_class, restated
 from pqweights.checkpoint.models import described, has_trait, text_model
 from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
-from pqweights.checkpoint.models.llama_cpp import FULL, IGNORED, LAYERS, SETTINGS, SLIDING, Architecture, Setting
+from pqweights.checkpoint.models.llama_cpp import FULL, LAYERS, SETTINGS, SLIDING, Architecture, Setting
 from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.models.traits import Trait
+from pqweights.checkpoint.positions import windows
 from pqweights.errors import ExportError
 
 # Other names of the same key, in other types and versions of transformers.
@@ -341,8 +342,6 @@ def _check_layers(settings: Settings) -> None:
                 f"llama.cpp expects {key} of all models but those of {but} layers, found {settings.get(key)} with "
                 f"{layers}"
             )
-    if architecture.windows is None and SLIDING in (settings.get("layer_types") or []):
-        raise settings.refusal("llama.cpp has no sliding windows for it, and some of its layers have one")
     known = architecture.layers_with_windows
     if known is not None and any(windowed_layers(settings)) and layers != known:
         raise settings.refusal(f"llama.cpp has sliding windows for {known} layers only, and it has {layers}")
@@ -375,10 +374,11 @@ def _rotated_layers(settings: Settings) -> list[bool]:
 
 
 def ignored_window(settings: Settings) -> int | None:
-    """Return the window of attention of a model for which llama.cpp has none; None if texts are never longer."""
-    window = settings.get("sliding_window")
-    ignored = settings.architecture.windows == IGNORED and window
-    return window if ignored and window < settings.number("max_position_embeddings") else None
+    """Return the least window of attention of a model for which llama.cpp has none; None if texts are never longer."""
+    if settings.architecture.windows == LAYERS or settings.architecture.encoder:
+        return None
+    least = min((window for window in windows(settings.values) if window is not None), default=None)
+    return least if least is not None and least < settings.number("max_position_embeddings") else None
 
 
 def windowed_layers(settings: Settings) -> list[bool]:

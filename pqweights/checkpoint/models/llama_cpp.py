@@ -136,7 +136,8 @@ class Architecture:
     rope_sections: how many frequencies stand for time, height and width, if the configuration does not say
     partial_rope: whether it can rotate a part of them
     free_head_dim: whether heads may be wider or narrower than hidden_size / num_attention_heads
-    windows: IGNORED, LAYERS or None: whether the model has sliding windows, and llama.cpp too
+    windows: LAYERS if llama.cpp has sliding windows for it; without them it computes the same for texts that are no
+        longer than the model's
     window_listed: whether the file lists the layers with windows in any case
     window_period: the period in which llama.cpp has one layer with full attention, if the file does not say
     forced_window: with LAYERS, whether llama.cpp has windows even if the file names none
@@ -224,8 +225,6 @@ class Architecture:
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
-# llama.cpp has no sliding window for the model: it computes the same for texts that are no longer than the window.
-IGNORED = "ignored"
 # Some layers have a window.
 LAYERS = "layers"
 
@@ -261,8 +260,6 @@ LINEAR = frozenset({"default", "linear"})
 QKV = frozenset({"ATTN_Q", "ATTN_K", "ATTN_V"})
 NORMS = frozenset({"ATTN_NORM", "FFN_NORM", "OUTPUT_NORM"})
 SILU = {"hidden_act": ("silu", "swish")}
-# Qwen's window is that of its upper layers.
-NO_WINDOW = {"use_sliding_window": (False, None)}
 ALL_SPARSE = {"decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)}
 
 LLAMA = Architecture(
@@ -272,23 +269,22 @@ LLAMA = Architecture(
     biases=QKV | {"ATTN_OUT", "FFN_GATE", "FFN_UP", "FFN_DOWN"},
     values=SILU,
 )
-MISTRAL = replace(LLAMA, windows=IGNORED)
-MIXTRAL = replace(MISTRAL, settings=EXPERTS)
-QWEN2 = Architecture(name="QWEN2", free_head_dim=False, biases=QKV, values=SILU | NO_WINDOW)
+MIXTRAL = replace(LLAMA, settings=EXPERTS)
+QWEN2 = Architecture(name="QWEN2", free_head_dim=False, biases=QKV, values=SILU)
 QWEN2_MOE = Architecture(
     name="QWEN2MOE",
     settings=(*EXPERTS, EXPERT_WIDTH, Setting("expert_shared_feed_forward_length", "shared_expert_intermediate_size")),
     free_head_dim=False,
     own_head=True,
     biases=QKV,
-    values=SILU | NO_WINDOW | ALL_SPARSE | {"norm_topk_prob": (False,)},
+    values=SILU | ALL_SPARSE | {"norm_topk_prob": (False,)},
 )
-QWEN3 = Architecture(name="QWEN3", biases=QKV, values=SILU | NO_WINDOW)
+QWEN3 = Architecture(name="QWEN3", biases=QKV, values=SILU)
 QWEN3_MOE = Architecture(
     name="QWEN3MOE",
     settings=(*EXPERTS, EXPERT_WIDTH),
     biases=QKV,
-    values=SILU | NO_WINDOW | ALL_SPARSE | {"norm_topk_prob": (True,)},
+    values=SILU | ALL_SPARSE | {"norm_topk_prob": (True,)},
 )
 # What early configurations of Gemma call gelu is its approximation by tanh, too.
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
@@ -386,7 +382,6 @@ PHI3 = Architecture(
     rope=frozenset({"default", "longrope", "linear", "yarn"}),
     partial_rope=True,
     free_head_dim=False,
-    windows=IGNORED,
     shapes={"FFN_UP": ("intermediate_size * 2", "hidden_size")},
     stated_window=True,
     values=SILU,
@@ -410,12 +405,11 @@ GRANITE = replace(
 )
 OLMO2 = Architecture(name="OLMO2", free_head_dim=False, own_head=True, values=SILU)
 OLMO3 = replace(OLMO2, windows=LAYERS, window_period=4, window_base=False)
-SMOLLM3 = Architecture(name="SMOLLM3", interleaved=True, unrotated_period=4, biases=QKV, values=SILU | NO_WINDOW)
+SMOLLM3 = Architecture(name="SMOLLM3", interleaved=True, unrotated_period=4, biases=QKV, values=SILU)
 STARCODER2 = Architecture(
     name="STARCODER2",
     norm=_real("layer_norm_eps", "norm_epsilon"),
     free_head_dim=False,
-    windows=IGNORED,
     biases=QKV | {"ATTN_OUT", "FFN_UP", "FFN_DOWN"} | NORMS,
     values={"hidden_act": TANH_GELU, "use_bias": (True,)},
 )
@@ -460,4 +454,4 @@ FIXED_DYNAMIC = frozenset({"default", "dynamic"})
 HUNYUAN_DENSE = Architecture(name="HUNYUAN_DENSE", rope=FIXED_DYNAMIC, biases=QKV, values=SILU)
 ERNIE4_5 = Architecture(name="ERNIE4_5", values=SILU | {"use_bias": (False, None)})
 ARCEE = replace(LLAMA, name="ARCEE", rope=frozenset({"default", "linear", "yarn"}), values={"hidden_act": ("relu2",)})
-MINISTRAL3 = replace(LLAMA, name="MISTRAL3", windows=IGNORED, temperature=True)
+MINISTRAL3 = replace(LLAMA, name="MISTRAL3", temperature=True)

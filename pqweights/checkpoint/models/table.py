@@ -16,7 +16,6 @@ from pqweights.checkpoint.models.description import ModelDescription as Row
 from pqweights.checkpoint.models.mlx_lm import MLX_DIFFERENCES
 from pqweights.checkpoint.models.traits import IN_MEMORY, TYPES_WITH, Trait
 
-_QWEN = LLAMA | {"use_sliding_window": False}
 _SPARSE = {"decoder_sparse_step": 1, "norm_topk_prob": False}
 _GEMMA = TIED | {"rms_norm_eps": 1e-6, "head_dim": 256}
 _LATER_GEMMA = _GEMMA | {"num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh"}
@@ -35,7 +34,6 @@ _GEMMA3 = Row(
 _QWEN2_VL = Row(
     llama_cpp=llama_cpp.QWEN2_VL, defaults=sizes(8192, 29568, 80, 64, 32768) | {
         "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "hidden_act": "silu",
-        "use_sliding_window": False,
     },
 )  # fmt: skip
 _QWEN3_VL = Row(
@@ -211,7 +209,7 @@ _ROWS: dict[str, Row] = {
         },
     ),
     "mistral": Row(
-        flow=layers.LLAMA, llama_cpp=llama_cpp.MISTRAL,
+        flow=layers.LLAMA, llama_cpp=llama_cpp.LLAMA,
         defaults=sizes(4096, 14336, 32, 32, 131072) | LLAMA | {"num_key_value_heads": 8 },
     ),
     "mixtral": Row(
@@ -258,11 +256,11 @@ _ROWS: dict[str, Row] = {
     "phi4mm": _PHI4_MULTIMODAL,
     "qwen2": Row(
         flow=layers.LLAMA, llama_cpp=llama_cpp.QWEN2,
-        defaults=sizes(4096, 22016, 32, 32, 32768) | _QWEN | {"num_key_value_heads": 32},
+        defaults=sizes(4096, 22016, 32, 32, 32768) | LLAMA | {"num_key_value_heads": 32},
     ),
     "qwen2_5_vl": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
-    "qwen2_moe": Row(llama_cpp=llama_cpp.QWEN2_MOE, defaults=sizes(2048, 5632, 24, 16, 32768) | _QWEN | _SPARSE | {
+    "qwen2_moe": Row(llama_cpp=llama_cpp.QWEN2_MOE, defaults=sizes(2048, 5632, 24, 16, 32768) | LLAMA | _SPARSE | {
         "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     }),
@@ -270,7 +268,7 @@ _ROWS: dict[str, Row] = {
     "qwen2_vl_text": _QWEN2_VL,
     "qwen3": Row(
         flow=layers.LLAMA, llama_cpp=llama_cpp.QWEN3,
-        defaults=sizes(4096, 22016, 32, 32, 32768) | _QWEN | {"num_key_value_heads": 32, "head_dim": 128},
+        defaults=sizes(4096, 22016, 32, 32, 32768) | LLAMA | {"num_key_value_heads": 32, "head_dim": 128},
     ),
     "qwen3_5": Row(flow=layers.QWEN3_5, defaults=sizes(4096, 16, 4, 256), traits=_ZERO_CENTRED),
     "qwen3_5_moe": Row(
@@ -297,7 +295,7 @@ _ROWS: dict[str, Row] = {
     ),
     "qwen3_moe": Row(
         flow=layers.QWEN_MOE, llama_cpp=llama_cpp.QWEN3_MOE,
-        defaults=sizes(2048, 6144, 24, 32, 32768) | _QWEN | _SPARSE | {
+        defaults=sizes(2048, 6144, 24, 32, 32768) | LLAMA | _SPARSE | {
             "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
         },
     ),
@@ -321,7 +319,7 @@ _ROWS: dict[str, Row] = {
             "num_key_value_heads": 8, "head_dim": 128,
         },
     ),
-    "smollm3": Row(llama_cpp=llama_cpp.SMOLLM3, defaults=sizes(2048, 11008, 36, 16, 32768) | _QWEN | TIED | {
+    "smollm3": Row(llama_cpp=llama_cpp.SMOLLM3, defaults=sizes(2048, 11008, 36, 16, 32768) | LLAMA | TIED | {
         "num_key_value_heads": 4, "no_rope_layer_interval": 4,
     }),
     "stablelm": Row(llama_cpp=llama_cpp.STABLELM, defaults=sizes(2560, 6912, 32, 32, 4096) | OWN_HEAD | SILU | {
