@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.models import described, text_config
+from pqweights.checkpoint.models import described, has_trait, text_config
 from pqweights.checkpoint.models import rotary as known
 from pqweights.checkpoint.models.llama_cpp import FULL, SLIDING
 from pqweights.checkpoint.models.rotary import DEFAULT_BASE
+from pqweights.checkpoint.models.traits import Trait
 from pqweights.errors import ExportError
 
 # Names that older configurations have for kinds of scaling.
@@ -77,6 +78,36 @@ def parameters_of(config: Mapping[str, Any], kind: str = FULL) -> dict[str, Any]
         return parameters
     own: Mapping[str, Any] = parameters.get(kind) or next(iter(parameters.values()), {})
     return {**own}
+
+
+def is_resolved(config: Mapping[str, Any]) -> bool:
+    """Whether it is known how transformers resolves the positions of a model."""
+    model_type = model_type_of(config)
+    known_type = has_trait(model_type, Trait.EXAMINED) or described(model_type).llama_cpp is not None
+    return known_type and model_type not in known.WITHOUT
+
+
+def stated_once(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a configuration whose older and newer keys say the same of rotary embeddings: what transformers 5 reads.
+
+    Other versions and runtimes read the one or the other. A configuration that does not contradict itself stays as it
+    is, and one without an original length for its scaling gets it.
+    """
+    if config is None or not is_resolved(config):
+        return config
+    text, parameters = dict(text_config(config)), rope_parameters(config)
+    new, old = _object(text, "rope_parameters"), _object(text, "rope_scaling")
+    if "rope_type" not in parameters or not (new or old):  # by kinds of layers, which older versions do not know
+        return config
+    others = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if text.get(key) is not None}
+    length = parameters.get("original_max_position_embeddings")
+    lacks_length = length is not None and (old or new).get("original_max_position_embeddings") != length
+    if not (new and old) and all(parameters.get(key) == value for key, value in others.items()) and not lacks_length:
+        return config
+    scaled = parameters["rope_type"] != "default" or "mrope_section" in parameters
+    text |= {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
+    text |= {"rope_parameters": parameters, "rope_scaling": parameters if scaled else None}
+    return {**config, "text_config": text} if text_config(config) is not config else text
 
 
 def _object(text: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -348,7 +379,7 @@ def _recurrent_gemma(text: Mapping[str, Any], count: int) -> list[int | None]:
     cycle = text.get("block_types", ["recurrent", "recurrent", "attention"])
     if not isinstance(cycle, list) or not cycle:
         return [None] * count
-    window = _whole(text, "attention_window_size", 2048)
+    window = _whole(text, "sliding_window" if text.get("sliding_window") else "attention_window_size", 2048)
     return [window if cycle[n % len(cycle)] == "attention" else None for n in range(count)]
 
 

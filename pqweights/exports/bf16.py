@@ -12,6 +12,7 @@ from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.models.description import ModelDescription
 from pqweights.checkpoint.models.names import role_name
 from pqweights.checkpoint.native import NativeTensor
+from pqweights.checkpoint.positions import stated_once
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
@@ -82,7 +83,7 @@ class Bf16Export:
     ) -> dict[str, Any]:
         model = model_dtype(checkpoint.config, checkpoint.tensors)
         dtype = "BF16" if self.dtype == "bf16" else model
-        return edited_config(checkpoint.config, dtype, old_dtype=model, tensors=checkpoint.tensors)
+        return edited_config(stated_once(checkpoint.config), dtype, old_dtype=model, tensors=checkpoint.tensors)
 
 
 def role_of(tensor: LogicalTensor, model: ModelDescription) -> str:

@@ -19,6 +19,7 @@ from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.models.conventions import NEVER_QUANTIZED
 from pqweights.checkpoint.models.description import ModelDescription
 from pqweights.checkpoint.models.names import fused_layer
+from pqweights.checkpoint.positions import stated_once
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import DEFAULT_CODEC
@@ -126,7 +127,11 @@ class LinearWeights:
             tensors=checkpoint.tensors,
             decisions=decisions,
             config=edited_config(
-                checkpoint.config, "BF16", old_dtype=old_dtype, quantization=quantization, tensors=checkpoint.tensors
+                stated_once(checkpoint.config),
+                "BF16",
+                old_dtype=old_dtype,
+                quantization=quantization,
+                tensors=checkpoint.tensors,
             ),
             left_out={},
             metadata=metadata,

@@ -16,12 +16,13 @@ import numpy as np
 
 from pqweights.checkpoint.models import described, has_trait, text_config
 from pqweights.checkpoint.models.llama_cpp import FULL, SLIDING
-from pqweights.checkpoint.models.rotary import DEFAULT_BASE, WITHOUT
+from pqweights.checkpoint.models.rotary import DEFAULT_BASE
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.positions import (
     Frequencies,
     attention_factor,
     frequencies,
+    is_resolved,
     layer_types,
     model_type_of,
     parameters_of,
@@ -38,13 +39,6 @@ TOWER = re.compile(r"vision|visual|audio")
 LONG = 2**40
 # Frequencies that differ by less are the same, computed in half as many bits.
 CLOSE = 1e-3
-
-
-def is_resolved(config: Mapping[str, Any]) -> bool:
-    """Whether it is known how transformers resolves the positions of a model."""
-    model_type = model_type_of(config)
-    known = has_trait(model_type, Trait.EXAMINED) or described(model_type).llama_cpp is not None
-    return known and model_type not in WITHOUT
 
 
 def state_positions(config: dict[str, Any]) -> None:

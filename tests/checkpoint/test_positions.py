@@ -13,7 +13,14 @@ from huggingface_hub.errors import StrictDataclassError
 
 from pqweights.checkpoint.models.rotary import WINDOWS_EVERYWHERE, WITHOUT
 from pqweights.checkpoint.models.table import MODELS
-from pqweights.checkpoint.positions import frequencies, layer_types, parameters_of, rope_parameters, windows
+from pqweights.checkpoint.positions import (
+    frequencies,
+    layer_types,
+    parameters_of,
+    rope_parameters,
+    stated_once,
+    windows,
+)
 from pqweights.errors import ExportError
 
 SIZES = {"num_hidden_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 512}
@@ -131,6 +138,28 @@ def _resolved_by_transformers(known: Any, stated: dict[str, Any]) -> Any:
     nested = any(isinstance(of, dict) for of in parameters.values())
     fails = by_kind != nested or not any(kinds) or {*kinds} - {*KNOWN_KINDS, None}
     return None if fails else found
+
+
+CONTRADICTING = ("two bases", "rope_scaling beside rope_parameters", "two original lengths", "two shares")
+
+
+@pytest.mark.parametrize("name", STATED)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi3", "glm4", "gemma3_text", "mistral3"])
+def test_exports_state_positions_once(model_type: str, name: str) -> None:
+    """transformers reads the same before and after; older keys and newer ones say the same."""
+    text = {**SIZES, **STATED[name], "model_type": model_type.replace("mistral3", "mistral")}
+    config = {"model_type": model_type, "text_config": text} if model_type == "mistral3" else text
+    before = copy.deepcopy(config)
+    once = stated_once(config)
+    assert once is not None and config == before
+    assert significant(rope_parameters(once)) == significant(rope_parameters(config))
+    if model_type in ("llama", "qwen3", "mistral3") and name in CONTRADICTING:
+        stated = once.get("text_config", once)
+        parameters = rope_parameters(config)
+        assert stated["rope_theta"] == stated["rope_parameters"]["rope_theta"] == parameters["rope_theta"]
+        assert (stated["rope_scaling"] or {"rope_type": "default"})["rope_type"] == parameters["rope_type"]
+    if name in ("nothing", "the base outside", "the base inside", "a window"):
+        assert once == before
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -171,3 +171,15 @@ def test_alias_makes_the_export_of_the_name(alias: str, name: str, tmp_path: Pat
     stated = read_manifest(tmp_path / alias).made_by["target"]
     assert stated == {"vllm": "vllm-int4", "torchao": "torchao-int4"}[name]  # as in the manifests of earlier versions
     assert target_name(stated) == name
+
+
+def test_older_and_newer_keys_of_positions_agree_in_exports(tmp_path: Path) -> None:
+    """What transformers 5 makes of them, for vLLM and earlier versions, which read others; a master keeps them."""
+    config = {"model_type": "llama", "max_position_embeddings": 64, "rope_theta": 5e5}
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    config |= {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    master, exported = master_and_export(model_of("BF16", tmp_path / "src", **config), tmp_path)
+    kept, stated = (json.loads((folder / "config.json").read_text()) for folder in (master, exported))
+    assert {key: kept[key] for key in config} == config
+    assert stated["rope_theta"] == 5e5 and stated["rope_scaling"] == stated["rope_parameters"]
+    assert (stated["rope_scaling"]["rope_type"], stated["rope_scaling"]["rope_theta"]) == ("linear", 5e5)
