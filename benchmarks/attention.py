@@ -299,7 +299,7 @@ def main() -> None:
     rows = measure_all(options.heads, options.keys, options.rounds)
     settings = {"threads": options.threads, "rounds": options.rounds}
     document = {"machine": machine(start), "settings": settings, "rows": rows}
-    publish("attention", document, sections(document), options)
+    publish("attention", document, sections(document), options, ("kv",))
 
 
 if __name__ == "__main__":

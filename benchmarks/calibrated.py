@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from harness import PQWEIGHTS, Cell, Document, argument_parser, machine, now, publish, table
+from harness import PQWEIGHTS, Cell, Document, argument_parser, machine, measured_with, now, publish, table
 from quality import measures, number, remembering
 from safetensors.numpy import save_file
 
@@ -445,6 +445,17 @@ def cells(row: Document) -> list[Cell]:
     ]
 
 
+CODECS = {VLLM: "vllm w4a16", TORCHAO: "torchao int4", MLX: "mlx q4"}
+
+
+def codecs_of(row: Document) -> list[str]:
+    """What a row is about, by the names of digests.CODECS; nothing of originals and other tools."""
+    if row["kind"] != OURS:
+        return []
+    more = {"5-bit master": "q5", "GPTQ": "gptq"}
+    return [CODECS[row["format"]], *(codec for words, codec in more.items() if words in row["what"])]
+
+
 def key(row: Document) -> tuple[str, ...]:
     """What tells a row from all others."""
     return row["model"], row["format"] or "", row["what"]
@@ -482,13 +493,13 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.folder) as work:
             bench = open_bench(model.resolve(), options, Path(work).resolve())
             for row in rows_of(bench, options):
-                row = {"model": model.name} | row
+                row = {"model": model.name} | row | measured_with(codecs_of(row))
                 print(f"{model.name}: {row['format']}: {row['what']}: {row['kl']} {row['perplexity']:.3f}", flush=True)
                 document = {"machine": machine(start)} | merged(document, row, bench)
                 if path is not None:  # a row may take minutes
                     path.write_text(json.dumps(document, indent=1) + "\n")
             document["absent"] |= bench.absent
-    publish("calibrated", document, sections(document), options)
+    publish("calibrated", document, sections(document), options, None)
 
 
 if __name__ == "__main__":

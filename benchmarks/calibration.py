@@ -154,7 +154,7 @@ def main() -> None:
         row = measure(Path(work), options.size, options.threads)
     settings = {"size": options.size, "layers": options.layers}
     document = {"machine": machine(start), "settings": settings, "row": row}
-    publish("calibration", document, sections(document), options)
+    publish("calibration", document, sections(document), options, ("columns",))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def main() -> None:
     rows = [row for count in options.threads for row in measure(options.rows, options.columns, count, options.rounds)]
     settings = {"shape": [options.rows, options.columns], "rounds": options.rounds, "threads": options.threads}
     document = {"machine": machine(start), "settings": settings, "rows": rows}
-    publish("columns", document, sections(document), options)
+    publish("columns", document, sections(document), options, ("columns", "trellis"))
 
 
 if __name__ == "__main__":

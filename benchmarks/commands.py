@@ -47,6 +47,8 @@ EXPORTS = {
     "vllm": ["vllm"],
 }
 COMMANDS = ("cp", "quantize", *EXPORTS, "verify")
+# What is measured by recipe, by the names of digests.CODECS.
+CODECS = {RECIPE: (RECIPE, "torchao int4", "mlx q4", "vllm w4a16"), "t4": ("trellis",)}
 
 
 def measure(folder: Path, total: str, largest: str, *, recipe: str, rounds: int, cold: bool) -> list[dict]:
@@ -182,7 +184,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where checkpoints are made; by default a temporary folder")
     parser.add_argument("--sizes", nargs="+", default=["1GB", "4GB", "8GB"])
     parser.add_argument("--largest", nargs="+", default=["100MB", "1GB", "1GB"], help="largest tensor, one per size")
-    parser.add_argument("--recipe", default=RECIPE, help="recipe of the masters; others than q5 get a document apart")
+    parser.add_argument(
+        "--recipe", default=RECIPE, choices=[*CODECS], help="recipe of the masters; others than q5 get a document apart"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cold", action="store_true", help="empty the page cache before each command; as root")
     options = parser.parse_args()
@@ -205,7 +209,7 @@ def main() -> None:
     }
     document = {"machine": machine(start), "settings": settings, "idle_peak_bytes": idle, "rows": rows}
     plain = "commands" if options.recipe == RECIPE else f"commands-{options.recipe}"
-    publish("cold" if options.cold else plain, document, sections(document), options)
+    publish("cold" if options.cold else plain, document, sections(document), options, CODECS[options.recipe])
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def main() -> None:
     options, start = parser.parse_args(), now()
     rows = measure(options.checkpoint)
     document: Document = {"machine": machine(start), "settings": {"checkpoint": options.checkpoint.name}, "rows": rows}
-    publish("distribution", document, {"distribution": table(HEADER, [cells(entry) for entry in rows])}, options)
+    publish("distribution", document, {"distribution": table(HEADER, [cells(entry) for entry in rows])}, options, ())
 
 
 if __name__ == "__main__":

@@ -346,6 +346,8 @@ MODEL_HEADER = (
     "s to make",
     "s to evaluate",
 )
+# What is measured, by the names of digests.CODECS.
+CODECS = ("q4", "q5", "q6", "torchao int4", "mlx q4", "vllm w4a16")
 WEIGHTS_HEADER = (
     "what",
     "weights from",
@@ -442,7 +444,7 @@ def main() -> None:
         "weights": weights,
         "absent": sorted(absent),
     }
-    publish("exports", document, sections(document), options)
+    publish("exports", document, sections(document), options, CODECS)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +44,8 @@ from pqweights.rewrite.task import RunOptions
 
 UNIFORM = (2, 3, 4, 5, 6)
 TARGETS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
+# The codecs that fits choose from, by the names of digests.CODECS.
+CODECS = tuple(f"q{bits}" for bits in range(2, 9))
 # Below it the theorem does not hold.
 FEWEST_BITS = 3.0
 RULE, SAMPLED, TEXT = "(a) rule of thumb", "(b) without a text", "(c) text"
@@ -343,6 +345,7 @@ def run(
     doc: str,
     measure: Callable[[Path, Any], dict[str, Any]],
     render: Callable[[Document], dict[str, str]],
+    codecs: Iterable[str],
 ) -> None:
     """Measure the models that the options name, and publish the document and its tables."""
     parser = argument_parser(doc)
@@ -352,8 +355,8 @@ def run(
     models = [measure(folder, options) for folder in options.models]
     settings = {"max_tokens": options.max_tokens, "tokens": options.tokens, "dtype": "float32"}
     document = {"machine": machine(start), "settings": settings, "models": models}
-    publish(name, document, render(document), options)
+    publish(name, document, render(document), options, codecs)
 
 
 if __name__ == "__main__":
-    run("fit", __doc__, measured_model, sections)
+    run("fit", __doc__, measured_model, sections, CODECS)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import peers
 from calibrated import Failed, gptq_weight, run
-from harness import Cell, Document, argument_parser, machine, now, publish, table
+from harness import Cell, Document, argument_parser, machine, measured_with, now, publish, table
 from quality import measures, number, remembering
 
 import pqweights
@@ -274,7 +274,7 @@ def quantizers(form: Format, ik: Path | None) -> Iterator[tuple[str, peers.Quant
     codec = get_codec("hadamard-trellis")
     for states in codec.efforts:
         who = OURS if states == codec.efforts[0] else f"{OURS}, {states} states"
-        yield who, peers.quantizer_of(codec.coder(form.bits, states), who, "all")
+        yield who, peers.quantizer_of(codec.coder(form.bits, states), who, "all", "trellis")
 
 
 # --- the rows ---
@@ -298,7 +298,7 @@ def rows_of(bench: Bench, formats: Sequence[Format], options: Any) -> Iterator[D
                 yield about | {"who": ROUNDED} | bench.with_rounded_inputs(form)
             except PqweightsError as error:
                 bench.absent.append(f"{form.rounded}, rounded inputs: {str(error).partition(': ')[2]}")
-    for who in TOOLS:
+    for who in options.tools:
         yield from rows_of_tool(bench, who, [form for form in formats if who in form.peers], options.environments)
 
 
@@ -403,22 +403,39 @@ def main() -> None:
     parser.add_argument("--environments", default=".venv", metavar="PREFIX", help="of the tools' environments")
     parser.add_argument("--ik", type=Path, help="libggml.so of ik_llama.cpp")
     parser.add_argument("--only", nargs="+", help="formats to measure, by name")
+    parser.add_argument(
+        "--tools", nargs="*", choices=[*TOOLS], default=[*TOOLS], help="other tools; keeps rows of the rest"
+    )
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--window", type=int, default=256)
     options = parser.parse_args()
     start, known = now(), (options.out or Path()) / "formats.json"
     kept = json.loads(known.read_text()) if options.out and known.exists() else {"rows": [], "absent": []}
-    rows, absent = {_key(row): row for row in kept["rows"]}, kept["absent"] if options.only else []
+    rows, absent = (
+        {_key(row): row for row in kept["rows"]},
+        kept["absent"] if options.only or options.tools != [*TOOLS] else [],
+    )
     for model in options.models:
         with tempfile.TemporaryDirectory() as work:
             bench = open_bench(model, options, Path(work))
             for row in rows_of(bench, [f for f in FORMATS if not options.only or f.name in options.only], options):
-                rows[_key(row)] = row
+                rows[_key(row)] = row | measured_with(codecs_of(row))
                 print(json.dumps(row), flush=True)
             absent = [*absent, *(f"{model.name}: {line}" for line in bench.absent)]
     settings = {"tokens": options.max_tokens, "window": options.window}
     document = {"machine": machine(start), "settings": settings, "rows": [*rows.values()], "absent": sorted({*absent})}
-    publish("formats", document, sections(document), options)
+    publish("formats", document, sections(document), options, None)
+
+
+def codecs_of(row: Document) -> list[str]:
+    """What a row is about, by the names of digests.CODECS; nothing of other tools."""
+    if row["who"] != RTN and not row["who"].startswith(OURS):
+        return []
+    if row["target"] == TRELLIS:
+        return ["trellis"]
+    if row["format"].startswith("mixed"):
+        return [f"mlx q{bits}" for bits in row["format"].split("_")[1:]]
+    return [f"{row['target']} {row['format']}"]
 
 
 def _key(row: Document) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ import gguf
 import numpy as np
 import peers
 import quality
-from harness import Document, argument_parser, machine, now, publish, table
+from harness import Document, argument_parser, keep_rates, machine, measured_with, now, publish, table
 
 import pqweights
 from pqweights.checkpoint.gguf.mixes import MIXES
@@ -92,16 +92,16 @@ def in_threads(encode: Callable[[np.ndarray], Any], values: np.ndarray, threads:
         return time.perf_counter() - start
 
 
-def block_rows(types: Iterable[str]) -> Iterator[Document]:
-    """A row for each type, kind of weights, and with or without importances."""
+def block_rows(types: Iterable[str], rounds: int) -> Iterator[Document]:
+    """A row for each type, kind of weights, and with or without importances. rounds: of rates"""
     ggml = peers.load_ggml()
     for name in types:
         theirs = _Ggml(ggml, name)
         for kind, values in weights().items():
             for importance in (None, _importance(values.shape[1])):
-                yield {"type": name, "weights": kind, "importance": importance is not None} | _measured(
-                    name, theirs, values, importance, timed=kind == "Gaussian"
-                )
+                about = {"type": name, "weights": kind, "importance": importance is not None}
+                measured = _measured(name, theirs, values, importance, rounds if kind == "Gaussian" else 0)
+                yield about | measured | measured_with([f"gguf {name}"])
 
 
 class _Ggml:
@@ -127,7 +127,7 @@ def _importance(columns: int) -> np.ndarray:
     return np.exp(np.random.default_rng(3).standard_normal(columns)).astype(np.float32)
 
 
-def _measured(name: str, theirs: _Ggml, values: np.ndarray, importance: np.ndarray | None, *, timed: bool) -> Document:
+def _measured(name: str, theirs: _Ggml, values: np.ndarray, importance: np.ndarray | None, rounds: int) -> Document:
     """Relative errors, weighed if there are importances, and rates with one thread and two, alternately measured."""
     factors = np.ones(values.shape[1], dtype=np.float32) if importance is None else importance
 
@@ -136,7 +136,7 @@ def _measured(name: str, theirs: _Ggml, values: np.ndarray, importance: np.ndarr
         return float((np.square(values - decoded, dtype=np.float64) * factors).sum() / (values**2.0 * factors).sum())
 
     seconds: dict[tuple[str, int], list[float]] = {}
-    for _ in range(ROUNDS if timed else 0):
+    for _ in range(rounds):
         for threads in (1, THREADS):
             for who, encode in (
                 ("ours", lambda part: encode_blocks(name, part, importance)),
@@ -335,6 +335,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=(BLOCKS, MODELS), default=(BLOCKS, MODELS))
     parser.add_argument("--types", nargs="+", help="those of blocks or models to measure again")
     parser.add_argument("--ways", nargs="+", default=(THEIRS, THEIRS_WITH_DATA, *OURS), help="columns to measure again")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the rates of blocks; 0 keeps those of --out")
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=256)
     options = parser.parse_args()
@@ -343,17 +344,33 @@ def main() -> None:
     if BLOCKS in options.only:
         types = [name for name in BLOCK_TYPES if name in (options.types or BLOCK_TYPES)]
         kept = [row for row in document.get(BLOCKS, []) if row["type"] not in types]
-        document[BLOCKS] = sorted([*kept, *block_rows(types)], key=lambda row: list(BLOCK_TYPES).index(row["type"]))
+        measured = [*kept, *block_rows(types, options.rounds)]
+        document[BLOCKS] = sorted(measured, key=lambda row: list(BLOCK_TYPES).index(row["type"]))
+        if not options.rounds:
+            keep_rates(
+                document,
+                _kept(options.out),
+                BLOCKS,
+                "rates",
+                lambda row: (row["type"], row["weights"], row["importance"]),
+            )
     if MODELS in options.only:
         rows = {_key(row): row for row in document.get(MODELS, [])}
         for model in options.models:
             with tempfile.TemporaryDirectory() as work:
                 bench = prepared(model, Path(work), tokens=options.max_tokens, window=options.window)
                 for row in model_rows(bench, tuple(options.types or TYPES), tuple(options.ways)):
-                    rows[_key(row)] = row
+                    rows[_key(row)] = row | measured_with(codecs_of(row))
                     print(row["model"], row["type"], row["what"], f"{row['kl']:.5f}", row["bytes"], flush=True)
         document[MODELS] = list(rows.values())
-    publish("gguf_types", document | {"machine": machine(start)}, sections(document), options)
+    publish("gguf_types", document | {"machine": machine(start)}, sections(document), options, None)
+
+
+def codecs_of(row: Document) -> list[str]:
+    """The types of blocks of a file of ours, by the names of digests.CODECS."""
+    mix = MIXES[row["type"]]
+    types = {mix.type, mix.output, *(kind for _, _, kind in mix.others)} if row["what"] in OURS else set()
+    return [f"gguf {kind}" for kind in BLOCK_TYPES if kind in types]
 
 
 def _key(row: Document) -> tuple[str, str, str]:

@@ -158,7 +158,7 @@ def main() -> None:
     described = machine(start) | {"gpu": torch.cuda.get_device_name(device)}
     described["versions"] |= {"triton": version("triton")}
     document = {"machine": described, "settings": {"rounds": ROUNDS}, "rows": rows}
-    publish("gpu", document, sections(document), options)
+    publish("gpu", document, sections(document), options, ("q2", "q3", "q4", "q5", "q6", "q8"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,10 +255,64 @@ def argument_parser(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def publish(name: str, document: Document, sections: dict[str, str], options: argparse.Namespace) -> None:
-    """Print the tables, and write OUT/NAME.json if there is an OUT; OUT/NAME@MACHINE.json of another machine."""
+MEASURED_WITH, STALE, RATES = "measured_with", "stale", "earlier_rates"
+
+
+def measured_with(codecs: Iterable[str]) -> Document:
+    """What a document, or a row of it, states of what was measured: the digest of the bytes of each codec or format.
+
+    Documents that keep rows of earlier runs state it in each row. codecs: keys of digests.CODECS
+    """
+    from digests import digest  # after whatever is timed; see above
+
+    return {MEASURED_WITH: {name: digest(name) for name in codecs}}
+
+
+def statements(value: Any) -> Iterator[tuple[str, str]]:
+    """The codecs of a document and its rows, each with the digest that it was measured with."""
+    if isinstance(value, dict):
+        yield from value.get(MEASURED_WITH, {}).items()
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from statements(part)
+
+
+def keep_rates(
+    document: Document, earlier: Document, part: str, field: str, key: Callable[[Document], Hashable]
+) -> None:
+    """Give the rows of a part the rates of an earlier document, and state with what these were measured.
+
+    For machines that are not quiet: errors do not depend on what else they do.
+    """
+    known = {key(row): row[field] for row in earlier[part]}
+    for row in document[part]:
+        row[field] = known.get(key(row), row[field])
+    about = {name: earlier[name] for name in ("machine", "settings")}
+    document[RATES] = earlier.get(RATES) or about | {MEASURED_WITH: dict(statements(earlier[part]))}
+
+
+def stale_lines(document: Document) -> list[str]:
+    """What a page says of figures that were measured with other bytes than those that codecs make now.
+
+    STALE of a document has the codecs by the sentence that says so.
+    """
+    stale: dict[str, list[str]] = document.get(STALE, {})
+    return [f"**Measured with an earlier version** of {', '.join(names)}: {why}" for why, names in stale.items()]
+
+
+def publish(
+    name: str,
+    document: Document,
+    sections: dict[str, str],
+    options: argparse.Namespace,
+    codecs: Iterable[str] | None,
+) -> None:
+    """Print the tables, and write OUT/NAME.json if there is an OUT; OUT/NAME@MACHINE.json of another machine.
+
+    codecs: what was measured, as of `measured_with`; None if the rows state it
+    """
     print(machine_line(document), *sections.values(), sep="\n\n", flush=True)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         file = f"{name}@{options.machine}.json" if options.machine else f"{name}.json"
+        document = document if codecs is None else document | measured_with(codecs)
         (options.out / file).write_text(json.dumps(document, indent=1) + "\n")

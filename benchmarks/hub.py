@@ -277,7 +277,7 @@ def main() -> None:
         "faults": measure_faults(),
     }
     card = found.pop("card")
-    publish("hub", document, sections(document), options)
+    publish("hub", document, sections(document), options, ("q5",))
     if options.out is not None:
         (options.out / "hub-card.md").write_text(card, encoding="utf-8")
 

@@ -369,7 +369,7 @@ def main() -> None:
     measured: Sequence[Any] = [measure(path, options) for path in options.models]
     rows = [row for found, _ in measured for row in found]
     document = {"machine": machine(start), "settings": [settings for _, settings in measured], "rows": rows}
-    publish("kv_cache", document, sections(document), options)
+    publish("kv_cache", document, sections(document), options, ("kv",))
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def main() -> None:
     rows, channels, outliers = measure(options.model, options.text, options.tokens)
     settings = {"model": options.model.name, "tokens": options.tokens}
     document: Document = {"machine": machine(start), "settings": settings, "rows": rows, "channels": channels}
-    publish("kv_distribution", document, tables(rows, channels, outliers), options)
+    publish("kv_distribution", document, tables(rows, channels, outliers), options, ())
 
 
 if __name__ == "__main__":

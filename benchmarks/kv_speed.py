@@ -159,7 +159,7 @@ def main() -> None:
     names = ("layers", "hidden", "heads", "key_heads", "size", "context", "rounds", "threads")
     settings = {name: getattr(options, name) for name in names}
     document = {"machine": machine(start), "settings": settings, "rows": rows}
-    publish(f"kv_speed_{options.context}", document, sections(document), options)
+    publish(f"kv_speed_{options.context}", document, sections(document), options, ("kv",))
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def main() -> None:
     about["versions"] |= {name: version(name) for name in ("transformers", "safetensors")}
     settings = {"dtype": "BF16", "bits": 5, "rounds": options.rounds}
     document = {"machine": about, "settings": settings, "loading": loading}
-    publish("loading", document, sections(document), options)
+    publish("loading", document, sections(document), options, ("q5",))
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def main() -> None:
     measured = rates(options.rounds)
     document = {"machine": machine(start), "settings": {"weights": WEIGHTS}, "sizes": sizes, "formats": formats}
     document["rates"] = measured
-    publish("lossless", document, sections(document), options)
+    publish("lossless", document, sections(document), options, ("lossless",))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ and llama.cpp) get pieces of at most 2**20 weights from a pool of threads; torch
 such setting.
 
 A library that is missing is named, with the line that installs it. With --only, a document in --out keeps its machine,
-its settings and the rows of the other quantizers.
+its settings and the rows of the other quantizers; with --rounds 0, on a machine that is not quiet, its rates.
 """
 
 from __future__ import annotations
@@ -35,12 +35,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
-from harness import Cell, Document, argument_parser, machine, now, publish, table, version
+from harness import (
+    RATES,
+    Cell,
+    Document,
+    argument_parser,
+    keep_rates,
+    machine,
+    measured_with,
+    now,
+    publish,
+    table,
+    version,
+)
 from safetensors.numpy import load_file
 
 from pqweights.codecs import get_codec
+from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.polar import RATE as POLAR_RATE
 from pqweights.codecs.protocol import Bytes, Coder, Measures
 from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
@@ -79,6 +93,7 @@ class Quantizer:
     encode: the only part that is timed.
     decode: what `encode` returned -> f32 of any shape.
     stored_bits: the size of what `encode` returned.
+    codec: what it is of digests.CODECS, if it is ours.
     """
 
     name: str
@@ -89,6 +104,7 @@ class Quantizer:
     decode: Callable[[Any], np.ndarray]
     stored_bits: Callable[[Any], int]
     timed: bool = True
+    codec: str | None = None
 
 
 def same(weight: np.ndarray) -> np.ndarray:
@@ -116,7 +132,7 @@ def ours() -> list[Quantizer]:
     scalar, trellis = get_codec("hadamard-lloyd-max"), get_codec("hadamard-trellis")
     polar = get_codec("polar").coder(POLAR_RATE)
     widths = [
-        quantizer_of(scalar.coder(bits), f"pqweights, {bits} bits", f"{bits}-bit codes; F16 norm per 128")
+        quantizer_of(scalar.coder(bits), f"pqweights, {bits} bits", f"{bits}-bit codes; F16 norm per 128", f"q{bits}")
         for bits in range(8, 1, -1)
     ]
     counted = "all: superblocks fill a fixed number of bytes"
@@ -125,12 +141,15 @@ def ours() -> list[Quantizer]:
             trellis.coder(bits, states),
             trellis_name(states, bits),
             counted,
+            "trellis",
         )
         for states in trellis.efforts
         for bits in TRELLIS_RATES
     ]
+    with mock.patch.multiple(HadamardTrellis, step_power=0, most_gained=0):
+        rates += [quantizer_of(trellis.coder(bits), one_step_name(bits), counted, "trellis") for bits in TRELLIS_RATES]
     files = [gguf_type(name) for name in GGUF_TYPES]
-    return [*rates, *widths, quantizer_of(polar, POLAR, "46 bits of angles and F16 radius per 16"), *files]
+    return [*rates, *widths, quantizer_of(polar, POLAR, "46 bits of angles and F16 radius per 16", "polar"), *files]
 
 
 def gguf_type(name: str) -> Quantizer:
@@ -151,6 +170,7 @@ def gguf_type(name: str) -> Quantizer:
         encode=lambda weight: encode_blocks(name, weight, None).data,
         decode=lambda data: gguf.quants.dequantize(data, number).reshape(-1),
         stored_bits=lambda data: 8 * data.nbytes,
+        codec=f"gguf {name}",
     )
 
 
@@ -160,7 +180,12 @@ def trellis_name(states: int, bits: float) -> str:
     return f"pqweights trellis, {'' if default else f'{states} states, '}{bits} bits"
 
 
-def quantizer_of(codec_at_rate: Coder, name: str, counted: str) -> Quantizer:
+def one_step_name(bits: float) -> str:
+    """The name of the row of the trellis codec with the same step for all blocks, which has the least squared error."""
+    return f"pqweights trellis, one step, {bits} bits"
+
+
+def quantizer_of(codec_at_rate: Coder, name: str, counted: str, codec: str) -> Quantizer:
     """The row of a codec at one rate."""
     state = codec_at_rate.first_state()
 
@@ -192,6 +217,7 @@ def quantizer_of(codec_at_rate: Coder, name: str, counted: str) -> Quantizer:
         encode=encode,
         decode=decode,
         stored_bits=lambda encoded: 8 * sum(part.nbytes for part in encoded.parts),
+        codec=codec,
     )
 
 
@@ -624,11 +650,13 @@ def sections(document: Document) -> dict[str, str]:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     lines = [
         f"{settings['tensors']} tensors of {settings['model']}, {settings['weights'] / 1e6:.1f} M weights, "
-        f"float32 source; rates: median of {settings['rounds']}. {versions}.",
+        f"float32 source; rates: median of {document.get(RATES, document)['settings']['rounds']}. {versions}.",
         table(["quantizer", "counted", *QUALITY_HEADER, *counts], rows),
         *(f"Not measured: {name} {why}" for name, why in document["absent"].items()),
     ]
-    return {"peers": "\n\n".join(lines), "peers-short": short(document), "peers-trellis": trellis_table(document)}
+    return {"peers": "\n\n".join(lines), "peers-short": short(document), "peers-trellis": trellis_table(document)} | {
+        "peers-steps": steps_table(document)
+    }
 
 
 def trellis_rows(rows: Sequence[Document]) -> dict[str, list[Document]]:
@@ -655,6 +683,20 @@ def trellis_table(document: Document) -> str:
     return f"Bits above the bound, {document['settings']['model']}:\n\n{table(header, lines)}"
 
 
+def steps_table(document: Document) -> str:
+    """What steps that follow the norms of blocks cost in squared error, beside one step for all."""
+    found = {row["quantizer"]: row["real"] for row in document["rows"]}
+    default = get_codec("hadamard-trellis").efforts[0]
+    lines: list[list[Cell]] = []
+    for bits in TRELLIS_RATES:
+        pair = [found.get(name) for name in (one_step_name(bits), trellis_name(default, bits))]
+        errors = [row and f"{row['relative_mse']:.6f}" for row in pair]
+        lines.append([bits, *errors, *(row and f"{row['above_bound']:.3f}" for row in pair)])
+    ways = ("one step", "steps by norm")
+    header = ["bits/weight", *(f"{field}, {way}" for field in ("relative MSE", "above the bound") for way in ways)]
+    return table(header, lines)
+
+
 def short(document: Document) -> str:
     """The table of the README."""
     found = {row["quantizer"]: quality_cells(row) for row in document["rows"]}
@@ -663,11 +705,15 @@ def short(document: Document) -> str:
 
 
 def with_earlier(document: Document, options: argparse.Namespace) -> Document:
-    """The document in --out with the rows of a run with --only in place of its own; new ones follow those of `ours`."""
+    """The document with what --only or --rounds 0 keeps of that in --out; new rows follow those of `ours`."""
     path = None if options.out is None else options.out / "peers.json"
-    if not options.only or path is None or not path.is_file():
+    if path is None or not path.is_file():
         return document
     earlier: Document = json.loads(path.read_text())
+    if not options.rounds:
+        keep_rates(document, earlier, "rows", "weights_per_second", lambda row: row["quantizer"])
+    if not options.only:
+        return document
     measured = {row["quantizer"]: row for row in document["rows"]}
     rows = [measured.pop(row["quantizer"], row) for row in earlier["rows"]]
     after = 1 + max(place for place, row in enumerate(rows) if row["quantizer"].startswith("pqweights"))
@@ -697,6 +743,7 @@ def main() -> None:
             "heavy_tailed": heavy_quality,
             "gaussian": normal_quality,
             "weights_per_second": rate,
+            **measured_with([] if quantizer.codec is None else [quantizer.codec]),
         }
         for quantizer, (real, heavy_quality, normal_quality), rate in zip(quantizers, qualities, measured, strict=True)
     ]
@@ -710,7 +757,7 @@ def main() -> None:
     document = {"machine": machine(start), "settings": settings, "versions": versions, "absent": absent, "rows": rows}
     document = with_earlier(document, options)
     shown = sections(document)
-    publish("peers", document, {"peers": shown["peers"]}, options)
+    publish("peers", document, {"peers": shown["peers"]}, options, None)
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def main() -> None:
     ]
     settings = {"size": options.size, "largest": options.largest, "rounds": options.rounds}
     document = {"machine": machine(start), "settings": settings, "rows": rows}
-    publish("phases", document, sections(document), options)
+    publish("phases", document, sections(document), options, ("q5",))
 
 
 def make_commands(work: Path, size: str, largest: str) -> dict[str, list[str]]:

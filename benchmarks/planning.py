@@ -198,7 +198,7 @@ def main() -> None:
                     found[case.name].append(run)
     rows = [row_of(case, found) for case in cases]
     document = {"machine": machine(start), "settings": {"rounds": options.rounds}, "rows": rows}
-    publish("planning", document, sections(document), options)
+    publish("planning", document, sections(document), options, ())
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from unittest import mock
 import numpy as np
 import peers
 from ablation import CALIBRATION_TOKENS, Ablation
-from harness import Cell, Document, argument_parser, machine, now, publish, table
+from harness import Cell, Document, argument_parser, machine, measured_with, now, publish, table
 from safetensors.numpy import save_file
 
 import pqweights
@@ -369,10 +369,22 @@ def rows_of(bench: Bench, parts: list[str]) -> Iterator[dict[str, Any]]:
     """All rows of one model."""
     name = bench.model.name
     alone = {"what": "original", "bits": None, "bits_per_weight": None, "relative_mse": None}
-    yield {"model": name, "part": MASTERS} | alone | bench.measures()
+    yield {"model": name, "part": MASTERS} | alone | bench.measures() | measured_with([])
     for part in parts:
         for row in PARTS[part](bench):
-            yield {"model": name, "part": part} | row
+            whole = {"model": name, "part": part} | row
+            yield whole | measured_with(codecs_of(whole))
+
+
+def codecs_of(row: Document) -> list[str]:
+    """What a row is about, by the names of digests.CODECS; nothing of originals and peers."""
+    if row["part"] == OTHERS or row["what"] == "original":
+        return []
+    if row["part"] == CALIBRATED:
+        return ["columns"]
+    if row["what"].startswith(("trellis", "fit", "polar")):
+        return ["polar" if row["what"].startswith("polar") else "trellis"]
+    return [f"q{row['bits']}"] if row["bits"] else ["torchao int4"]
 
 
 def carried_over(options: Any, models: Iterable[str]) -> Document:
@@ -552,7 +564,7 @@ def main() -> None:
         "rows": kept["rows"] + [row for row in rows if row["part"] in options.only or not kept["rows"]],
         "absent": kept["absent"] | absent,
     }
-    publish("quality", document, sections(document), options)
+    publish("quality", document, sections(document), options, None)
 
 
 if __name__ == "__main__":

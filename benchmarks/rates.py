@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fit import SAMPLED, Bench, run
+from fit import CODECS, SAMPLED, Bench, run
 from harness import Cell, Document, table
 
 from pqweights.planning.recipe import Recipe, SizeTarget, load_recipe
@@ -77,4 +77,4 @@ def sections(document: Document) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    run("rates", __doc__, measured_model, sections)
+    run("rates", __doc__, measured_model, sections, ("trellis", *CODECS))

@@ -188,7 +188,8 @@ def main() -> None:
         measured = measure(Path(work), options.count, options.size, options.recipe, options.seed)
     settings = {"nodes": NODES, "cores": 1, "recipe": options.recipe, "seed": options.seed}
     document = {"machine": machine(start), "settings": settings, **measured}
-    publish("ray_kills", document, sections(document), options)
+    codec = "trellis" if options.recipe.startswith("t") else options.recipe
+    publish("ray_kills", document, sections(document), options, (codec,))
     if not all(row["identical"] for row in document["rows"]):
         raise SystemExit(1)
 

@@ -225,7 +225,7 @@ def main() -> None:
         ]
     settings = {"dtype": "BF16", "rounds": options.rounds}
     document = {"machine": machine(start), "settings": settings, "starts": started, "rows": rows, "costs": costs}
-    publish("ray_scaling", document, sections(document), options)
+    publish("ray_scaling", document, sections(document), options, ("q5", "trellis"))
     if not all(row["identical"] for row in rows):
         raise SystemExit(1)
 

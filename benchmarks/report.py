@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,7 @@ import running
 import scaling
 import strips
 import throughput
-from harness import Cell, Document, machine_line, table
+from harness import RATES, Cell, Document, machine_line, stale_lines, table
 
 from pqweights.planning.options import SELF
 
@@ -301,6 +302,25 @@ def short_by_size(listed: list[tuple[float, str, str, Document]]) -> str:
     return table(["", *names], [["bits per parameter", *sizes], ["KL divergence", *divergences]])
 
 
+def trellis_claim(of_peers: Document, of_quality: Document) -> str:
+    """What the README says of the trellis at 4.125 bits: its squared error, and what it gives up of that for KL."""
+    names = ("pqweights trellis, 4.125 bits", peers.one_step_name(4.125), "llama.cpp Q4_K")
+    own, one_step, beside = (next(r["real"] for r in of_peers["rows"] if r["quantizer"] == name) for name in names)
+    kl = {(row["model"], row["what"]): row["kl"] for row in of_quality["rows"] if row["part"] == quality.VARIANTS}
+    ways = [f"trellis 4.125, {way}" for way in (quality.BY_NORM, quality.ONE_STEP)]
+    lower = [f"{1 - kl[model, ways[0]] / kl[model, ways[1]]:.0%}" for model in of_quality["settings"]]
+    share = own["relative_mse"] / beside["relative_mse"]
+    change = [f"{each['relative_mse']:.6f}" for each in (one_step, own)]
+    bound = [f"{each['above_bound']:.3f}" for each in (one_step, own)]
+    text = (
+        f"The trellis has {share:.2f} of the squared error of llama.cpp's Q4_K with 0.375 bits less, without data. It "
+        "minimizes divergence, not squared error: steps that follow the norms of blocks take its relative MSE from "
+        f"{change[0]} to {change[1]}, {bound[0]} and {bound[1]} bits above the bound, and {' and '.join(lower)} off "
+        "the KL divergence of two models ([why](docs/trellis.md))."
+    )
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
 def rows_with(rows: list[Document], model: str, **fields: Any) -> list[Document]:
     """The rows of a model that have these fields."""
     return [row for row in rows if row["model"] == model and all(row.get(key) == fields[key] for key in fields)]
@@ -360,12 +380,21 @@ def all_sections(documents: dict[str, Document], folder: Path) -> dict[str, str]
     """The sections of all benchmarks, by name."""
     sections: dict[str, str] = {}
     for name, document in documents.items():
-        sections |= SECTIONS[name](document) | {f"{name}-machine": machine_line(document)}
+        sections |= SECTIONS[name](document)
+        sections[f"{name}-machine"] = "\n\n".join([*machine_lines(document), *stale_lines(document)])
         if name in COMPARED:
             sections |= COMPARED[name](read_machines(folder, name, document))
+    if "peers" in documents and "quality" in documents:
+        sections["peers-short"] += "\n\n" + trellis_claim(documents["peers"], documents["quality"])
     if all(name in documents for name in BY_SIZE):
         sections |= table_by_size(*(documents[name] for name in BY_SIZE))
     return sections
+
+
+def machine_lines(document: Document) -> list[str]:
+    """The machine that a document was measured on, and that of its rates if they are older."""
+    lines = [machine_line(document)]
+    return lines if RATES not in document else [*lines, f"The rates: {machine_line(document[RATES])}"]
 
 
 def fill(page: Path, sections: dict[str, str]) -> None:

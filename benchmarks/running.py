@@ -495,7 +495,7 @@ def main() -> None:
     about["versions"] |= {name: version(name) for name in ("transformers", "safetensors")}
     settings = {name: getattr(options, name) for name in ("threads", "kernel_rounds", "rounds", "tokens", "prompt")}
     document = {"machine": about, "settings": settings, "kernels": kernels, "models": models}
-    publish("running", document, sections(document), options)
+    publish("running", document, sections(document), options, ("q4", "q5"))
 
 
 if __name__ == "__main__":

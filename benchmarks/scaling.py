@@ -136,7 +136,7 @@ def main() -> None:
             options.folder, options.threads_size, options.largest, threads=threads, rounds=options.rounds
         ),
     }
-    publish("scaling", document, sections(document), options)
+    publish("scaling", document, sections(document), options, ("q5",))
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def main() -> None:
     start = now()
     rows = [row for folder in options.models for row in measure(folder, options.inputs)]
     document = {"machine": machine(start), "settings": {"states": STATES, "tokens": WINDOW * WINDOWS}, "rows": rows}
-    publish("strips", document, sections(document), options)
+    publish("strips", document, sections(document), options, ("columns",))
 
 
 if __name__ == "__main__":

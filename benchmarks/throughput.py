@@ -199,7 +199,8 @@ def main() -> None:
     }
     rows = [row for count in options.threads for row in measure(blocks, options.bits, count, options.rounds)]
     document = {"machine": machine(start), "settings": settings, "rows": rows}
-    publish("throughput", document, sections(document), options)
+    codecs = (*(f"q{bits}" for bits in options.bits), "trellis")
+    publish("throughput", document, sections(document), options, codecs)
 
 
 if __name__ == "__main__":
