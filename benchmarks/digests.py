@@ -126,6 +126,8 @@ def rounded(*roundings: Rounding) -> Pieces:
         made = [rule.quantize(weights().reshape(-1))]
         if isinstance(rule, BlockRule) or (isinstance(rule, FloatRule) and rule.group_size < COLUMNS):
             made.append(rule.quantize_weighted(weights().reshape(-1), importance()))
+        if isinstance(rule, GroupRule):
+            made = [rule.enlarged(groups) for groups in made]
         for groups in made:
             pieces = replace(rounding, rule=rule).pieces(NAME, SHAPE, first_row=0, groups=groups)
             yield from (piece.stored_name.encode() + piece.data.tobytes() for piece in pieces)
