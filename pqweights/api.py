@@ -97,7 +97,14 @@ def export(asked: ExportArguments) -> RewriteReport:
         shard_bytes = asked.max_shard_bytes
         with _inputs(master, store, asked, run) as known:
             return export_master(
-                master, store, asked.target, options=asked, max_shard_bytes=shard_bytes, run=run, inputs=known
+                master,
+                store,
+                asked.target,
+                options=asked,
+                max_shard_bytes=shard_bytes,
+                run=run,
+                inputs=known,
+                leave_out=asked.leave_out,
             )
 
 

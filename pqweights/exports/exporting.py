@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from pqweights.errors import OptionError, SourceError
 from pqweights.exports import get_target, target_name
 from pqweights.exports.recipe import with_recipe
 from pqweights.exports.target import GPTQ, PLAIN, ExportSource, is_compensated
+from pqweights.planning.decisions import without
 from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, total
@@ -77,11 +79,13 @@ def export(
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     run: RunOptions = RunOptions(),
     inputs: KnownInputs | None = None,
+    leave_out: Sequence[str] = (),
 ) -> RewriteReport:
     """Write a master into `out` as a target loads it, continuing an interrupted run of the same call.
 
     out: a folder or an address in object storage, new, empty, or written by an earlier run
     target: a key of EXPORTS, or of ALIASES
+    leave_out: patterns of names of tensors that the result does not get
     inputs: what is known of the inputs of its weights, or of those of the original in their place
     Raises SourceError (also for a folder that is not a master), MasterError, ExportError, OptionError, OutputError,
     StorageError or MissingDependencyError.
@@ -96,6 +100,8 @@ def export(
         if where is not None:
             store.check_apart(where)
     checkpoint, manifest = master.opened
+    if leave_out:
+        checkpoint = without(checkpoint, leave_out)
     source = ExportSource(
         folder=master.folder,
         checkpoint=checkpoint,

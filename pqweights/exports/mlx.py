@@ -24,6 +24,7 @@ from pqweights.checkpoint.models import described, text_config, text_model
 from pqweights.checkpoint.models.conventions import HEADS
 from pqweights.checkpoint.models.description import ModelDescription
 from pqweights.checkpoint.models.mlx_lm import UNWRAPPED
+from pqweights.checkpoint.models.names import is_leftover
 from pqweights.checkpoint.promise import differing_head
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
@@ -145,6 +146,8 @@ class MlxFormat:
         """Return the model that mlx-lm makes of the checkpoint."""
         from pqweights.exports import mlx_model, mlx_trace
 
+        held = [t for t in checkpoint.tensors if not is_leftover(t.name, t.dtype, t.shape)]
+        checkpoint = replace(checkpoint, tensors=tuple(held))
         model_plain = model_dtype(checkpoint.config, checkpoint.tensors)
         dtypes = {t.name: stored_dtype(t, model=model_plain, dtype="BF16") for t in checkpoint.tensors}
         for name, dtype in dtypes.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.models.description import UNKNOWN, ModelDescription
 from pqweights.checkpoint.models.names import is_behind, without_numbers
 from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate
 from pqweights.common.advice import nearest
 from pqweights.common.dtypes import item_bytes
@@ -161,6 +162,27 @@ def _check_effects(recipe: Recipe, tensors: Sequence[LogicalTensor], model: Mode
             )
         for name in taken:
             decided.setdefault(name, rule)
+
+
+def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
+    """Return a checkpoint without the tensors whose names match a pattern of `leave_out`.
+
+    Raises RecipeError for a pattern that matches none, or if nothing is left.
+    """
+    names = [tensor.name for tensor in checkpoint.tensors]
+    left_out: dict[str, str] = {}
+    for pattern in patterns:
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            raise RecipeError(
+                f"`leave_out`: the pattern {pattern!r} matches no tensor of the checkpoint; "
+                f"{instead_of(pattern, names)}"
+            )
+        left_out |= dict.fromkeys(matching, f"--leave-out {pattern}")
+    tensors = tuple(tensor for tensor in checkpoint.tensors if tensor.name not in left_out)
+    if not tensors:
+        raise RecipeError(f"`leave_out`: expected some tensors to stay, found none of {len(names)}")
+    return replace(checkpoint, tensors=tensors, left_out_tensors=checkpoint.left_out_tensors | left_out)
 
 
 def instead_of(pattern: str, names: Sequence[str]) -> str:

@@ -229,7 +229,19 @@ class FoldOptions(Options):
 
 
 @options
-class QuantizeOptions(FoldOptions, ShardOption, HubOptions):
+class LeaveOutOption(Options):
+    """Which tensors a result does not get."""
+
+    leave_out: str | Sequence[str] = option(
+        "Leave out the tensors whose name matches a shell-style PATTERN, such as '*.k_scale'; repeatable.",
+        checks.patterns,
+        default=(),
+        metavar="PATTERN",
+    )
+
+
+@options
+class QuantizeOptions(LeaveOutOption, FoldOptions, ShardOption, HubOptions):
     """How a source is opened and quantized."""
 
     strict: bool = option(
@@ -500,7 +512,7 @@ class ExportOptions(FoldOptions, SampleOptions):
 
 
 @options
-class ExportArguments(ExportOptions, ShardOption, RunArguments, HubOptions):
+class ExportArguments(ExportOptions, LeaveOutOption, ShardOption, RunArguments, HubOptions):
     """What `export` takes."""
 
     master: StrPath = option(

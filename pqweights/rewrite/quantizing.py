@@ -18,7 +18,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate
 from pqweights.errors import OutputError, RecipeError, SourceError, StrictError
 from pqweights.exports.possible import planned_master, possible_exports
-from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller
+from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller, without
 from pqweights.planning.fit import Fit, fit
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import KEEP, QUANTIZE, Plan, TensorPlan, stored_bytes
@@ -99,6 +99,8 @@ def plan_quantize(
         allow_pickle=options.allow_pickle,
         include=options.include_files,
     )
+    if options.leave_out:
+        checkpoint = without(checkpoint, options.leave_out)
     if options.lossless:
         refuse_master(checkpoint)
         checkpoint.storage.keep(checkpoint.weight_files, run.progress)

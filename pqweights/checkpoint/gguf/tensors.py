@@ -37,7 +37,7 @@ from pqweights.checkpoint.gguf.views import (
 )
 from pqweights.checkpoint.models.conventions import LAYER, TEXT_PREFIXES
 from pqweights.checkpoint.models.llama_cpp import SHAPES, Shape
-from pqweights.checkpoint.models.names import predicts_further, tower_of
+from pqweights.checkpoint.models.names import is_leftover, predicts_further, tower_of
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import MovedTensor
@@ -113,6 +113,8 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
         behind = name_behind(name, layers, folded) if drafts and settings.draft_layers else None
         if name.endswith(COMPUTED):
             left_out[tensor.name] = "follows from the configuration"
+        elif is_leftover(tensor.name, tensor.dtype, tensor.shape):
+            left_out[tensor.name] = "left from training or another runtime; no model has a place for it"
         elif re.fullmatch(settings.architecture.unused, name):
             left_out[tensor.name] = settings.architecture.unused_why
         elif name == HEAD and tied:

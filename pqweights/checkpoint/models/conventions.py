@@ -89,6 +89,12 @@ FUSED = (
     FusedLayer(r"[gb]_proj", "qkv", in_masters=False),  # linear attention of OLMo Hybrid and Bailing v3
     FusedLayer(r"c_fc_[01]", "gate_up", in_masters=False),  # EXAONE 3
 )
+# The last parts of names of scales for activations and caches, by which other runtimes compute, of one element; and of
+# the largest values that ModelOpt saw.
+RUN_SCALE = re.compile(
+    r"([qkv]|kv|prob_output|input|output|activation)_(scale|zero_point)|input_(scale_ub|global_scale)"
+)
+SEEN_LARGEST = re.compile(r".*_amax")
 # The end of names. Of sparse attention (DeepSeek V3.2, GLM-MoE-DSA): vLLM 0.32 has these two in one layer that is not
 # quantized.
 NEVER_QUANTIZED = re.compile(r"\.indexer\.(wk|weights_proj)\.weight$")

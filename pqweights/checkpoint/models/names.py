@@ -51,6 +51,20 @@ def role_name(name: str, dtype: str, shape: tuple[int, ...], model: ModelDescrip
     return "mlp" if path.has(conventions.MLP) else "linear"
 
 
+def is_leftover(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is left from how a model was trained or run, and no model class has a place for it.
+
+    These are scales of activations and of caches beside plain weights, masks, and what follows from the configuration.
+    """
+    last = name.rpartition(".")[2]
+    if conventions.SEEN_LARGEST.fullmatch(last) or (conventions.RUN_SCALE.fullmatch(last) and math.prod(shape) <= 1):
+        return True
+    if last == "bias" and len(shape) == 4 and shape[:2] == (1, 1):  # the causal mask of GPT-2 and its kin
+        return True
+    whole = dtype not in FLOAT_DTYPES and dtype not in PACKED_DTYPES
+    return last in ("masked_bias", "inv_freq") or (last == "position_ids" and whole)
+
+
 def is_behind(name: str, layers: int | None) -> bool:
     """Whether a tensor is of a layer behind the last of a text model, which predicts further tokens."""
     match = conventions.LAYER.fullmatch(name) if layers else None

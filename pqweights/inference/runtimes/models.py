@@ -91,9 +91,7 @@ def open_model(
         LLAMA_CPP: lambda: _open_llama_cpp(folder, dtype, threads),
     }
     if threads is not None and folder.runtime not in APART:
-        import torch
-
-        torch.set_num_threads(threads)
+        package("torch", "transformers").set_num_threads(threads)
     if folder.runtime in loaders:
         return loaders[folder.runtime]()
     return _in_torch("transformers", _from_pretrained(folder, dtype).to(device))
