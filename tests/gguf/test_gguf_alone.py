@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from export_decoders import values_of
 from gguf_files import converted, metadata, write_gguf, write_llama
 from tiny_gguf import finish
 
+from pqweights.checkpoint.gguf.contents import MetadataList
+from pqweights.checkpoint.gguf.file import open_gguf, whole_metadata
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import LocalStorage, read_file
 from pqweights.checkpoint.weight_files import find_weight_files
@@ -174,6 +178,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(write_llama(folder, rows=tokenizer.get_vocab_size()))
 
 
+@pytest.fixture(scope="module")
+def lonely(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That file, with nothing beside it."""
+    return Path(shutil.copy(llama, tmp_path_factory.mktemp("lonely")))
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -268,3 +278,44 @@ def test_a_tower_beside_a_file_is_no_model(llama: Path, tmp_path: Path) -> None:
     file = alone(llama, tmp_path / "src")
     (file.parent / "mmproj-m-F16.gguf").write_bytes(b"another model")
     assert open_source(file.parent, Access()).weight_files == ("m.gguf",)
+
+
+# What a damaged or hostile file may say under any key.
+STRANGE: list[Any] = [
+    *(0, 1, -1, 2, 7, 2**31, 2**63, 1e308, 1e-320, float("nan"), float("inf"), -1.0, 0.5, "", "x", "yarn", "linear"),
+    *(
+        "longrope",
+        True,
+        MetadataList("int32", 0, ()),
+        MetadataList("int32", 2, (4, 4)),
+        MetadataList("int32", 9999, (1,)),
+    ),
+    *(MetadataList("string", 2, ("a", "b")), MetadataList("float32", 2, (float("nan"), 1.0))),
+]
+FURTHER = ("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "expert_count")
+FURTHER += (
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "nextn_predict_layers",
+    "rope.freq_base_swa",
+)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_strange_metadata_end_in_a_line(seed: int, lonely: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, draw = open_gguf(lonely), random.Random(seed)
+    every = whole_metadata(whole)
+    keys = [key for key in whole.metadata if not key.startswith("general.")] + [f"llama.{key}" for key in FURTHER]
+    monkeypatch.setattr("pqweights.checkpoint.gguf.sources.whole_metadata", lambda contents: contents.metadata)
+    refusals = []
+    for _ in range(60):
+        metadata = dict(every)
+        for key in draw.sample(keys, draw.choice((1, 1, 2))):
+            metadata[key] = draw.choice(STRANGE)
+        contents = replace(whole, metadata=metadata)
+        monkeypatch.setattr("pqweights.checkpoint.gguf.sources.open_gguf", lambda path, of=contents: of)
+        try:
+            open_source(lonely, Access())
+        except SourceError as error:
+            refusals.append(str(error))
+    assert len(refusals) > 20 and not any("\n" in line for line in refusals)

@@ -54,12 +54,12 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
             f"expected a layer for each of at most {len(contents.tensors)} tensors as "
             f"{contents.architecture}.block_count, found {layers!r:.20}"
         )
-    values["num_hidden_layers"] = layers - (_number(contents, "nextn_predict_layers", real=False) or 0)
+    values["num_hidden_layers"] = layers - (_scalar(contents, "nextn_predict_layers", real=False) or 0)
     del values["block_count"]
     _assume_sizes(contents, values)
     _state_windows(contents, architecture, values)
     values |= read_rope(
-        lambda key: (_value if key.endswith("type") else _number)(contents, key), architecture, values, factors
+        lambda key: (_value if key.endswith("type") else _scalar)(contents, key), architecture, values, factors
     )
     local = "rope_local_base_freq"
     if values.get(local) == values.get("rope_theta") and local not in model.defaults:
@@ -107,6 +107,14 @@ def _unstated(contents: GgufContents, key: str) -> ExportError:
     return ExportError(f"the file does not say {key}")
 
 
+def _scalar(contents: GgufContents, key: str, *, real: bool = True) -> Any:
+    """Return the number of a key; None if it is absent. Raises ExportError for anything else."""
+    value = _number(contents, key, real=real)
+    if isinstance(value, list | bool):
+        raise ExportError(f"{contents.architecture}.{key}: expected one number, found {value!r:.60}")
+    return value
+
+
 def key_of(setting: Setting, architecture: str) -> str:
     """Return the key under which a file has a hyper-parameter."""
     if setting.parameter.startswith("."):
@@ -145,7 +153,8 @@ def _solve_settings(contents: GgufContents, architecture: Architecture, values: 
 
 def _shortest(value: Any) -> Any:
     """Return the shortest number that is the same in float32, as which files hold it."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    in_range = isinstance(value, float) and abs(value) <= float(np.finfo(np.float32).max)
+    return float(str(np.float32(value))) if in_range else value
 
 
 def _solve(expression: str, result: Any, values: dict[str, Any]) -> None:
@@ -192,7 +201,7 @@ def _assume_sizes(contents: GgufContents, values: dict[str, Any]) -> None:
 
 def _state_windows(contents: GgufContents, architecture: Architecture, values: dict[str, Any]) -> None:
     """State the window of attention, and which layers have it."""
-    window, layers = _number(contents, "attention.sliding_window", real=False), values["num_hidden_layers"]
+    window, layers = _scalar(contents, "attention.sliding_window", real=False), values["num_hidden_layers"]
     if not window:
         if architecture.windows is not None:
             values["sliding_window"] = None

@@ -107,6 +107,8 @@ def read_rope(
     base, local, whole = value("rope.freq_base") or DEFAULT_BASE, value("rope.freq_base_swa"), known["head_dim"]
     stated: dict[str, Any] = {"rope_theta": base}
     rotated = value("rope.dimension_count") or whole
+    if rotated > whole or rotated % 2:
+        raise ExportError(f"rope.dimension_count: expected an even number of at most {whole}, found {rotated}")
     if rotated != whole:
         stated["partial_rotary_factor"] = rotated / whole
     if local is not None and architecture.windows == LAYERS and architecture.window_base:
@@ -169,10 +171,11 @@ def _bounds(
     yield from ((1.0, 4.0, 8192), (1.0, 1.0, 8192), (1.0, 4.0, 64))
     frequencies = base ** (-np.arange(0, rotated, 2) / rotated) / (2 * math.pi)
     between = (factors[: rotated // 2] > 1 + 1e-6) & (factors[: rotated // 2] < factor * (1 - 1e-6))
-    if np.count_nonzero(between) > 1 and factor > 1:
+    if np.count_nonzero(between) > 1 and factor > 1 and np.ptp(frequencies[between]) > 0:
         share = (1 / factors[: rotated // 2][between] - 1 / factor) / (1 - 1 / factor)
-        slope, offset = np.polyfit(frequencies[between], share, 1)
-        if offset < 0:
+        slope = (share[-1] - share[0]) / (frequencies[between][-1] - frequencies[between][0])
+        offset = share[0] - slope * frequencies[between][0]
+        if offset < -1e-6:
             high = 1 - 1 / offset
             yield 1.0, float(high), round(slope * (high - 1))
     turns = 1 / frequencies[factors[: rotated // 2] > 1]  # no frequency lies between
