@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from pqweights.checkpoint.models import text_config, text_model
-from pqweights.checkpoint.models.conventions import PARTS
+from pqweights.checkpoint.models.conventions import DRAFT_PARTS, DRAFTS, PARTS
 from pqweights.checkpoint.models.names import draft_layers, predicts_further
 from pqweights.checkpoint.names import CARD_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
@@ -31,10 +31,6 @@ GUARD = (
     "this model is a pqweights master: run `import pqweights` before loading it (pip install "
     "'pqweights[transformers]'), or convert it with `pqweights export --target bf16`"
 )
-
-# How many layers predict further tokens, in the configurations of DeepSeek, GLM and others, Qwen3.5, and MiniMax, which
-# says by one more key whether there are any.
-DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules", "use_mtp")
 
 # The end of an architecture's name -> the auto class of transformers that loads such models.
 AUTO_CLASSES = {
@@ -121,7 +117,7 @@ def declare_drafts(config: dict[str, Any], names: Sequence[str]) -> None:
     layers = text_model(config).layers
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     stated = [(place, key) for place in _places(config) for key in DRAFTS if place.get(key)]
-    if not stated and (drafts := draft_layers(names, layers)):
+    if not stated and any(map(DRAFT_PARTS.search, names)) and (drafts := draft_layers(names, layers)):
         text[DRAFTS[0]] = drafts
     if not any(predicts_further(name, layers or sys.maxsize) for name in names):
         for place, key in stated:

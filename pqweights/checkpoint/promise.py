@@ -14,11 +14,12 @@ import numpy as np
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.models import text_config, text_model
-from pqweights.checkpoint.models.conventions import EMBEDDINGS_OF, HEADS, INPUT_EMBEDDING
+from pqweights.checkpoint.models.conventions import EMBEDDINGS_OF, HEADS
 from pqweights.checkpoint.models.description import stated_or_default
-from pqweights.checkpoint.models.names import role_name, tower_of
+from pqweights.checkpoint.models.names import is_embedding, role_name
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.storage import Storage, read_bytes
+from pqweights.checkpoint.structure import differences
 
 TIED = "tie_word_embeddings"
 # What is compared at a time; of files elsewhere, so much at each of so many places.
@@ -35,7 +36,7 @@ def with_embeddings(stored: dict[str, StoredTensor], config: Config | None) -> t
     transformers then takes it for both, which no other runtime does.
     """
     head = next((name for name in HEADS if f"{name}.weight" in stored), None)
-    if head is None or _ties(config or {})[0] is not True or any(map(_is_embedding, stored)):
+    if head is None or _ties(config or {})[0] is not True or any(map(is_embedding, stored)):
         return stored, ()
     embedding = next((name for layers, name in EMBEDDINGS_OF.items() if any(map(layers.match, stored))), None)
     if embedding is None:
@@ -52,7 +53,8 @@ def checked_config(
     """Return the configuration with what the tensors show to be otherwise, and remarks on that."""
     if config is None:
         return None, ()
-    return _with_head(storage, tensors, config)
+    config, of_head = _with_head(storage, tensors, config)
+    return config, (*of_head, *differences({tensor.name: tensor.shape for tensor in tensors}, config))
 
 
 def _with_head(storage: Storage, tensors: Sequence[LogicalTensor], config: Config) -> tuple[Config, Remarks]:
@@ -74,7 +76,7 @@ def differing_head(
     text = text_model(config)
     weights = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.name.endswith(".weight")]
     heads = [tensor for tensor in weights if role_name(tensor.name, tensor.dtype, tensor.shape, text) == "lm_head"]
-    embeddings = [tensor for tensor in weights if _is_embedding(tensor.name)]
+    embeddings = [tensor for tensor in weights if is_embedding(tensor.name)]
     if len(heads) != 1 or not embeddings:
         return None
     head, embedding = heads[0], embeddings[0]
@@ -94,12 +96,6 @@ def _ties(config: Mapping[str, Any]) -> list[Any]:
     """Return what is said of head and embeddings: of the whole model, of its text model; else what its type has."""
     stated = [place[TIED] for place in (config, text_config(config)) if TIED in place]
     return stated or [stated_or_default({}, text_model(config), TIED)]
-
-
-def _is_embedding(name: str) -> bool:
-    """Whether a weight has a row for each token of the text model."""
-    *_, module, last = ("", "", *name.split("."))
-    return last == "weight" and INPUT_EMBEDDING.fullmatch(module) is not None and tower_of(name) is None
 
 
 def same_values(storage: Storage, one: LogicalTensor, other: LogicalTensor) -> bool:

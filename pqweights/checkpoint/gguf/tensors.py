@@ -40,6 +40,7 @@ from pqweights.checkpoint.models.llama_cpp import SHAPES, Shape
 from pqweights.checkpoint.models.names import is_leftover, predicts_further, tower_of
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.structure import counts_drafts
 from pqweights.checkpoint.views import MovedTensor
 from pqweights.common.dtypes import FLOAT_DTYPES
 from pqweights.errors import ExportError
@@ -58,6 +59,9 @@ NUMBERS = "TID2EID"
 OLD_NORMS = {".gamma": ".weight", ".beta": ".bias"}
 # Names of tensors in layers, which encoders and decoders may have a stack of each.
 BLOCK = re.compile(r"((?:enc\.|dec\.)?blk)\.(\d+)\.(.+)")
+
+
+UNUSED_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.[qkvo]_proj\.bias")
 
 
 def gguf_tensors(
@@ -105,6 +109,10 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
     tied = settings.get("tie_word_embeddings") is True
     kept, left_out = [], {}
     layers, folded = settings.number("num_hidden_layers"), settings.architecture.folded_drafts
+    names_behind = [tensor.name for tensor in tensors if predicts_further(_text_name(tensor.name)[0], layers)]
+    further = f"behind the {layers} layers that config.json counts"
+    if counts_drafts(names_behind, settings.values):
+        further = "predicts further tokens, which the model does without"
     for tensor in tensors:
         name, inner = _text_name(tensor.name)
         name = re.sub(f"^{settings.architecture.prefix}", "", name)
@@ -119,8 +127,10 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
             left_out[tensor.name] = settings.architecture.unused_why
         elif name == HEAD and tied:
             left_out[tensor.name] = "the same as the embeddings"
+        elif settings.get("attention_bias") is False and UNUSED_BIAS.fullmatch(name):
+            left_out[tensor.name] = "config.json says attention_bias false, and transformers does without it"
         elif drafts and behind is None:
-            left_out[tensor.name] = "predicts further tokens, which the model does without"
+            left_out[tensor.name] = further
         elif not drafts and ((wrapped and not inner and name != HEAD) or tower_of(tensor.name)):
             left_out[tensor.name] = "not part of the text model"
         else:

@@ -15,6 +15,11 @@ from typing import NamedTuple
 TEXT_PREFIXES = {"model.language_model.": "model.", "model.text_model.": "model.", "language_model.": ""}
 # A whole name: the prefix of all layers of the text model, the number of one, and what follows.
 LAYER = re.compile(r"((?:|model\.|backbone\.|model\.language_model\.|language_model\.model\.)layers\.)(\d+)\.(.+)")
+# What the names of the layers of a text model begin with, and the number of one.
+TEXT_LAYERS = re.compile(
+    r"(?:|model\.|backbone\.|transformer\.|gpt_neox\.|model\.language_model\.|language_model\.model\.|"
+    r"model\.text_model\.)(?:layers|h|blocks)\.(\d+)\."
+)
 HEADS = ("lm_head", "model.lm_head", "language_model.lm_head")
 # The embeddings of tokens, by what the names of layers begin with.
 EMBEDDINGS_OF = {
@@ -50,6 +55,11 @@ VISION = re.compile(
 MTP = re.compile(r"mtp|mtp_\w+|nextn\w*")
 # A whole name below `mtp`: the number of the layer and what follows, or what there is beside the layers.
 BELOW_MTP = re.compile(r"(?:model\.)?mtp\.(?:layers\.(\d+)\.(.+)|(.+))")
+# Modules that only layers have that predict further tokens.
+DRAFT_PARTS = re.compile(r"(?:^|\.)(?:eh_proj|enorm|hnorm|shared_head|nextn\w*|mtp\w*|pre_fc_norm_\w+)(?:\.|$)")
+# How many layers predict further tokens, in the configurations of DeepSeek, GLM and others, Qwen3.5, and MiniMax, which
+# says by one more key whether there are any.
+DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules", "use_mtp")
 SSM_PARAMETERS = re.compile(r"A_log|A|D|dt_bias|dt_proj|in_proj_(a|b|ba)|time_(decay|first|mix\w*|maa\w*)")
 MAMBA_PATH = re.compile(r"mamba\w*|mixer|ssm\w*")
 NORM = re.compile(r"\w*norm(s|\d+|_\w+)?|\w*normali[sz]ation|ln|ln_\w+|ln\d+", re.IGNORECASE)

@@ -135,6 +135,13 @@ def tower_of(name: str) -> str | None:
     return next((component for component in name.split(".") if conventions.VISION.fullmatch(component)), None)
 
 
+def is_embedding(name: str) -> bool:
+    """Whether a weight has a row for each token of the text model."""
+    *_, module, last = ("", *name.split("."))
+    is_input = last == "weight" and conventions.INPUT_EMBEDDING.fullmatch(module) is not None
+    return is_input and tower_of(name) is None
+
+
 def without_numbers(name: str) -> str:
     """Return the name with 0 for the numbers of layers, experts and so on.
 

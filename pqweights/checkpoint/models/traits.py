@@ -35,6 +35,8 @@ class Trait(Enum):
     # It computes with a weight otherwise than by F.linear, the only product of torchao's tensors.
     USED_DIRECTLY = auto()
     USED_EARLY = auto()  # code of the model that initializes linear weights needs them as they are loaded
+    # The sizes, layers or biases of its text model follow from other settings than those of most.
+    OTHER_SIZES = auto()
     WRAPS_TEXT = auto()  # beside its towers it has a text model that computes as the type in its text_config does
     STACKED_BY_MLX = auto()  # mlx-lm stacks its experts, and changes nothing else
     RUN_BY_MLX = auto()  # another target refuses it, and mlx makes a model of it that mlx-lm runs
@@ -91,6 +93,11 @@ owlvit pe_audio pix2struct pop2piano pp_doclayout_v3 pp_doclayout_v4 pvt pvt_v2 
 rf_detr rt_detr rt_detr_v2 rwkv sapiens2 seggpt siglip siglip2 siglip2_vision_model siglip_vision_model swiftformer
 swin2sr switch_transformers t5 timesformer tipsv2_vision_model udop umt5 videoprism videoprism_vision_model vitdet
 vjepa2 xclip xlstm
+""",
+    Trait.OTHER_SIZES: """
+albert cosmos3_omni csm electra gemma3n gemma3n_text granite_speech5_encoder inkling inkling_mm_model inkling_text
+kyutai_speech_to_text longcat_flash mllama mllama_text_model mobilebert modernbert modernbert-decoder moshi neomme
+pix2struct rembert zamba zamba2 zaya
 """,
     Trait.WRAPS_TEXT: """
 gemma3n gemma4 idefics3 internvl kimi_k25 kimi_vl lfm2_vl llama4 llava minimax_m3_vl mistral3 qwen2_5_vl qwen2_vl

@@ -1,0 +1,167 @@
+"""Which layers and shapes config.json promises of a text model, compared with the names and shapes of its tensors.
+
+Only headers are looked at. Each difference is a sentence that says what transformers makes of it; a configuration that
+does not state something is taken to promise nothing of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pqweights.checkpoint.models import has_trait, text_config
+from pqweights.checkpoint.models.conventions import DRAFT_PARTS, DRAFTS, LM_HEAD, TEXT_LAYERS
+from pqweights.checkpoint.models.names import is_embedding, tower_of
+from pqweights.checkpoint.models.traits import Trait
+from pqweights.common.units import counted, first_names
+
+Config = Mapping[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
+# What configurations call the number of layers, and of experts.
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+REFUSED = "transformers does not load that"
+RANDOM = "transformers computes with random values in their place"
+# A module of a layer that a configuration says to have biases or not.
+BIASED = {"attention_bias": re.compile(r"self_attn\.[qkv]_proj"), "mlp_bias": re.compile(r"mlp\.(?:gate|up|down)_proj")}
+TOWERS = {"vision_config": "images", "audio_config": "sound"}
+
+
+def differences(shapes: Shapes, config: Config) -> Iterator[str]:
+    """Yield where the tensors of a model, by name, are not those that its configuration promises."""
+    text = text_config(config)
+    if any(has_trait(place.get("model_type"), Trait.OTHER_SIZES) for place in (config, text)):
+        return
+    layers: dict[int, set[str]] = defaultdict(set)
+    for name in shapes:
+        if (match := TEXT_LAYERS.match(name)) is not None:
+            layers[int(match[1])].add(name[match.end() :])
+    count = next((n for key in LAYERS if _is_count(n := text.get(key))), None)
+    if layers and count is not None:
+        yield from _of_layers(layers, count, config, any(map(DRAFT_PARTS.search, shapes)))
+        yield from _within_layers(layers, count, text)
+        yield from _of_biases(layers, count, text)
+        yield from _of_heads(shapes, config)
+    yield from _of_experts(layers, text)
+    yield from _of_shapes(shapes, text)
+    yield from _of_towers(shapes, config)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def counts_drafts(names: Sequence[str], config: Config) -> bool:
+    """Whether layers behind the last one predict further tokens: by the configuration, or by what they hold."""
+    stated = any(_is_count(place.get(key)) for place in (config, text_config(config)) for key in DRAFTS)
+    return stated or any(DRAFT_PARTS.search(name) for name in names)
+
+
+def _of_layers(layers: Mapping[int, set[str]], count: int, config: Config, has_drafts: bool) -> Iterator[str]:
+    """Yield which layers are missing, and which are more than the configuration counts."""
+    missing = count - sum(number < count for number in layers)
+    if missing > 0:
+        first = next(number for number in range(len(layers) + 1) if number not in layers)
+        yield f"config.json counts {count} layers, and {missing} are not stored (the first is {first}): {RANDOM}"
+    behind = sorted(number for number in layers if number >= count)
+    stated = next((key for place in (config, text_config(config)) for key in DRAFTS if _is_count(place.get(key))), None)
+    if stated is not None and not behind and not has_drafts:
+        yield f"config.json states {stated}, and no layer that predicts further tokens is stored: results do without"
+    if behind and not counts_drafts([name for number in behind for name in layers[number]], config):
+        yield (
+            f"the files hold {counted(len(behind), 'layer')} more than the {count} that config.json counts (from "
+            f"{behind[0]} on): transformers computes without them"
+        )
+    types = text_config(config).get("layer_types")
+    if isinstance(types, list) and len(types) != count:
+        yield (
+            f"config.json names {len(types)} layer_types for {count} layers: transformers does not load the model; "
+            "give as many as there are layers"
+        )
+
+
+def _within_layers(layers: Mapping[int, set[str]], count: int, text: Config) -> Iterator[str]:
+    """Yield what single layers lack that others of their kind have."""
+    if _is_count(text.get("num_kv_shared_layers")):
+        return
+    types = text.get("layer_types")
+    kinds = types if isinstance(types, list) and len(types) == count else [None] * min(count, max(layers) + 1)
+    alike: dict[tuple[str, frozenset[str]], list[int]] = defaultdict(list)
+    for number, names in layers.items():
+        if number < len(kinds):
+            alike[str(kinds[number]), frozenset(re.sub(r"\.\d+\.", ".*.", name) for name in names)].append(number)
+    for (kind, held), numbers in alike.items():
+        for (other, more), fuller in alike.items():
+            if other == kind and held < more and len(numbers) <= len(fuller):
+                lacking = sorted(more - held)
+                yield f"layer {numbers[0]} lacks {first_names(lacking)}, which layer {fuller[0]} has: {RANDOM}"
+                return
+
+
+def _of_biases(layers: Mapping[int, set[str]], count: int, text: Config) -> Iterator[str]:
+    """Yield which biases are there and not promised, or promised and not there."""
+    for key, modules in BIASED.items():
+        inner = {name for number, names in layers.items() if number < count for name in names}
+        having = {name for name in inner if name.endswith(".bias") and modules.match(name)}
+        if text.get(key) is True and not having and any(map(modules.match, inner)):
+            yield f"config.json says {key}, and no layer has such a bias: transformers computes with zeros"
+        if text.get(key) is False and having:
+            named = first_names(sorted(having))
+            yield f"config.json says {key} false, and layers have {named}: transformers ignores them"
+
+
+def _of_shapes(shapes: Shapes, text: Config) -> Iterator[str]:
+    """Yield what has another shape than the configuration says: transformers does not load it."""
+    embeddings = [name for name, shape in shapes.items() if len(shape) == 2 and is_embedding(name)]
+    for axis, key in enumerate(("vocab_size", "hidden_size")):
+        size = text.get(key)
+        if len(embeddings) == 1 and _is_count(size) and shapes[embeddings[0]][axis] != size:
+            found, what = shapes[embeddings[0]][axis], ("rows", "columns")[axis]
+            yield f"config.json says {key} {size}, and {embeddings[0]} has {found} {what}: {REFUSED}"
+    heads, width = text.get("num_attention_heads"), text.get("head_dim")
+    groups = text.get("num_key_value_heads", heads)
+    if _is_count(heads) and _is_count(text.get("hidden_size")) and width is None:
+        width = text["hidden_size"] // heads
+    names = (n for n in shapes if n.endswith((".self_attn.k_proj.weight", ".self_attn.v_proj.weight")))
+    of_text = (name for name in names if tower_of(name) is None and len(shapes[name]) == 2)
+    if _is_count(width) and _is_count(groups):
+        wrong = next((name for name in of_text if shapes[name][0] != groups * width), None)
+        if wrong is not None:
+            rows = shapes[wrong][0]
+            yield f"config.json says {groups} heads of {width} for keys, and {wrong} has {rows} rows: {REFUSED}"
+
+
+def _of_experts(layers: Mapping[int, set[str]], text: Config) -> Iterator[str]:
+    """Yield if other numbers of experts are stored, one by one, than the configuration counts."""
+    count = next((n for key in EXPERTS if _is_count(n := text.get(key))), None)
+    for number, names in layers.items() if count is not None else ():
+        experts = {int(match[1]) for match in map(_EXPERT.search, names) if match}
+        if experts and len(experts) != count:
+            yield f"config.json counts {count} experts, and layer {number} has {len(experts)}: {REFUSED}"
+            return
+
+
+def _of_heads(shapes: Shapes, config: Config) -> Iterator[str]:
+    """Yield if a model that predicts tokens has no head, and it is not to be the same as the embeddings."""
+    has_head = any(LM_HEAD.fullmatch(name.split(".")[-2]) for name in shapes if name.endswith(".weight"))
+    predicts = _class_of(config).endswith(("ForCausalLM", "LMHeadModel"))
+    if predicts and not has_head and config.get("tie_word_embeddings") is False:
+        yield f"config.json says that the head has weights of its own, and none are stored: {RANDOM}"
+
+
+def _class_of(config: Config) -> str:
+    """Return the name of the model's class in transformers; empty if the configuration does not say it."""
+    named = config.get("architectures")
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+
+
+def _of_towers(shapes: Shapes, config: Config) -> Iterator[str]:
+    """Yield the towers that are described and not stored."""
+    if not _class_of(config).endswith(("ForConditionalGeneration", "ForImageTextToText")):
+        return
+    for key, what in TOWERS.items():
+        if isinstance(config.get(key), Mapping) and not any(tower_of(name) for name in shapes):
+            yield f"config.json describes a tower for {what} ({key}), and none is stored: {RANDOM}"
