@@ -173,3 +173,12 @@ def test_a_single_number_is_no_matrix(tmp_path: Path) -> None:
     tensors = llama_tensors() | {name: ("F32", np.ones((), dtype=np.float32))}
     with pytest.raises(ExportError, match=r"config.json asks for .*; found shape \(\)"):
         converted(write_checkpoint(tmp_path, tensors, config=CONFIG))
+
+
+def test_a_head_that_llama_cpp_would_not_compute_with_is_refused(tmp_path: Path) -> None:
+    """Its Gemma has the embeddings in the place of a head; transformers takes one that is stored and differs."""
+    head = {"lm_head__weight": bf16(gaussian(*llama_tensors()["lm_head.weight"][1].shape, seed=9))}
+    config = {"model_type": "gemma", "architectures": None, "hidden_act": "gelu", "head_dim": 8}
+    folder = write_llama(tmp_path, config=config | {"tie_word_embeddings": None}, **head)
+    with pytest.raises(ExportError, match=r"lm_head\.weight"):
+        converted(folder)

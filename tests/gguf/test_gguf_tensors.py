@@ -203,7 +203,7 @@ def test_missing_and_misshapen_experts_are_refused(tmp_path: Path) -> None:
 def test_gains_of_gemma_get_their_offset_in_float32(tmp_path: Path) -> None:
     config = {"model_type": "gemma", "architectures": None, "hidden_act": "gelu", "tie_word_embeddings": None}
     config |= {"head_dim": 8}
-    folder = write_llama(tmp_path, config=config)
+    folder = write_llama(tmp_path, config=config, lm_head__weight=llama_tensors()["model.embed_tokens.weight"])
     model = converted(folder)
     gain = named(model)["blk.0.attn_norm.weight"]
     source = as_float32(llama_tensors()["model.layers.0.input_layernorm.weight"])

@@ -105,6 +105,7 @@ def write_gemma(folder: Path, model_type: str, **config: Any) -> Path:
         for layer in range(2)
         for name in names
     }
+    changed["lm_head__weight"] = llama_tensors()["model.embed_tokens.weight"]  # they are tied
     return write_llama(folder, config=GEMMA3 | {"model_type": model_type} | config, **changed)
 
 
