@@ -56,6 +56,12 @@ def check_computed(config: Mapping[str, Any]) -> None:
             "config.json: mlx-lm does not scale the logits of a minicpm3 whose head is its embedding "
             f"(tie_word_embeddings); {other_targets(MLX, config)}"
         )
+    experts, chosen = text.get("num_experts", 16), text.get("num_experts_per_tok", 2)
+    if text.get("model_type") == "jamba" and isinstance(experts, int) and experts > 1 and experts != chosen:
+        raise ExportError(
+            "config.json: mlx-lm weighs the experts of a jamba by a softmax over those that are chosen, and the model "
+            f"over all {experts}; {other_targets(MLX, config)}"
+        )
     if text.get("use_bidirectional_attention") is True:
         raise ExportError(
             "config.json: mlx-lm's models attend to what comes before alone, and this one attends both ways "

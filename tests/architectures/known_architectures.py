@@ -294,8 +294,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hrm_text": A("HrmText", TEXT, vllm=RESHAPED, torchao=RESHAPED),
     "gpt_oss": A("GptOss", TEXT, EXPERTS, mlx=LOADS, intermediate_size=WIDTH, sliding_window=32),
     "jamba": A(
-        "Jamba", TEXT, EXPERTS, mlx=LOADS, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
-        expert_layer_offset=1, mamba_d_state=16, mamba_dt_rank=16
+        "Jamba", TEXT, EXPERTS, mlx="weighs the experts of a jamba by a softmax", attn_layer_period=2,
+        attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=16, mamba_dt_rank=16
     ),
     "bamba": A("Bamba", TEXT, MAMBA2, attn_layer_indices=[1]),
     "zamba2": A(

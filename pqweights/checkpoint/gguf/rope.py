@@ -32,7 +32,7 @@ def rope_parameters(settings: Settings, layers: str = FULL) -> dict[str, Any]:
 
     layers: FULL or SLIDING, for models in which these differ
     """
-    stated = settings.get("rope_parameters")
+    stated = settings.get("rope_parameters") or {"rope_type": "default", "rope_theta": DEFAULT_BASE}
     own = stated if "rope_type" in stated else stated.get(layers) or next(iter(stated.values()))
     return {"partial_rotary_factor": 1.0, **own}
 
