@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 
+# How often a listener is told how far a slow step is.
+TELL_SECONDS = 5.0
 # Steps are taken in any thread, so all share the listeners. The last one is told.
 _listeners: list[Callable[[str], None]] = []
 
@@ -50,3 +53,19 @@ def slow_step(name: str) -> Iterator[None]:
     finally:
         for tell in told:
             tell("")
+
+
+def told_steps(steps: range, name: str, unit: str, *, each: int = 1) -> Iterator[int]:
+    """Yield the numbers of a slow step, and tell the listener every few seconds how far it is, and the time left.
+
+    unit: what is counted, `each` of them in a step
+    """
+    begin = last = time.monotonic()
+    for number in steps:
+        now, done = time.monotonic(), number - steps.start
+        if done and now - last >= TELL_SECONDS:
+            last = now
+            left = (now - begin) / done * (len(steps) - done)
+            for tell in _listeners[-1:]:
+                tell(f"{name}: {done * each} of {len(steps) * each} {unit}, {left:.0f} s left")
+        yield number

@@ -19,7 +19,7 @@ from pqweights.checkpoint.names import EVALUATION_FILE
 from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, described_folder
 from pqweights.checkpoint.storage import LocalStorage, read_file
-from pqweights.common.threads import slow_step
+from pqweights.common.threads import slow_step, told_steps
 from pqweights.errors import EvaluationError
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import check_loaded
@@ -36,6 +36,7 @@ from pqweights.rewrite.task import RunOptions
 READ_WITH_WEIGHTS = (".json", ".model", "merges.txt", "vocab.txt")
 # Tokens of a window of the sample, unless the model takes fewer.
 WINDOW = 256
+DRAWING = "drawing the sample"  # as users are told
 FEWEST_TOKENS = 2048
 SEED = 0
 # A model whose weights take more bytes in float32 is sampled from packed, from a draft master; so is one that is
@@ -120,7 +121,7 @@ class SampleOf:
         packed = with_draft or (is_master and is_large)
         options: dict[str, Any] = {"packed": True, "dtype": "bfloat16"} if packed else {"dtype": "float32"}
         folder = work / "draft" if with_draft else self.source
-        with slow_step("drawing the sample"):
+        with slow_step(DRAWING):
             if with_draft:
                 pickled = QuantizeOptions(allow_pickle=self.allow_pickle)
                 run = RunOptions(threads=threads)
@@ -159,7 +160,7 @@ def draw(model: Any, *, windows: int, tokens: int, first: int, seed: int) -> Ten
     ids = torch.full((windows, 1), first)
     cache = None
     with torch.inference_mode():
-        for _ in range(tokens - 1):
+        for _ in told_steps(range(1, tokens), DRAWING, "tokens", each=windows):
             output = model(ids[:, -1:], past_key_values=cache, use_cache=True)
             cache = getattr(output, "past_key_values", None)
             if cache is None:

@@ -23,6 +23,7 @@ from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import write_whole
 from pqweights.common.documents import as_json
+from pqweights.common.threads import slow_step, told_steps
 from pqweights.errors import SourceError
 from pqweights.planning.calibration import states_bytes
 from pqweights.planning.inputs import InputVector, Progress, WeightInputs
@@ -40,6 +41,7 @@ Floats = npt.NDArray[np.float32]
 # The rows that are held back of each vector.
 HELD_BACK_ROWS = 512
 KEY = "inputs"
+READING = "reading the sample"  # as users are told
 
 
 @contextmanager
@@ -97,11 +99,11 @@ class SampledInputs:
             return
         passes = self._passes
         steps = passes.model.layers + 1
-        for layer in range(steps):
-            if not passes.file(KEY, layer).exists():
-                self._run(layer, partial(self._write, layer), with_moments=False)
-            self._read(layer)
-            progress(layer + 1, steps, "reading the sample")
+        with slow_step(READING):  # `progress` counts the bytes of the result
+            for layer in told_steps(range(steps), READING, "layers"):
+                if not passes.file(KEY, layer).exists():
+                    self._run(layer, partial(self._write, layer), with_moments=False)
+                self._read(layer)
 
     def mean_squares(self, vector: int) -> Floats:
         """See KnownInputs."""

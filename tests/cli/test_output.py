@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import time
+import types
 
 import pytest
 import typer
@@ -12,7 +13,8 @@ from pqweights_cli import bar, output
 from pqweights_cli.output import BYTES
 from rich.console import Console
 
-from pqweights.common.threads import listening, slow_step
+from pqweights.common import threads
+from pqweights.common.threads import listening, slow_step, told_steps
 
 NAME = "model.language_model.layers.17.mlp.experts.113.down_proj.weight"
 
@@ -165,3 +167,11 @@ def test_quiet_silences_notes_progress_and_summaries(
     with output.errors():
         talk()
     assert capsys.readouterr() == ("a summary\n", "a note\na step\nworking: a step\n")
+
+
+def test_steps_are_told_with_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = iter(range(0, 1000, 4)), list[str]()
+    monkeypatch.setattr(threads, "time", types.SimpleNamespace(monotonic=lambda: float(next(clock))))
+    with listening(told.append):
+        assert list(told_steps(range(1, 6), "drawing", "tokens", each=8)) == [1, 2, 3, 4, 5]
+    assert told == ["drawing: 8 of 40 tokens, 32 s left", "drawing: 24 of 40 tokens, 11 s left"]
