@@ -316,6 +316,7 @@ def _builder(config: dict[str, Any], mlx: MlxDifferences) -> Callable[[], Any]:
     """Return a function that makes the model, without memory for its parameters."""
     model_class, arguments_class = mlx_lm_utils._get_classes(config)
     check_computed(config)
+    _check_activation(config, arguments_class)
     _add_computed(config, arguments_class, mlx)
     arguments = arguments_class.from_dict(config)
     return lambda: model_class(arguments)
@@ -340,6 +341,17 @@ def _add_old_names(config: dict[str, Any]) -> None:
         for old, new in RENAMED.items():
             if new in settings:
                 settings.setdefault(old, settings[new])
+
+
+def _check_activation(config: dict[str, Any], arguments_class: Any) -> None:
+    """Raise ExportError for an activation that mlx-lm does not read: it computes with the usual one of the type."""
+    usual, stated = text_model(config).defaults.get("hidden_act"), config.get("hidden_act")
+    read = {field.name for field in dataclasses.fields(arguments_class)} & {"hidden_act", "text_config"}
+    if usual == "silu" and stated not in (None, "silu", "swish") and not read:
+        raise ExportError(
+            f"config.json: mlx-lm computes this model ({config['model_type']}) with hidden_act silu only, found "
+            f"{stated!r}; {other_targets(MLX, config)}"
+        )
 
 
 def _add_defaults(config: dict[str, Any]) -> None:

@@ -108,6 +108,7 @@ WARNED: dict[str, tuple[dict[str, Any], str, int, int]] = {
 REFUSED: dict[str, dict[str, Any]] = {
     "a base of layers with full attention alone": {"model_type": "olmo3", **KINDS, "rope_theta": 5e3},
     "whole heads instead of halves": {"model_type": "glm", "head_dim": 32},
+    "an activation that mlx-lm ignores": {"model_type": "llama", "hidden_act": "gelu"},
     "kinds of layers out of order": {
         "model_type": "gemma3_text", "head_dim": 32, "num_hidden_layers": 3, "sliding_window": 8,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
