@@ -132,8 +132,8 @@ _MODEL = {
         "sliding_window sliding_window_size attention_chunk_size attention_window_size local_attention window_size "
         "max_window_layers",
     ),
-    **_keys(Base, "rope_theta rope_local_base_freq rotary_emb_base global_rope_theta local_rope_theta "
-            "compress_rope_theta"),
+    **_keys(_or_listed(Base), "rope_theta"),  # Step 3.7 has one for each layer
+    **_keys(Base, "rope_local_base_freq rotary_emb_base global_rope_theta local_rope_theta compress_rope_theta"),
     **_keys(_or_listed(Share), "partial_rotary_factor"),
     **_keys(
         Factor,
