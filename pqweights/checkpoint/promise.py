@@ -7,7 +7,7 @@ every target reads the same. What cannot be mended is said.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,8 @@ def checked_config(
     if config is None:
         return None, ()
     config, of_head = _with_head(storage, tensors, config)
-    return config, (*of_head, *differences({tensor.name: tensor.shape for tensor in tensors}, config))
+    of_embeddings = _differing_embeddings(storage, tensors, config)
+    return config, (*of_head, *of_embeddings, *differences({tensor.name: tensor.shape for tensor in tensors}, config))
 
 
 def _with_head(storage: Storage, tensors: Sequence[LogicalTensor], config: Config) -> tuple[Config, Remarks]:
@@ -82,6 +83,20 @@ def differing_head(
     head, embedding = heads[0], embeddings[0]
     is_same = head.shape == embedding.shape and same_values(storage, head, embedding)
     return None if is_same else (head.name, embedding.name)
+
+
+def _differing_embeddings(storage: Storage, tensors: Sequence[LogicalTensor], config: Config) -> Iterator[str]:
+    """Yield which embeddings of encoder and decoder are to be the same, and are not."""
+    if all(tied is False for tied in _ties(config)):
+        return
+    shared = next((tensor for tensor in tensors if tensor.name in ("shared.weight", "model.shared.weight")), None)
+    copies = [tensor for tensor in tensors if tensor.name.endswith("coder.embed_tokens.weight")]
+    for of in copies:
+        if shared is not None and shared.shape == of.shape and not same_values(storage, shared, of):
+            yield (
+                f"{of.name} is to be the same as {shared.name} by config.json, and their values differ: transformers "
+                "computes with both; a GGUF file has room for one"
+            )
 
 
 def untied(config: Mapping[str, Any]) -> Config:

@@ -179,3 +179,12 @@ def test_of_files_elsewhere_parts_are_compared(base: Path, tmp_path: Path) -> No
     assert not promise.same_values(storage, tensors[HEAD], tensors[EMBEDDING])
     assert storage.bytes_read <= 2 * promise.SAMPLES * promise.SAMPLE_BYTES
     assert promise.same_values(storage, tensors[HEAD], tensors[HEAD])
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_embeddings_of_encoder_and_decoder_that_differ_are_named(differs: bool, tmp_path: Path) -> None:
+    shared, other = gaussian(64, 128, seed=1), gaussian(64, 128, seed=2 if differs else 1)
+    tensors = {"shared.weight": bf16(shared), "encoder.embed_tokens.weight": bf16(other)}
+    config = {"model_type": "t5", "tie_word_embeddings": True, "is_encoder_decoder": True}
+    remarks = open_local(write_checkpoint(tmp_path / "src", tensors, config=config)).remarks
+    assert len(remarks) == differs and all("encoder.embed_tokens.weight" in remark for remark in remarks)
