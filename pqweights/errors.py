@@ -8,8 +8,17 @@ class PqweightsWarning(UserWarning):
     """Something that the user should know of a result, which was given all the same."""
 
 
+# Messages quote names and values of files, which may be of any length.
+MOST_CHARACTERS = 1400
+
+
 class PqweightsError(Exception):
-    """Base of all expected failures. The message is shown to the user as it is."""
+    """Base of all expected failures. The message is shown to the user as it is, but for the middle of a long one."""
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        half = MOST_CHARACTERS // 2
+        return message if len(message) <= MOST_CHARACTERS else f"{message[:half]} ... {message[-half:]}"
 
 
 class SourceError(PqweightsError):

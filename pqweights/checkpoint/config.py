@@ -21,6 +21,7 @@ from pqweights.checkpoint.models.names import draft_layers, predicts_further
 from pqweights.checkpoint.names import CARD_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.storage import Storage, read_file
+from pqweights.common.documents import load_yaml
 
 CONFIG_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -207,13 +208,6 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_TEXT and value.isprintable()
 
 
-class _CardLoader(yaml.SafeLoader):
-    """A safe loader without merges of mappings, because copies of copies could fill the memory."""
-
-    def flatten_mapping(self, node: Any) -> None:
-        """Leave `<<` a key like any other."""
-
-
 def front_matter(card: str) -> tuple[dict[str, Any], str]:
     """Split a card into the YAML at its top and the text below; the YAML is empty if there is none or it is invalid."""
     lines = card.removeprefix("\ufeff").splitlines(keepends=True)
@@ -227,7 +221,7 @@ def front_matter(card: str) -> tuple[dict[str, Any], str]:
     if len(text) > MAX_FRONT_MATTER:
         return {}, body
     try:
-        fields = yaml.load(text, _CardLoader)  # a SafeLoader
+        fields = load_yaml(text)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return {}, body
     return (fields if isinstance(fields, dict) else {}), body

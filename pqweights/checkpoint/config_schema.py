@@ -8,6 +8,8 @@ that are not listed may hold anything: they are copied, not read.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
@@ -25,6 +27,9 @@ OTHER_PARTS = ("linear_attn_config", "attn_config")
 # The keys that count layers; so many need no tensors of their own.
 LAYER_COUNTS = ("num_hidden_layers", "num_decoder_layers", "decoder_layers", "n_layer", "n_layers", "num_layers")
 FEW_LAYERS = 512
+# A component of a name that is a number, with the one before it.
+_LONG_NUMBER = re.compile(r"(?:^|(?<=\.))([^.\n]{0,64})\.(\d{4,})(?=\.)", re.MULTILINE)
+MOST_DIGITS = 9
 # llama.cpp has room for 512 layers, and no model of 65,536 heads, experts or channels in a head is known.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_TOKENS, MOST_POSITIONS = 4096, 1 << 16, 1 << 24, 1 << 28, (1 << 31) - 1
 
@@ -225,15 +230,25 @@ def checked_config(config: dict[str, Any], file: str) -> dict[str, Any]:
     return config
 
 
-def check_layers(config: dict[str, Any], tensor_count: int) -> None:
-    """Raise SourceError for a configuration with more layers than so many stored tensors can be.
+def check_layers(config: dict[str, Any], names: Collection[str]) -> None:
+    """Raise SourceError for more layers than so many tensors can be, in a configuration or in their names.
 
     Runtimes and tables of names are made of one object for each layer, whatever the files hold.
+
+    names: those of the stored tensors
     """
+    most, tensor_count = max(FEW_LAYERS, len(names)), len(names)
+    for match in _LONG_NUMBER.finditer("\n".join(names)):
+        digits, of_layer = match[2], match[1] == "layers"
+        if len(digits) > MOST_DIGITS or int(digits) > (most if of_layer else max(MOST_HEADS, tensor_count)):
+            raise SourceError(
+                f"tensor '...{match[0][:80]}...': the number is larger than {tensor_count} tensors explain: fetch the "
+                "files of this model"
+            )
     for place in (config, *(config[key] for key in PARTS if isinstance(config.get(key), dict))):
         for key in LAYER_COUNTS:
             layers = place.get(key)
-            if isinstance(layers, int) and layers > max(FEW_LAYERS, tensor_count):
+            if isinstance(layers, int) and layers > most:
                 raise SourceError(
                     f"{CONFIG_FILE}: {key}: expected as many layers as {tensor_count} tensors can be, found {layers}: "
                     "fetch the configuration of this model"

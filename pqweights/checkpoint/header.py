@@ -26,6 +26,10 @@ from pqweights.common.dtypes import DTYPE_BITS
 from pqweights.common.strict_json import MAX_ELEMENTS, unique_keys
 from pqweights.errors import SourceError
 
+# The expressions that tell the role of a tensor take time that grows with the square of its name.
+MAX_NAME = 512
+# The largest dimension of a tensor without elements, whose size no bytes of a file confirm.
+MOST_OF_NOTHING = 1 << 16
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 ONLY_GGUF_READERS = "GGUF, which only pqweights eval, generate, inspect, plan and quantize read (local files)"
 # The digits of the two offsets of a tensor, in files of gigabytes.
@@ -165,14 +169,15 @@ def _parse_entries(file: str, header: dict[str, Any], data_start: int) -> list[S
     tensors = []
     for name, entry in entries.items():
         dtype, shape, (begin, end) = entry.dtype, entry.shape, entry.data_offsets
-        if not name.isprintable():
-            raise _damaged(file, f"tensor {ascii(name)[:80]}: expected a printable name")
+        if not name.isprintable() or len(name) > MAX_NAME:
+            raise _damaged(
+                file, f"tensor {ascii(name)[:80]}: expected a printable name of at most {MAX_NAME} characters"
+            )
         if dtype not in DTYPE_BITS:
             raise _damaged(file, f"tensor {name!r}: expected a safetensors dtype, found {dtype[:40]!r}")
-        elements = math.prod(shape)
-        if elements > MAX_ELEMENTS or (elements == 0 and max(shape) > MAX_ELEMENTS):
+        if overflows(shape):
             raise _damaged(file, f"tensor {name!r}: shape {str(shape)[:80]} overflows")
-        bits = elements * DTYPE_BITS[dtype]
+        bits = math.prod(shape) * DTYPE_BITS[dtype]
         if 8 * (end - begin) != bits:
             raise _damaged(
                 file,
@@ -181,6 +186,12 @@ def _parse_entries(file: str, header: dict[str, Any], data_start: int) -> list[S
             )
         tensors.append(StoredTensor(name, dtype, shape, file, data_start + begin, end - begin))
     return tensors
+
+
+def overflows(shape: Sequence[int]) -> bool:
+    """Whether a shape has more elements than can be counted, or none although its dimensions claim many."""
+    elements = math.prod(shape)
+    return elements > MAX_ELEMENTS or (elements == 0 and max(shape) > MOST_OF_NOTHING)
 
 
 def _checked_entry(file: str, name: str, entry: Any) -> _Entry:

@@ -28,7 +28,14 @@ from pqweights.checkpoint.readers import (
 )
 from pqweights.checkpoint.storage import Storage
 from pqweights.codecs import DEFAULT_CODEC, MASTER_CODECS, WITHDRAWN, Coding, MasterCodec, native, withdrawn
-from pqweights.codecs.columns import ColumnCoding, ColumnCut, HadamardTrellisColumns, Orientation, bits_of
+from pqweights.codecs.columns import (
+    MOST_STORED_COLUMNS,
+    ColumnCoding,
+    ColumnCut,
+    HadamardTrellisColumns,
+    Orientation,
+    bits_of,
+)
 from pqweights.codecs.protocol import Coder, State, exact_rate
 from pqweights.codecs.weight import block_count
 from pqweights.common.advice import instead
@@ -457,6 +464,11 @@ def _shape(where: str, stated: tuple[int, ...] | None, *, coder: Coding, first: 
 def _column_cut(where: str, shape: tuple[int, ...], state: Orientation) -> ColumnCut:
     if len(shape) not in (2, 3) or not math.prod(shape):
         raise _damaged(f"{where}: shape: expected rows and columns for {ColumnCoding.codec}, found {list(shape)}")
+    if shape[-1] > MOST_STORED_COLUMNS:
+        raise _damaged(
+            f"{where}: shape: expected at most {MOST_STORED_COLUMNS} columns for {ColumnCoding.codec}, found "
+            f"{list(shape)}"
+        )
     return ColumnCut.of(shape, transposed=state.transposed)
 
 

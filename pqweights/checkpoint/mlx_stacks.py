@@ -24,7 +24,7 @@ def with_single_experts(stored: dict[str, StoredTensor]) -> dict[str, StoredTens
     result = {}
     for name, tensor in stored.items():
         match = STACK.fullmatch(name)
-        if match is None or len(tensor.shape) != 3 or not 0 < tensor.shape[0] <= MOST_EXPERTS:
+        if match is None or len(tensor.shape) != 3 or not tensor.byte_count or tensor.shape[0] > MOST_EXPERTS:
             result[name] = tensor
             continue
         path, matrix, part = match.groups()

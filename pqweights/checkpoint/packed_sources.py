@@ -12,7 +12,7 @@ JSON of `X.quant_state.bitsandbytes__nf4`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -69,11 +69,11 @@ def why_not(settings: dict[str, Any]) -> str | None:
         return f"AutoRound (packing_format {layout!r}, data_type {settings.get('data_type', 'int')!r})"
     if _method(settings) == "gptq":
         version, bits = str(settings.get("checkpoint_format", "gptq")), settings.get("bits")
-        is_known = version in GPTQ_FIRST_ZEROS and bits in INTEGER_BITS
+        is_known = version in GPTQ_FIRST_ZEROS and _is_one_of(bits, INTEGER_BITS)
         return None if is_known else f"GPTQ (checkpoint_format {version!r}, bits {bits!r})"
     if _method(settings) == "awq":
         version, bits = str(settings.get("version", "gemm")).lower(), settings.get("bits", settings.get("w_bit"))
-        return None if version == "gemm" and bits == 4 else f"AWQ (version {version!r}, bits {bits!r})"
+        return None if version == "gemm" and _is_one_of(bits, (4,)) else f"AWQ (version {version!r}, bits {bits!r})"
     layouts = [settings.get("format"), *(group.get("format") for group in _groups(settings))]
     for layout in layouts:
         if layout is not None and layout not in LAYOUTS:
@@ -108,6 +108,11 @@ def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
         return {**settings, "quant_method": "awq", "version": "gemm"}
     version = "gptq" if first in names[0] else "gptq_v2"
     return {**settings, "quant_method": "gptq", "checkpoint_format": version}
+
+
+def _is_one_of(bits: Any, widths: Sequence[int]) -> bool:
+    """Whether a width in a configuration is one of these; for Python, 4.0 is 4 and true is 1."""
+    return type(bits) is int and bits in widths
 
 
 def scales_of(name: str, stored: Mapping[str, StoredTensor]) -> StoredTensor | None:
@@ -211,7 +216,7 @@ class _PackedSource:
         mode, size = how.get("mode", "affine"), how.get("group_size")
         usual, dtype = MLX_MODES.get(mode, (0, None)) if isinstance(mode, str) else (0, None)
         bits = how.get("bits", usual) if mode == "affine" else usual
-        if bits not in MLX_BITS or not isinstance(size, int) or size < 1:
+        if not _is_one_of(bits, MLX_BITS) or not isinstance(size, int) or size < 1:
             found = f"mode {mode!r}, bits {bits!r}, group_size {size!r}"
             raise SourceError(f"config.json: quantization of {module!r}: expected a mode of MLX, found {found}")
         rows, columns = codes.shape[:-1], codes.shape[-1] * 32 // bits if codes.shape else 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -164,7 +164,7 @@ def _check_names(names: list[str]) -> None:
                     f"tensor {name!r}: a master needs this name for a part of {weight!r}; rename the tensor"
                 )
     if len(distinct) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(names).most_common(1)[0][0]
         raise SourceError(f"tensor {twice!r} is there twice, once in a packed format and once plain")
 
 

@@ -273,6 +273,9 @@ class BlockTensor(EncodedTensor):
 class ColumnTensor(EncodedTensor):
     """A weight of hadamard-trellis-columns, of which the superblocks are decoded that hold elements."""
 
+    # Elements of a transposed weight that are decoded at once, before they are put in their places.
+    BAND_ELEMENTS = 1 << 22
+
     coder: ColumnCoding
     state: Orientation
 
@@ -334,11 +337,25 @@ class ColumnTensor(EncodedTensor):
         Raises MasterError if they cannot be decoded.
         """
         cut, items = self.cut, f"u{item_bytes(dtype)}"
-        if cut.transposed:
-            rows, columns = columns, rows
-        first, count = columns.start // cut.blocks, -(-len(columns) // cut.blocks)
+        if not cut.transposed:
+            self._decode_superblocks(matrix, rows, columns, dtype=dtype, out=out)
+            return
+        turned = out.view(items).reshape(len(rows), -1)
+        step = max(1, self.BAND_ELEMENTS // (len(rows) * BLOCK_SIZE)) * BLOCK_SIZE
+        for start in range(0, cut.rows, step):
+            band = range(start, min(start + step, cut.rows))
+            values = scratch("transposed", len(band) * len(rows) * item_bytes(dtype))
+            self._decode_superblocks(matrix, band, rows, dtype=dtype, out=values)
+            turned[:, band.start : band.stop] = values.view(items).reshape(len(band), -1).T
+
+    def _decode_superblocks(
+        self, matrix: int, rows: range, columns: range, *, dtype: str, out: npt.NDArray[np.uint8]
+    ) -> None:
+        """Decode rows and columns of a matrix, whole superblocks: of a transposed weight, neighbours in one column."""
+        cut = self.cut
+        first, count, strip = columns.start // cut.blocks, -(-len(columns) // cut.blocks), rows.start // BLOCK_SIZE
         at = matrix * cut.strips * cut.superblocks
-        at += first * cut.strips if cut.transposed else rows.start // BLOCK_SIZE * cut.superblocks + first
+        at += first * cut.strips + strip if cut.transposed else strip * cut.superblocks + first
         ends = self.ends[at : at + 1 + -(-len(rows) // BLOCK_SIZE) * count]
         trellis, _, row_scales, column_scales = self.encoded
         codes = ColumnCodes(
@@ -347,13 +364,10 @@ class ColumnTensor(EncodedTensor):
             self._scales(row_scales, matrix * cut.rows, rows),
             self._scales(column_scales, matrix * cut.columns, columns),
         )
-        values = scratch("transposed", len(out)) if cut.transposed else out
         try:
-            decode_codes(codes, cut.blocks, dtype, values)
+            decode_codes(codes, cut.blocks, dtype, out)
         except DamagedBlock as damaged:
             raise damaged_error(self.place, damaged, first=at) from None
-        if cut.transposed:
-            out.view(items).reshape(len(columns), -1)[:] = values.view(items).reshape(len(rows), -1).T
 
     def _scales(self, stored: StoredTensor, first: int, numbers: range) -> npt.NDArray[np.uint8]:
         return self._read_items(stored, first + numbers.start, np.empty(len(numbers), dtype=np.uint8))

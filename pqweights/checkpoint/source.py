@@ -260,7 +260,7 @@ def open_checkpoint(
     check_adapter_files(storage, weight_files)
     stored, copies = stored_tensors(storage, weight_files)
     misplaced = {} if weights.index is None else check_tensors(weights.index, stored)
-    check_layers(config or {}, len(stored))
+    check_layers(config or {}, stored)
     is_master, remarks = config is not None and master.is_master(config), list[str]()
     if not is_master:
         stored, of_names = unwrapped(storage, stored)

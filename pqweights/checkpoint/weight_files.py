@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pqweights.checkpoint.companions import WEIGHT_SUFFIXES
-from pqweights.checkpoint.header import StoredTensor, gguf_refused
+from pqweights.checkpoint.header import MAX_NAME, StoredTensor, gguf_refused, overflows
 from pqweights.checkpoint.names import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, is_inside
 from pqweights.checkpoint.other_weights import found_instead, holds_weights
 from pqweights.checkpoint.storage import LocalStorage, Storage, read_file
@@ -344,6 +344,11 @@ def _stored(file: str, name: str, tensor: Tensor, *, records: list[Span]) -> Sto
     if tensor.layout is not torch.strided or not tensor.is_contiguous() or dtype is None:
         raise SourceError(
             f"{file}: tensor {name!r} is not a contiguous tensor of a known dtype: convert to safetensors"
+        )
+    if len(name) > MAX_NAME or overflows(tuple(tensor.shape)):
+        raise SourceError(
+            f"{file}: tensor {ascii(name)[:80]}: expected a short name and the shape of a tensor, found "
+            f"{str(list(tensor.shape))[:80]}"
         )
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     offset = (start or 0) + int(tensor.storage_offset()) * tensor.element_size()

@@ -27,6 +27,8 @@ from pqweights.kernels.trellis import HEADER_BYTES
 
 # Blocks of a superblock at most.
 _MOST = 768
+# Columns of a weight as it is stored: a unit that is decoded at once spans all of them.
+MOST_STORED_COLUMNS = 1 << 16
 # What a scale that is stored as u stands for.
 _FACTORS = np.exp2((np.arange(256) - 128) / 16).astype(np.float32)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from reprlib import Repr
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import yaml
 from msgspec import Meta
 
 from pqweights.common.advice import instead
@@ -40,6 +42,9 @@ _WORDS = {
     "object": "keys and values",
     "|": "or",
 }
+# Of a value that may be as large as the file, or larger: YAML can name the same list many times.
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 _TYPES = {dict: "object", list: "array", str: "str", bool: "bool", int: "int", float: "float", type(None): "null"}
 
 
@@ -86,6 +91,18 @@ def as_document(value: Any, document: type[Type], damaged: Damaged) -> Type:
         raise damaged(_in_words(str(error), value)) from None
 
 
+class _YamlLoader(yaml.SafeLoader):
+    """A safe loader without merges of mappings, because copies of copies could fill the memory."""
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Leave `<<` a key like any other."""
+
+
+def load_yaml(text: str) -> Any:
+    """Parse a YAML text. Raises YAMLError, ValueError, TypeError or RecursionError if it is none."""
+    return yaml.load(text, _YamlLoader)  # a SafeLoader
+
+
 def as_json(document: object) -> Any:
     """Return a document as the dicts and lists that json_bytes writes."""
     return _with_lists(msgspec.to_builtins(document))
@@ -118,7 +135,11 @@ def _located(value: Any, steps: list[tuple[str, str]], got: str | None) -> tuple
     msgspec does not say in which item of a mapping (`[...]`), but of which type the value is.
     """
     if not steps:
-        return ("", ascii(value)[:80]) if got in (None, _TYPES.get(type(value))) else None
+        return (
+            ("", _SHORT.repr(value).encode("ascii", "backslashreplace").decode()[:80])
+            if got in (None, _TYPES.get(type(value)))
+            else None
+        )
     (key, index), *rest = steps
     if index == "..." and got is None:
         return None

@@ -7,7 +7,6 @@ pqweights/checkpoint/gguf, and which types its tensors get in gguf_types.py.
 from __future__ import annotations
 
 import fnmatch
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +39,7 @@ from pqweights.checkpoint.gguf.model import (
 )
 from pqweights.checkpoint.names import file_stem
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.storage import read_file
+from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.errors import ExportError, OptionError
 from pqweights.exports.assignment import Assignment
 from pqweights.exports.formats import BlockRule, Rounding, Stays
@@ -133,10 +132,10 @@ class GgufOutput:
         return tuple(n for n in names if any(fnmatch.fnmatchcase(n.lower(), pattern) for pattern in COPIED))
 
     def _modelfile(self, files: Sequence[str]) -> bytes:
-        settings: Any = {}
+        settings = {}
         if GENERATION_CONFIG in self.checkpoint.companions:
-            settings = json.loads(read_file(self.checkpoint.storage, GENERATION_CONFIG))
-        known = {key: settings[key] for key in SETTINGS if isinstance(settings, dict) and _is_number(settings.get(key))}
+            settings = read_json_object(self.checkpoint.storage, GENERATION_CONFIG)
+        known = {key: settings[key] for key in SETTINGS if _is_number(settings.get(key))}
         lines = [f"PARAMETER {OLLAMA_NAMES.get(key, key)} {value}" for key, value in known.items()]
         return "\n".join(
             ["# ollama create NAME -f Modelfile", *(f"FROM ./{file}" for file in files), *lines, ""]

@@ -8,7 +8,7 @@ from typing import Any
 
 from pqweights.checkpoint.header import TensorSpec, entry_bytes
 from pqweights.checkpoint.master import column_specs
-from pqweights.codecs.columns import ColumnCut
+from pqweights.codecs.columns import MOST_STORED_COLUMNS, ColumnCut
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.errors import OptionError, RecipeError
 from pqweights.planning.context_memory import layers_and_width
@@ -55,7 +55,7 @@ def wanted_bits(recipe: Recipe, tensors: Sequence[TensorPlan]) -> dict[str, floa
 def _fills_strips(shape: Sequence[int]) -> bool:
     """Whether a weight is a matrix, or a stack of them, of enough rows; those of a stack may be its last dimension."""
     rows = shape[:1] if len(shape) == 2 else shape[1:]
-    return len(shape) in (2, 3) and min(rows) >= FEWEST_ROWS
+    return len(shape) in (2, 3) and min(rows) >= FEWEST_ROWS and shape[-1] <= MOST_STORED_COLUMNS
 
 
 def _header_bytes(specs: Sequence[TensorSpec]) -> int:

@@ -21,7 +21,7 @@ import yaml
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs import DEFAULT_CODEC, checked_effort, checked_rate, get_codec, nearest_rate
 from pqweights.common.advice import instead
-from pqweights.common.documents import ClosedDocument, Number, as_document
+from pqweights.common.documents import ClosedDocument, Number, as_document, load_yaml
 from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, PqweightsError, RecipeError
 from pqweights.planning.roles import ROLES, Role
@@ -298,8 +298,8 @@ def parse_recipe(text: str, where: str) -> Recipe:
 def parse_yaml(text: str, where: str) -> Any:
     """Parse a text as YAML. where: what messages call it. Raises RecipeError if it is none."""
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return load_yaml(text)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(f"{where}: not YAML: {_yaml_problem(text, error)}") from None
 
 

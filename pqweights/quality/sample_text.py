@@ -56,12 +56,14 @@ def _of_data_set(name: str, characters: int) -> str:
     datasets = package("datasets", "eval", f"{name}, no such file here, as a data set of the Hub,")
     repository, _, configuration = name.partition(":")
     texts: list[str] = []
+    found = 0
     try:
         with quiet():
             splits = datasets.load_dataset(repository, configuration or None, streaming=True)
             rows = iter(splits["train"] if "train" in splits else next(iter(splits.values())))
-            while sum(map(len, texts)) < characters and (row := next(rows, None)) is not None:
+            while found < characters and (row := next(rows, None)) is not None:
                 texts.append("\n".join(_strings(row.get("text", row))))
+                found += len(texts[-1])
     except (*REFUSALS, datasets.exceptions.DatasetsError) as error:
         # There is no network, no such data set, several configurations, or files that `datasets` cannot read.
         said = " ".join(str(error).split())[:200]

@@ -31,8 +31,7 @@ from pqweights.checkpoint.gguf.contents import (
     MetadataValue,
     StoredType,
 )
-from pqweights.checkpoint.header import aligned
-from pqweights.common.strict_json import MAX_ELEMENTS
+from pqweights.checkpoint.header import aligned, overflows
 from pqweights.errors import SourceError
 
 MAGIC = b"GGUF"
@@ -180,7 +179,7 @@ def _read_tensor(cursor: _Cursor, number: int) -> _TensorEntry:
         raise cursor.damaged(f"{what}: expected at most {MAX_DIMENSIONS} dimensions, found {dimensions}")
     *sizes, code, offset = cursor.numbers(f"{dimensions}QIQ", what)
     shape = tuple(reversed(sizes))
-    if max(shape, default=0) > MAX_ELEMENTS or math.prod(shape) > MAX_ELEMENTS:
+    if overflows(shape):
         raise cursor.damaged(f"{what}: shape {str(list(shape))[:80]} overflows")
     if code not in TENSOR_TYPES:
         raise SourceError(

@@ -177,13 +177,13 @@ def with_tiled_heads(name: str, tensor: LogicalTensor, tiled: Tiled, settings: S
     groups, heads = settings.number("linear_num_key_heads"), settings.number("linear_num_value_heads")
     size = settings.number(tiled.size)
     before = settings.number(tiled.before) if tiled.before != "0" else 0
-    places = before + np.arange(heads * size).reshape(groups, heads // groups, size).swapaxes(0, 1).reshape(-1, size)
     along = tensor.shape[-1] if tiled.columns or len(tensor.shape) == 1 else tensor.shape[0]
     if heads % groups or along != before + heads * size:
         raise ExportError(
             f"tensor {tensor.name!r}: expected {before + heads * size} channels, as config.json has it, found "
             f"{tensor.shape}"
         )
+    places = before + np.arange(heads * size).reshape(groups, heads // groups, size).swapaxes(0, 1).reshape(-1, size)
     if tiled.columns or len(tensor.shape) == 1:
         order = np.concatenate([np.arange(before), places.reshape(-1)])
         return ReorderedTensor.of(name, tensor, order=order)

@@ -53,6 +53,8 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
         raise settings.refusal(f"llama.cpp computes it with rope_type {taken} only, found {rope_type!r}")
     whole = settings.number(settings.architecture.rotated)
     rotated = int(whole * _number(settings, parameters, "partial_rotary_factor"))
+    if whole % 2 or rotated % 2 or rotated < 2:
+        raise settings.refusal(f"expected an even number of rotated channels, found {rotated} of {whole}")
     if rope_type == "proportional":  # of Gemma 4: frequencies are those of whole heads, and the last ones are 0
         factors = np.where(np.arange(whole // 2) < rotated // 2, 1, 1e30).astype(np.float32)
         rotated = whole
@@ -69,7 +71,9 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
     if sections:
         writer.add_rope_dimension_sections([*sections, 0][:4])
     base = _number(settings, parameters, "rope_theta")
-    if rope_type == "dynamic":  # of HunYuan, with another base at once instead of one by the length of the text
+    if (
+        rope_type == "dynamic" and rotated > 2
+    ):  # of HunYuan, with another base at once instead of one by the length of the text
         base *= _number(settings, parameters, "alpha") ** (rotated / (rotated - 2))
     writer.add_rope_freq_base(base)
     if any(windowed_layers(settings)):
@@ -260,6 +264,8 @@ def own_betas(settings: Settings, parameters: Mapping[str, Any]) -> dict[str, fl
 def _add_longrope(settings: Settings, parameters: Mapping[str, Any], writer: Any, *, rotated: int) -> Factors:
     """LongRoPE (arXiv:2402.13753): factors for short texts and for long ones."""
     original = _number(settings, parameters, "original_max_position_embeddings")
+    if original <= 1:
+        raise settings.refusal(f"expected more than 1 as original_max_position_embeddings, found {original}")
     numbers = {key: _optional(settings, parameters, key) for key in ("factor", "attention_factor")}
     known = {"rope_type": "longrope", "original_max_position_embeddings": original} | numbers
     writer.add_rope_scaling_type(gguf_package().RopeScalingType.LONGROPE)

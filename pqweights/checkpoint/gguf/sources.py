@@ -84,7 +84,7 @@ def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:
     storage = StorageWithMade(contents.folder, only, made)
     config = model_config(storage)
     assert config is not None
-    check_layers(config, len(contents.tensors))
+    check_layers(config, [tensor.name for tensor in contents.tensors])
     stored = {tensor.name: _stored(tensor) for tensor in contents.tensors}
     tensors, left_out = _model_tensors(storage, contents, stored, config)
     beside = companions(storage.files(), contents.files, include, outside_links=storage.links.outside)
@@ -216,7 +216,7 @@ def _views(contents: GgufContents, settings: Settings) -> dict[str, LogicalTenso
     ):
         known = known_name(name.replace(".{}", ".0"), settings.architecture.modules).replace(".experts.0", ".experts")
         shape = shapes.get(names.get_name(known, try_suffixes=SUFFIXES) or "", ())
-        if "{}" in name and len(shape) == 3:
+        if "{}" in name and len(shape) == 3 and 0 not in shape:
             tensors += [_Absent(name=name.format(n), shape=shape[1:]) for n in range(shape[0])]
         elif "{}" not in name and shape:
             is_gate = name.endswith("shared_expert_gate.weight")

@@ -27,6 +27,8 @@ NAMED_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 SPACE = "▁"
 # The parts that process a text, and where each lists its steps if it has several.
 STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}
+# Of a token; what is compared to find how tokens are joined grows with the square of it.
+MOST_CHARACTERS = 2000
 SCHEMES = (None, "first", "always", "never")
 # What llama.cpp's converter gives tokens that no merge makes.
 NO_SCORE = -1000.0
@@ -163,6 +165,13 @@ def read_tokenizer(storage: Storage) -> dict[str, Any]:
     """
     tokenizer = read_json(storage, FAST)
     _expect_object(tokenizer.get("model") or {}, "model")
+    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    longest = max(vocabulary, key=len, default="") if isinstance(vocabulary, dict) else ""
+    if len(longest) > MOST_CHARACTERS:
+        raise SourceError(
+            f"{FAST}: expected tokens of at most {MOST_CHARACTERS} characters, found {longest[:40]!r}... with "
+            f"{len(longest)}"
+        )
     added = tokenizer.get("added_tokens") or []
     _expect_list(added, "added_tokens")
     for entry in added:

@@ -5,7 +5,6 @@ What is stated beside the configuration is how images are normalized, in preproc
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.settings import Settings, value_of
+from pqweights.checkpoint.gguf.tokens import read_tokenizer
 from pqweights.checkpoint.gguf.views import InterleavedTensor, OffsetTensor, RenamedTensor, ReorderedTensor
 from pqweights.checkpoint.models import text_config
 from pqweights.checkpoint.models.description import ModelDescription
@@ -24,8 +24,8 @@ from pqweights.checkpoint.models.llama_cpp import Architecture
 from pqweights.checkpoint.models.llama_cpp_towers import TOWERS, Tower
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.storage import read_file
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.errors import ExportError
 
 ARCHITECTURE = "clip"
@@ -168,8 +168,8 @@ def _add_hyper_parameters(tower: Tower, settings: Settings, writer: Any, checkpo
 def _image_processor(checkpoint: Checkpoint) -> dict[str, Any]:
     for file, part in PROCESSORS:
         if file in checkpoint.companions:
-            stated = json.loads(read_file(checkpoint.storage, file))
-            stated = stated.get(part, {}) if part and isinstance(stated, dict) else stated
+            stated = read_json_object(checkpoint.storage, file)
+            stated = stated.get(part, {}) if part else stated
             if isinstance(stated, dict) and stated:
                 return stated
     raise ExportError("preprocessor_config.json, which says how images are normalized, is missing")
@@ -286,10 +286,10 @@ def _rows(name: str, tensor: LogicalTensor, order: npt.NDArray[np.int64]) -> Log
 def _break(checkpoint: Checkpoint) -> LogicalTensor:
     """Return the embedding of the token that ends a row of an image."""
     there = "tokenizer.json" in checkpoint.companions
-    added = json.loads(read_file(checkpoint.storage, "tokenizer.json")).get("added_tokens", []) if there else []
-    number = next((token["id"] for token in added if token.get("content") == BREAK), None)
+    added = read_tokenizer(checkpoint.storage).get("added_tokens") or [] if there else []
+    number = next((token.get("id") for token in added if token["content"] == BREAK), None)
     embeddings = next((t for t in checkpoint.tensors if t.name.endswith("embed_tokens.weight")), None)
-    if number is None or embeddings is None:
+    if embeddings is None or not isinstance(number, int) or not 0 <= number < embeddings.shape[0]:
         raise ExportError(f"tokenizer.json: {BREAK}, which llama.cpp puts behind each row of an image, is missing")
     row = _rows("v.token_embd.img_break", embeddings, np.array([number]))
     return RenamedTensor.of(row.name, row, shape=embeddings.shape[1:])

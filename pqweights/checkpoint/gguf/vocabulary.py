@@ -25,6 +25,7 @@ from pqweights.checkpoint.gguf.tokens import (
     Vocabulary,
     beside_added,
     check_ids,
+    check_merges,
     placed_tokens,
     read_json,
     read_tokenizer,
@@ -287,11 +288,26 @@ def _add_special(storage: Storage, config: Mapping[str, Any], writer: Any, vocab
             raise SourceError(f"{FAST} or {CONFIG}: gguf cannot read it: {error!r:.200}") from error
     if merged and not special.merges:
         raise unmapped("it has no merges")
+    check_merges(special.merges)
+    _check_template(special.chat_template)
     _settle(special.special_token_ids, special.add_special_token, vocabulary)
     missed = _add_ends(special.special_token_ids, _ends(storage, config), vocabulary.tokens)
     with silent():
         special.add_to_gguf(writer, quiet=True)
     return missed
+
+
+def _check_template(template: Any) -> None:
+    """Raise SourceError for a chat template that is neither a text nor a list of names with texts."""
+    several = template if isinstance(template, list) else []
+    whole = all(
+        isinstance(one, dict) and {*map(type, (one.get("name"), one.get("template")))} == {str} for one in several
+    )
+    if not whole or not isinstance(template, str | list | None):
+        raise SourceError(
+            f"{CONFIG} or {TEMPLATES[1]}: chat_template: expected a text, or a list of names with templates, found "
+            f"{template!r:.80}"
+        )
 
 
 def _settle(ids: dict[str, int], added: dict[str, bool], vocabulary: Vocabulary) -> None:

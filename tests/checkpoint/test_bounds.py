@@ -1,0 +1,169 @@
+"""What small files may claim: nothing that takes time or memory out of proportion to their bytes."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import column_writer
+import numpy as np
+import pytest
+from helpers import bf16, gaussian, write_checkpoint
+from hostile.case import entry, raw
+
+from pqweights.checkpoint.gguf.file import parse_gguf
+from pqweights.checkpoint.gguf.tokens import read_tokenizer
+from pqweights.checkpoint.header import MAX_NAME, MOST_OF_NOTHING, StoredTensor
+from pqweights.checkpoint.master import logical_tensors
+from pqweights.checkpoint.mlx_stacks import with_single_experts
+from pqweights.checkpoint.source import open_local
+from pqweights.checkpoint.storage import LocalStorage
+from pqweights.codecs.columns import MOST_STORED_COLUMNS, ColumnCut
+from pqweights.common.documents import Document, as_document
+from pqweights.common.strict_json import parse_json
+from pqweights.errors import MasterError, PqweightsError, SourceError
+from pqweights.planning.recipe import parse_recipe
+
+
+@contextmanager
+def quickly(seconds: float = 3.0) -> Iterator[None]:
+    """Check that something takes little time of the processor; what is quadratic would take minutes."""
+    before = time.process_time()
+    yield
+    assert time.process_time() - before < seconds
+
+
+def test_a_key_that_is_there_twice_is_found_among_many() -> None:
+    text = json.dumps({f"key {number}": 0 for number in range(100_000)})[:-1] + ', "key 99999": 1}'
+    with quickly(), pytest.raises(ValueError, match="'key 99999' appears twice"):
+        parse_json(text.encode(), strict=True)
+
+
+@pytest.mark.parametrize("shape", [[2**34, 0], [0, MOST_OF_NOTHING + 1, 1]], ids=str)
+def test_tensors_without_elements_claim_no_large_dimensions(shape: list[int], tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(raw(json.dumps({"x": entry("F32", shape, [0, 0])})))
+    with pytest.raises(SourceError, match=r"'x': shape .* overflows"):
+        open_local(tmp_path)
+    header = struct.pack("<4sIQQ", b"GGUF", 3, 1, 0) + struct.pack("<Q1sI", 1, b"x", len(shape))
+    header += struct.pack(f"<{len(shape)}QIQ", *shape, 0, 0)
+    header += bytes(-len(header) % 32)
+    with pytest.raises(SourceError, match=r"'x': shape .* overflows"):
+        parse_gguf(Path("a.gguf"), BytesIO(header), len(header))
+
+
+def test_stacks_of_experts_without_elements_are_not_taken_apart() -> None:
+    name = "model.layers.0.mlp.switch_mlp.up_proj.weight"
+    stored = {name: StoredTensor(name, "U32", (16384, 0, 1), "x", 0, 0)}
+    assert with_single_experts(stored) == stored
+
+
+@pytest.mark.parametrize("name", ["norm_" * 20_000 + "!", "x" * (MAX_NAME + 1)], ids=len)
+def test_long_names_of_tensors_are_refused(name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {name: bf16(gaussian(4, 128))})
+    with quickly(), pytest.raises(SourceError, match=f"at most {MAX_NAME} characters") as refused:
+        open_local(tmp_path)
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [
+        ("model.layers.512.up_proj.weight", True),
+        ("model.layers.100000.up_proj.weight", False),
+        ("model.layers.0.experts.65535.up_proj.weight", True),
+        ("model.layers.0.experts.65537.up_proj.weight", False),
+        (f"x.{'9' * 500}.weight", False),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_numbers_in_names_are_those_that_the_tensors_explain(name: str, fits: bool, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {name: bf16(gaussian(4, 128))}, config={"model_type": "llama", "num_hidden_layers": 2})
+    if fits:
+        open_local(tmp_path)
+        return
+    with pytest.raises(SourceError, match="larger than 1 tensors explain"):
+        open_local(tmp_path)
+
+
+class _Numbers(Document, frozen=True):
+    numbers: list[int]
+
+
+def test_messages_are_short_whatever_a_value_holds() -> None:
+    nested = ["x"]
+    for _ in range(30):
+        nested = [nested] * 10  # type: ignore[list-item]
+    with quickly(), pytest.raises(SourceError) as refused:
+        as_document({"numbers": nested}, _Numbers, SourceError)
+    assert len(str(refused.value)) < 200
+    assert len(str(PqweightsError("x" * 10**6))) < 1500
+
+
+def test_recipes_do_not_merge_mappings() -> None:
+    lines = ["a0: &a0 {k: v}", *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}" for n in range(1, 10))]
+    text = "\n".join(lines)
+    with quickly(), pytest.raises(PqweightsError, match=r"r\.yaml: not YAML"):
+        parse_recipe(text, "r.yaml")
+
+
+def test_long_tokens_are_refused(tmp_path: Path) -> None:
+    token = "a" * 1_000_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {token: 0}, "merges": []}}))
+    with quickly(), pytest.raises(SourceError, match=r"tokenizer\.json: .*token"):
+        read_tokenizer(LocalStorage(tmp_path))
+
+
+def master_of(shape: tuple[int, ...], transposed: bool) -> Callable[[], Any]:
+    """Return what opens a master with a weight of columns that claims a shape."""
+    cut = ColumnCut.of(shape, transposed=transposed)
+    parts = {
+        "_trellis": ("U8", (8,)), "_lengths": ("I32", cut.lengths), "_row_scales": ("U8", (cut.rows,)),
+        "_column_scales": ("U8", (cut.columns,)),
+    }  # fmt: skip
+    stored = {f"x{end}": StoredTensor(f"x{end}", dtype, of, "f", 0, 8) for end, (dtype, of) in parts.items()}
+    settings = {
+        "quant_method": "pqweights", "format_version": 6, "block_size": 128, "codec": "hadamard-trellis-columns",
+        "bits": 1.0, "dtype": "BF16", "levels": {}, "kept": [], "rotation": "hadamard",
+        "overrides": {"x": {"shape": list(shape), **({"transposed": True} if transposed else {})}},
+    }  # fmt: skip
+    return lambda: logical_tensors(None, stored, {"quantization_config": settings})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_units_of_columns_are_bounded_when_a_master_is_opened(transposed: bool) -> None:
+    with pytest.raises(MasterError, match="bits"):  # the bits are not those of the stored tensors
+        master_of((200, MOST_STORED_COLUMNS), transposed)()
+    with pytest.raises(MasterError, match=f"at most {MOST_STORED_COLUMNS} columns"):
+        master_of((200, MOST_STORED_COLUMNS + 1), transposed)()
+
+
+def test_transposed_columns_are_the_same_in_bands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pqweights.checkpoint.readers import ColumnTensor
+    from pqweights.codecs.columns import ColumnCoding, Orientation, bits_of
+
+    shape = (2, 800, 400)
+    codes = column_writer.encoded(gaussian(*shape, seed=8), 1.5, transposed=True)
+    stored, data = [], b""
+    for part in codes.parts:
+        raw_bytes = np.ascontiguousarray(part).tobytes()
+        dtype = "I32" if part.dtype == np.int32 else "U8"
+        stored.append(StoredTensor(f"x{len(stored)}", dtype, part.shape, "x", len(data), len(raw_bytes)))
+        data += raw_bytes
+    (tmp_path / "x").write_bytes(data)
+    tensor = ColumnTensor(
+        storage=LocalStorage(tmp_path, only=["x"]), name="x", shape=shape, dtype="BF16",
+        coder=ColumnCoding(bits_of(codes.cut, len(codes.trellis))), state=Orientation(transposed=True),
+        encoded=tuple(stored),
+    )  # fmt: skip
+    count = 2 * 800 * 400
+    whole, banded = (np.empty(count * 4, dtype=np.uint8) for _ in range(2))
+    tensor.read(0, count, "F32", whole)
+    monkeypatch.setattr(ColumnTensor, "BAND_ELEMENTS", 1)
+    tensor.read(0, count, "F32", banded)
+    assert (whole == banded).all() and whole.any()
