@@ -21,7 +21,6 @@ from pqweights.checkpoint.models.names import draft_layers, predicts_further
 from pqweights.checkpoint.names import CARD_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.storage import Storage, read_file
-from pqweights.common.documents import load_yaml
 
 CONFIG_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -206,6 +205,18 @@ def checked_facts(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_TEXT and value.isprintable()
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """A safe loader without merges of mappings, because copies of copies could fill the memory."""
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Leave `<<` a key like any other."""
+
+
+def load_yaml(text: str) -> Any:
+    """Parse a YAML text. Raises YAMLError, ValueError, TypeError or RecursionError if it is none."""
+    return yaml.load(text, _YamlLoader)  # a SafeLoader
 
 
 def front_matter(card: str) -> tuple[dict[str, Any], str]:

@@ -13,7 +13,6 @@ from reprlib import Repr
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from pqweights.common.advice import instead
@@ -89,18 +88,6 @@ def as_document(value: Any, document: type[Type], damaged: Damaged) -> Type:
         return msgspec.convert(value, document)
     except msgspec.ValidationError as error:
         raise damaged(_in_words(str(error), value)) from None
-
-
-class _YamlLoader(yaml.SafeLoader):
-    """A safe loader without merges of mappings, because copies of copies could fill the memory."""
-
-    def flatten_mapping(self, node: Any) -> None:
-        """Leave `<<` a key like any other."""
-
-
-def load_yaml(text: str) -> Any:
-    """Parse a YAML text. Raises YAMLError, ValueError, TypeError or RecursionError if it is none."""
-    return yaml.load(text, _YamlLoader)  # a SafeLoader
 
 
 def as_json(document: object) -> Any:

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 
 import yaml
 
+from pqweights.checkpoint.config import load_yaml
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.codecs import DEFAULT_CODEC, checked_effort, checked_rate, get_codec, nearest_rate
 from pqweights.common.advice import instead
-from pqweights.common.documents import ClosedDocument, Number, as_document, load_yaml
+from pqweights.common.documents import ClosedDocument, Number, as_document
 from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, PqweightsError, RecipeError
 from pqweights.planning.roles import ROLES, Role
