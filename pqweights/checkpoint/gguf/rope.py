@@ -33,7 +33,9 @@ def rope_parameters(settings: Settings, layers: str = FULL) -> dict[str, Any]:
     layers: FULL or SLIDING, for models in which these differ
     """
     stated = settings.get("rope_parameters") or {"rope_type": "default", "rope_theta": DEFAULT_BASE}
-    own = stated if "rope_type" in stated else stated.get(layers) or next(iter(stated.values()))
+    own = stated if "rope_type" in stated else stated.get(layers) or next(iter(stated.values()), None)
+    if not isinstance(own, dict) or "rope_type" not in own:
+        raise settings.refusal(f"expected the parameters of its rotary embeddings, found {stated!r:.80}")
     return {"partial_rotary_factor": 1.0, **own}
 
 
@@ -71,9 +73,8 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
     if sections:
         writer.add_rope_dimension_sections([*sections, 0][:4])
     base = _number(settings, parameters, "rope_theta")
-    if (
-        rope_type == "dynamic" and rotated > 2
-    ):  # of HunYuan, with another base at once instead of one by the length of the text
+    # Of HunYuan, with another base at once instead of one by the length of the text.
+    if rope_type == "dynamic" and rotated > 2:
         base *= _number(settings, parameters, "alpha") ** (rotated / (rotated - 2))
     writer.add_rope_freq_base(base)
     if any(windowed_layers(settings)):
