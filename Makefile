@@ -320,9 +320,12 @@ dist: wheels ## the same, and try the wheel of this system in an empty environme
 	cd $(VENV)-wheel && bin/python $(CURDIR)/tools/check_installed.py
 
 FUZZ_SECONDS ?= 600
+FUZZ_COUNT ?= 20000
+FUZZ_SEED ?= 1
 
-fuzz: kernels ## FUZZ_SECONDS=600: the kernels with sanitizers (whose library g++ brings), fed with damaged input
-	PYTHONPATH=tests/support:tools $(BIN)/python tests/fuzz_decoders.py --seconds $(FUZZ_SECONDS) $(ARGS)
+fuzz: kernels ## FUZZ_COUNT=20000 FUZZ_SECONDS=600 FUZZ_SEED=1: damaged files of each kind, and damaged input of kernels with sanitizers (whose library g++ brings)
+	PYTHONPATH=tests/support:tests:tools $(BIN)/python tests/fuzz_inputs.py --count $(FUZZ_COUNT) --seed $(FUZZ_SEED)
+	PYTHONPATH=tests/support:tools $(BIN)/python tests/fuzz_decoders.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) $(ARGS)
 
 clean: ## remove the environments, what was built, and caches
 	rm -rf $(VENV) $(VENV)-vllm $(VENV)-docs $(VENV)-dist $(VENV)-wheel $(patsubst %,$(VENV)-%,$(sort $(TOOLS) $(TOOLS_WITHOUT_DATA))) $(SITE) $(DIST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE)/lib

@@ -64,6 +64,12 @@ UNTRUSTED: dict[str, tuple[int, ...]] = {
     "pack_bits": (0,),
     "pack_tiles": (0,),
 }
+# Of decoders of pieces that have lengths of their own, whose sum is checked before: the places of the lengths, and of
+# where pieces begin if that is told, the least length, and whether the longest piece stays the longest.
+LENGTHS: dict[str, tuple[int, int | None, int, bool]] = {
+    "decode_columns": (2, 1, 7, True),
+    "decode_lossless": (1, None, 1, False),
+}
 # Sums of floats in an order of each processor's own.
 OWN_ORDER = tuple(run_kernels.BOUNDED)
 MOST_BYTES = 1 << 21  # of the arguments of a call; larger ones take long to send
@@ -136,11 +142,29 @@ def damaged(values: npt.NDArray[Any], rng: np.random.Generator) -> npt.NDArray[A
     return content.view(values.dtype)
 
 
+def moved_lengths(call: Call, rng: np.random.Generator) -> dict[int, npt.NDArray[Any]]:
+    """Return other lengths of the pieces with the same sum, and where the pieces begin then."""
+    place, begins, least, bounded = LENGTHS[call.name]
+    lengths = call.arguments[place].owner.reshape(-1).copy()
+    most = int(lengths.max()) if bounded else int(lengths.sum(dtype=np.int64))
+    for _ in range(int(rng.integers(1, 5))):
+        one, other = rng.integers(len(lengths), size=2)
+        count = min(int(lengths[one]) - least, most - int(lengths[other]))
+        if one != other and count > 0:
+            moved = rng.choice([1, count, int(rng.integers(count + 1))])
+            lengths[one] -= moved
+            lengths[other] += moved
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    return {place: lengths, **({} if begins is None else {begins: starts})}
+
+
 def check(call: Call, runner: kernel_runner.Runner, rng: np.random.Generator) -> None:
     """Repeat a call with damaged input. Raises RunnerError, or AssertionError if the bytes differ."""
     places = [place for place in UNTRUSTED[call.name] if isinstance(call.arguments[place], native.Array)]
     chosen = [place for place in places if rng.random() < 0.7] or places
     arrays = {place: damaged(call.arguments[place].owner, rng) for place in chosen}
+    if call.name in LENGTHS and rng.random() < 0.5:
+        arrays |= moved_lengths(call, rng)
     here, there = call.with_arrays(arrays), call.with_arrays(arrays)
     runner.call(call.name, *there)
     native.call(call.name, *here)

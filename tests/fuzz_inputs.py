@@ -1,6 +1,6 @@
 """Feed what reads files with damaged ones: headers, configurations, tokenizers, templates, masters.
 
-    PYTHONPATH=tests/support:tools python tests/fuzz_inputs.py [--count 1000] [--seed N] [KIND...]
+    PYTHONPATH=tests/support:tests:tools python tests/fuzz_inputs.py [--count 1000] [--seed N] [KIND...]
 
 Each input is a sound one that was changed at random. It must be read, or refused by an error of ours, in little time
 and memory: anything else is printed with the number of the mutation, which `--only NUMBER` repeats.

@@ -28,11 +28,12 @@ from pqweights.checkpoint.models.names import is_leftover
 from pqweights.checkpoint.promise import differing_head
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.storage import read_file
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, sources_of
+from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.common.advice import pip_install
 from pqweights.common.dtypes import DTYPE_BITS, convert, item_bytes
 from pqweights.common.markdown import fenced
+from pqweights.common.strict_json import json_bytes
 from pqweights.common.threads import ProcessLock
 from pqweights.errors import ExportError, MissingDependencyError, OptionError
 from pqweights.exports.architectures import MLX as MLX_TARGET
@@ -153,10 +154,13 @@ class MlxFormat:
         for name, dtype in dtypes.items():
             if dtype not in mlx_trace.MLX_DTYPES:
                 raise ExportError(f"tensor {name!r}: mlx has no dtype for {dtype}; keep it out of the checkpoint")
-        generation, stay = GENERATION_CONFIG in checkpoint.companions, self._plain_in_source(checkpoint)
+        has_generation, stay = GENERATION_CONFIG in checkpoint.companions, self._plain_in_source(checkpoint)
+        generation = json_bytes(read_json_object(checkpoint.storage, GENERATION_CONFIG)) if has_generation else None
         return mlx_model.read_model(
             _config(checkpoint, model_plain),
-            generation_config=read_file(checkpoint.storage, GENERATION_CONFIG) if generation else None,
+            generation_config=json_bytes(read_json_object(checkpoint.storage, GENERATION_CONFIG))
+            if generation
+            else None,
             tensors={tensor.name: tensor for tensor in checkpoint.tensors},
             dtypes=dtypes,
             default=mlx_model.QuantizedModule(self.bits, self.groups.size, self.mode),

@@ -165,6 +165,7 @@ def read_tokenizer(storage: Storage) -> dict[str, Any]:
     """
     tokenizer = read_json(storage, FAST)
     _expect_object(tokenizer.get("model") or {}, "model")
+    _expect_type(tokenizer.get("model") or {}, "its model")
     vocabulary = (tokenizer.get("model") or {}).get("vocab")
     longest = max(vocabulary, key=len, default="") if isinstance(vocabulary, dict) else ""
     if len(longest) > MOST_CHARACTERS:
@@ -289,6 +290,7 @@ def _check_steps(part: Any, name: str, steps: str) -> None:
     _expect_list(several, steps)
     for step in several:
         _expect_object(step, f"each of its {steps}")
+        _expect_type(step, f"each of its {steps}")
         _expect_object(step.get("pattern") or {}, "the pattern of a step")
         if step.get("prepend_scheme") not in SCHEMES:
             raise SourceError(f"{FAST}: unknown prepend_scheme {step['prepend_scheme']!r:.80}")
@@ -317,6 +319,11 @@ def check_merges(merges: Any) -> list[tuple[str, str]]:
 def _expect_object(part: Any, name: str, file: str = FAST) -> None:
     if not isinstance(part, Mapping):
         raise SourceError(f"{file}: expected an object as {name}, found {part!r:.80}")
+
+
+def _expect_type(part: Mapping[str, Any], name: str) -> None:
+    if not isinstance(part.get("type"), str | None):
+        raise SourceError(f"{FAST}: expected a text as the type of {name}, found {part['type']!r:.80}")
 
 
 def _expect_list(part: Any, name: str) -> None:

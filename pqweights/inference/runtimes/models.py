@@ -289,11 +289,17 @@ def _open_torchao(folder: Folder, device: str, dtype: str) -> Model:
     # those that it may have in memory.
     parts, others = set[str](), set[str]()
     has_vision, known = "vision_config" in folder.config, described(folder.config.get("model_type"))
-    for name in json.loads(metadata.get("tensor_names", "[]")):
-        if name not in others:
-            others |= {*names_in_memory(name, has_vision, known)}
-            module, _, parameter = name.rpartition(".")
-            parts |= {f"{module}._{parameter}_{part}" for part in json.loads(metadata[name])["_tensor_data_names"]}
+    try:
+        for name in json.loads(metadata.get("tensor_names", "[]")):
+            if name not in others:
+                others |= {*names_in_memory(name, has_vision, known)}
+                module, _, parameter = name.rpartition(".")
+                parts |= {f"{module}._{parameter}_{part}" for part in json.loads(metadata[name])["_tensor_data_names"]}
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise SourceError(
+            f"{folder.path}: the metadata of its files do not describe tensors of torchao ({error!r:.100}); export it "
+            "again"
+        ) from None
     _refuse(folder.path, "torchao", missing=parts - stored)  # transformers would raise a RuntimeError
     model = _from_pretrained(folder, dtype if device == "cpu" else "bfloat16")  # the INT4 kernel takes nothing else
     modules = _torchao_modules(folder, model)
