@@ -33,8 +33,9 @@ MOST_DIGITS = 9
 # llama.cpp has room for 512 layers, and no model of 65,536 heads, experts or channels in a head is known.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_TOKENS, MOST_POSITIONS = 4096, 1 << 16, 1 << 24, 1 << 28, (1 << 31) - 1
 
-Truth, Text, Object = bool, str, dict[str, Any]
-Texts = list[str]
+Truth, Object = bool, dict[str, Any]
+Text = Annotated[str, Meta(max_length=200)]  # a name, by which modules and files may be looked for
+Texts = list[Text]
 Layers = Annotated[int, Meta(ge=0, le=MOST_LAYERS)]
 Heads = Annotated[int, Meta(ge=-1, le=MOST_HEADS)]
 Width = Annotated[int, Meta(ge=-1, le=MOST_WIDTH)]
@@ -120,9 +121,9 @@ _MODEL = {
         "shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size "
         "moe_latent_size kv_lora_rank q_lora_rank o_lora_rank lru_width laurel_rank hidden_size_per_layer_input "
         "mamba_d_ssm ssm_state_size state_size index_topk index_block_size block_dim block_ff_dim block_multiple_of "
-        "num_position_embeddings pos_emb_height pos_emb_width mm_tokens_per_image type_vocab_size num_patches "
-        "num_channels image_size patch_size",
+        "num_position_embeddings pos_emb_height pos_emb_width mm_tokens_per_image type_vocab_size num_patches",
     ),
+    **_keys(Width | list[Any] | Object, "num_channels image_size patch_size"),
     **_keys(Width | Text, "mamba_dt_rank"),  # "auto"
     **_keys(Heads | Text, "sliding_window_pattern"),  # "LLLG"
     **_keys(Tokens, "vocab_size vocab_size_per_layer_input"),
@@ -134,7 +135,7 @@ _MODEL = {
     ),
     **_keys(
         _or_listed(Window),
-        "sliding_window sliding_window_size attention_chunk_size attention_window_size local_attention window_size "
+        "sliding_window sliding_window_size attention_chunk_size attention_window_size local_attention "
         "max_window_layers",
     ),
     **_keys(_or_listed(Base), "rope_theta"),  # Step 3.7 has one for each layer

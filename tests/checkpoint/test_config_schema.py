@@ -32,6 +32,7 @@ WRONG = [
     (("num_attention_heads",), 4.0),
     (("vocab_size",), 2**31),
     (("model_type",), ["llama"]),
+    (("model_type",), "9" * 5000),
     (("architectures",), "LlamaForCausalLM"),
     (("architectures",), [1]),
     (("layer_types",), [["full_attention"]]),
