@@ -215,7 +215,9 @@ def _restate_deepseek_v4(values: dict[str, Any]) -> None:
     if isinstance(experts, list) and experts[:hashed] == ["hash_moe"] * hashed:
         del values["mlp_layer_types"]
     values["swiglu_limits"] = [values.get("swiglu_limit", 10.0)] * layers
-    rope = values["rope_parameters"]
+    rope = values.get("rope_parameters") or {}
+    if not all(isinstance(rope.get(kind), dict) and "rope_theta" in rope[kind] for kind in ("main", "compress")):
+        return
     values["compress_rope_theta"] = rope["compress"]["rope_theta"]
     # llama.cpp does not scale queries and keys by the factor of YaRN, as the model does not.
     scaled = {key: value for key, value in rope["compress"].items() if key != "attention_factor"}
