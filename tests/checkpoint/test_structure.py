@@ -125,7 +125,6 @@ def test_a_difference_is_said_by_plan_quantize_and_export(tmp_path: Path) -> Non
 
 
 def test_gguf_says_why_it_leaves_out_layers_and_biases(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     left_out = outline_model(
         open_local(stored(tmp_path / "src", WHOLE | layer(3) | BIAS, attention_bias=False))
     ).left_out
