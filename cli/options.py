@@ -128,7 +128,7 @@ def run_continues(source: str, out: str) -> bool:
 
     try:
         store = open_store(out)
-        under_way = is_under_way(store) or folder_beside(store, "").exists()
+        under_way = is_under_way(store) or folder_beside(store).exists()
     except PqweightsError:  # an address that does not answer, or cannot be one
         under_way = False
     return under_way or _is_fetched(source)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,6 @@ from pqweights.exports.exporting import export as export_master
 from pqweights.inference.options import GenerateArguments
 from pqweights.planning.calibration import check_calibration
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import (
     CalibrateOptions,
     ExportArguments,
@@ -45,6 +45,7 @@ from pqweights.storage.hub.sources import find_original, find_result, local_fold
 
 if TYPE_CHECKING:
     from pqweights.inference.report import Generation
+    from pqweights.quality.sampled_inputs import SampledInputs
 
 
 @takes(PlanArguments)
@@ -73,9 +74,11 @@ def quantize(asked: QuantizeArguments) -> RewriteReport:
 
     check_calibration(asked)
     with _run(asked) as run:
-        source = local_folder(located(asked.source), asked.access, progress=run.progress).path
-        with calibrated_codes(source, store, recipe, asked, run=run) as ready:
-            return quantize_source(located(asked.source), store, recipe, options=asked, run=run, ready=ready)
+        source = local_folder(located(asked.source), asked.access, progress=run.progress)
+        if source.origin is not None:  # the branch may move while the model is calibrated
+            asked = replace(asked, revision=source.origin.revision)
+        with calibrated_codes(source.path, store, recipe, asked, run=run) as (ready, checked):
+            return quantize_source(located(asked.source), store, recipe, options=asked, run=checked, ready=ready)
 
 
 @takes(ExportArguments)
@@ -96,13 +99,14 @@ def export(asked: ExportArguments) -> RewriteReport:
         master = MasterFolder(result.where, result.origin, original)
         shard_bytes = asked.max_shard_bytes
         with _inputs(master, store, asked, run) as known:
+            checked = run if known is None else replace(run, check=known.check_source)
             return export_master(
                 master,
                 store,
                 asked.target,
                 options=asked,
                 max_shard_bytes=shard_bytes,
-                run=run,
+                run=checked,
                 inputs=known,
                 leave_out=asked.leave_out,
             )
@@ -111,7 +115,7 @@ def export(asked: ExportArguments) -> RewriteReport:
 @contextmanager
 def _inputs(
     master: MasterFolder, store: Store, asked: ExportArguments, run: RunOptions
-) -> Iterator[KnownInputs | None]:
+) -> Iterator[SampledInputs | None]:
     """Yield what is learned of the inputs of the weights that are rounded, if `calibrate` is given."""
     if asked.calibrate is None:
         yield None

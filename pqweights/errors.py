@@ -41,6 +41,10 @@ class MasterError(PqweightsError):
     """A folder that pqweights wrote is incomplete, or contradicts itself."""
 
 
+class MemoryShortageError(PqweightsError):
+    """There is not enough memory for a step, which says nothing of what it was to work on."""
+
+
 class OutputError(PqweightsError):
     """The output folder is occupied, in use, or out of space."""
 

@@ -96,14 +96,15 @@ def calibrate(
     check_windows(*sample.shape)
     stated, threads = sample.stated, options.threads or usable_cores()
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
-    with worked_on_in(out.absolute().parent / f".{out.name}.calibration", out, key, threads) as work:
+    folder, is_same = out.absolute().parent / f".{out.name}.calibration", sample.contents.is_same
+    with worked_on_in(folder, out, key, threads, is_same) as work:
         ids = sample.ids(work, threads)
         check_windows(*ids.shape)
         check_space(work, states_bytes(checkpoint.config, ids.numel()), {})
         windows, window = ids.shape
-        passes = LayerPasses(model=model, ids=ids, work=work, batch_tokens=window)
+        passes = LayerPasses(model=model, ids=ids, work=work, batch_tokens=window, check=sample.check_source)
         layers = _searched(passes, checkpoint, planned, threads, progress)
-        checkpoint.check_unchanged()
+        sample.check_source()
         scaled = {layer.name: values for layer, values in layers if values is not None}
         held_back = windows // HELD_BACK_OF * window
         result = ScaleReport(

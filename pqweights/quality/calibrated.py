@@ -41,7 +41,7 @@ from pqweights.codecs.column_encoding import (
     moment_blocks,
 )
 from pqweights.codecs.columns import ColumnCodes
-from pqweights.errors import SourceError
+from pqweights.errors import SourceChangedError, SourceError
 from pqweights.quality.calibrated_weights import (
     CalibratedWeight,
     EncodedMatrix,
@@ -125,6 +125,7 @@ class LayerwiseCalibration:
     seed: of the labels that are drawn
     engine: what has layers encoded
     files: those of the checkpoint, which a node must see, each with its size
+    check: see LayerPasses
     """
 
     model: LayeredModel
@@ -140,6 +141,7 @@ class LayerwiseCalibration:
     progress: Progress = lambda done, total, what: None
     engine: Engine = field(default_factory=LocalEngine)
     files: tuple[tuple[Path, int], ...] = ()
+    check: Callable[[], None] = lambda: None
 
     def encode(self) -> Encoded:
         """Run all passes, and return where the codes are.
@@ -166,7 +168,7 @@ class LayerwiseCalibration:
 
     @functools.cached_property
     def _passes(self) -> LayerPasses:
-        return LayerPasses(model=self.model, ids=self.ids, work=self.work, seed=self.seed)
+        return LayerPasses(model=self.model, ids=self.ids, work=self.work, seed=self.seed, check=self.check)
 
     def _done(self, passes: int, layer: int, what: str) -> None:
         self.progress(passes * (self.model.layers + 1) + layer, 3 * (self.model.layers + 1), what)
@@ -371,13 +373,20 @@ class LayerwiseCalibration:
         files = {layer: folder / f"codes-{layer:04}.safetensors" for layer in range(last + 1)}
         left = [layer for layer, path in files.items() if not path.exists()]
         work = self._layer_work(step, files)
-        for count, (layer, _) in enumerate(self.engine.each(work, left, self._task_bytes), last + 2 - len(left)):
-            self._done(2, count, f"encoding layer {layer}")
+        try:
+            for count, (layer, _) in enumerate(self.engine.each(work, left, self._task_bytes), last + 2 - len(left)):
+                self.check()
+                self._done(2, count, f"encoding layer {layer}")
+        except SourceChangedError:
+            for layer in left:
+                files[layer].unlink(missing_ok=True)
+            raise
         return folder, sum(8.0 * part.nbytes for path in files.values() for part in load_file(path).values())
 
     def _layer_work(self, step: float, files: Mapping[int, Path]) -> LayerWork:
         """Return the work of which a task encodes a layer: on its own, since the states before it are known."""
-        own = replace(self, engine=LocalEngine(), progress=_unseen, threads=self.engine.threads or self.threads)
+        threads = self.engine.threads or self.threads
+        own = replace(self, engine=LocalEngine(), progress=_unseen, check=_nothing, threads=threads)
         shared = files[0].parent
         return LayerWork(out=f"{shared}", files=self.files, shared=shared, calibration=own, step=step, codes=files)
 
@@ -463,6 +472,10 @@ class LayerwiseCalibration:
             threads=self.threads,
         )
         return EncodedMatrix(codes, measured, float(known[f"{weight.label}:energy"]))
+
+
+def _nothing() -> None:
+    """Check nothing: the driver does."""
 
 
 def _unseen(done: int, total: int, what: str) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,10 @@ LOST = 0.3
 @contextlib.contextmanager
 def calibrated_codes(
     source: Path, out: Store, recipe: Recipe, asked: QuantizeArguments, *, run: RunOptions
-) -> Iterator[ReadyWeights | FinishedWeights]:
+) -> Iterator[tuple[ReadyWeights | FinishedWeights, RunOptions]]:
     """Calibrate a checkpoint, continuing an interrupted calibration, and yield the codes.
+
+    With them come the options of the run that stores them: it must find the source as it was.
 
     source: the local folder of the original checkpoint
     out: where the result is made; if it holds a result of the same calibration, that of its codes is yielded
@@ -61,7 +64,7 @@ def calibrated_codes(
     if run.engine is not None and out.is_elsewhere:
         raise OptionError(f"`ray`: expected a folder that all nodes share for a calibrated master, found {out}")
     out.check_apart(source)
-    checkpoint, _, plan = plan_quantize(source, recipe, asked)
+    checkpoint, _, plan = plan_quantize(source, recipe, replace(asked, revision=None))
     wanted = wanted_bits(recipe, plan.tensors)
     states = recipe.effort or STATES
     sample = SampleOf(
@@ -74,10 +77,10 @@ def calibrated_codes(
     stated = [*sample.stated, recipe.to_json(), [tensor.bytes for tensor in plan.tensors], states, asked.rate]
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
     if not asked.overwrite and MANIFEST_FILE in out.names() and not is_under_way(out):
-        yield _finished(out, key)
+        yield _finished(out, key), run
         return
     model = LayeredModel(checkpoint, source, remedy="quantize it without `calibrate`")
-    with worked_on_in(folder_beside(out, key), out, key, run.threads) as work:
+    with worked_on_in(folder_beside(out), out, key, run.threads, sample.contents.is_same) as work:
         ids = sample.ids(work, run.threads)
         needed = work_bytes(checkpoint.config, ids.numel(), wanted)
         check_space(work, needed, {} if out.is_elsewhere else {out.work: plan.output_bytes})
@@ -96,14 +99,16 @@ def calibrated_codes(
             engine=run.engine or LocalEngine(),
             files=tuple(local_files(checkpoint.storage, checkpoint.weight_files)),
             progress=asked.calibration_progress or _ignore,
+            check=sample.check_source,
         )
         encoded = calibration.encode()
         about = _about(sample, ids, states=states, rate=asked.rate)
         ready = ReadyWeights.open(encoded.folder, about=about | {"identity": key})
         left = _of_the_trellis(plan) - ready.weights.keys()
-        yield ready.with_warnings(
-            (*_missed(encoded), *_warnings(left, wanted, weights, ready), *_pooled(calibration.hardly_reached, ready))
-        )
+        sample.check_source()
+        warnings = (*_missed(encoded), *_warnings(left, wanted, weights, ready))
+        pooled = _pooled(calibration.hardly_reached, ready)
+        yield ready.with_warnings((*warnings, *pooled)), replace(run, check=sample.check_source)
 
 
 def _about(sample: SampleOf, ids: Tensor, *, states: int, rate: str) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class LayerPasses:
     work: a folder for what lies on the disk
     batch_tokens: how many are computed together, in whole windows
     seed: of the labels that are drawn
+    check: called before anything is written; raises an error if the model is not what it was
     """
 
     model: LayeredModel
@@ -71,13 +72,15 @@ class LayerPasses:
     work: Path
     batch_tokens: int = BATCH_TOKENS
     seed: int = 0
+    check: Callable[[], None] = lambda: None
 
     def file(self, kind: str, layer: int) -> Path:
         """Return the file of something that is known of a layer."""
         return self.work / f"{kind}-{layer:04}.safetensors"
 
     def save(self, kind: str, layer: int, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Write what is known of a layer. Raises OutputError."""
+        """Write what is known of a layer. Raises OutputError, and what `check` raises."""
+        self.check()
         save_whole(self.file(kind, layer), tensors)
 
     def read(self, kind: str, layer: int) -> dict[str, npt.NDArray[Any]]:

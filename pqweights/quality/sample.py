@@ -15,10 +15,8 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from pqweights import __version__
-from pqweights.checkpoint.names import EVALUATION_FILE
 from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, described_folder
-from pqweights.checkpoint.storage import LocalStorage, read_file
 from pqweights.common.threads import slow_step, told_steps
 from pqweights.errors import EvaluationError
 from pqweights.inference.runtimes.folders import read_folder
@@ -27,13 +25,12 @@ from pqweights.inference.runtimes.packages import Refused, quiet
 from pqweights.inference.runtimes.texts import check_vocabulary, encode, has_tokenizer, with_bos
 from pqweights.planning.options import MIXTURE, SELF, QuantizeOptions
 from pqweights.planning.recipe import load_recipe
+from pqweights.quality.contents import Contents
 from pqweights.quality.layer_passes import save_whole
 from pqweights.quality.sample_text import is_data_set, sample_text
 from pqweights.rewrite.quantizing import quantize
 from pqweights.rewrite.task import RunOptions
 
-# Ends of the names of small files on which a model and its tokenizer depend.
-READ_WITH_WEIGHTS = (".json", ".model", "merges.txt", "vocab.txt")
 # Tokens of a window of the sample, unless the model takes fewer.
 WINDOW = 256
 DRAWING = "drawing the sample"  # as users are told
@@ -77,19 +74,20 @@ class SampleOf:
         """SELF, or the hash of the text. Raises EvaluationError for a text that cannot be read."""
         return SELF if self.text == SELF else hashlib.sha256(self.words.encode()).hexdigest()
 
+    @functools.cached_property
+    def contents(self) -> Contents:
+        """What the model was when this was first asked. Raises SourceError if it cannot be read."""
+        return Contents(self.checkpoint)
+
+    def check_source(self) -> None:
+        """Raise SourceChangedError if the model is no longer what it was: nothing learned since may be kept."""
+        self.contents.check()
+
     @property
     def stated(self) -> list[Any]:
         """Everything on which it, and the model that reads it, depend. Raises EvaluationError for a wrong text."""
-        storage = self.checkpoint.storage
-        assert isinstance(storage, LocalStorage)
-        files = storage.files()
-        small = {
-            name: hashlib.sha256(read_file(storage, name)).hexdigest()
-            for name in sorted(files)
-            if name.endswith(READ_WITH_WEIGHTS) and "/" not in name and name != EVALUATION_FILE
-        }
-        weights = [(name, files[name].byte_count, files[name].modified) for name in self.checkpoint.weight_files]
-        return [__version__, self.checkpoint.fingerprint(), small, weights, self.digest, self.tokens, WINDOW, SEED]
+        digest = self.digest  # first, because a wrong text is found in no time
+        return [__version__, sorted(self.contents.digests.items()), digest, self.tokens, WINDOW, SEED]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -107,6 +105,7 @@ class SampleOf:
                 if self.text == SELF
                 else _cut(described_folder(self.checkpoint, self.source), self.words, windows, size)
             )
+            self.check_source()
             save_whole(file, {"ids": ids})
         return torch.from_numpy(load_file(file)["ids"])
 
@@ -124,7 +123,7 @@ class SampleOf:
         with slow_step(DRAWING):
             if with_draft:
                 pickled = QuantizeOptions(allow_pickle=self.allow_pickle)
-                run = RunOptions(threads=threads)
+                run = RunOptions(threads=threads, overwrite=True)  # what lies there is of this content
                 quantize(self.source, folder, load_recipe(DRAFT_RECIPE), options=pickled, run=run)
             with Refused(f"{self.source}: transformers cannot run this model"), quiet():
                 loaded = load(folder, **options)

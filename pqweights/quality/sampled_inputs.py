@@ -61,7 +61,7 @@ def inputs_of(
     sample = SampleOf(source=source, checkpoint=checkpoint, text=text, tokens=asked.calibration_tokens)
     check_windows(*sample.shape)
     key = hashlib.sha256(json.dumps(sample.stated).encode()).hexdigest()
-    with worked_on_in(folder_beside(out, key), out, key, threads) as work:
+    with worked_on_in(folder_beside(out), out, key, threads, sample.contents.is_same) as work:
         yield SampledInputs(sample=sample, work=work, identity=key, threads=threads)
 
 
@@ -91,7 +91,12 @@ class SampledInputs:
         ids = self.sample.ids(self.work, self.threads)
         check_windows(*ids.shape)
         check_space(self.work, states_bytes(self.sample.checkpoint.config, ids.numel()), {})
-        return LayerPasses(model=model, ids=ids, work=self.work, batch_tokens=ids.shape[1])
+        check = self.check_source
+        return LayerPasses(model=model, ids=ids, work=self.work, batch_tokens=ids.shape[1], check=check)
+
+    def check_source(self) -> None:
+        """Raise SourceChangedError if the model is no longer what it was."""
+        self.sample.check_source()
 
     def prepare(self, progress: Progress) -> None:
         """See KnownInputs."""
@@ -154,6 +159,7 @@ class SampledInputs:
                 weights[tensor.name] = as_json(reads)
         described = json.dumps({"vectors": vectors, "weights": weights})
         path = passes.file(KEY, layer)
+        self.check_source()
         write_whole(path.parent, path, [save(squares, {KEY: described})])
 
     def _read(self, layer: int) -> None:

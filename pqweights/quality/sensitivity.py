@@ -107,12 +107,13 @@ def measure_sensitivity(
     threads = options.threads or usable_cores()
     block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in planned}
     key = hashlib.sha256(json.dumps([*sample.stated, block_sizes]).encode()).hexdigest()
-    with worked_on_in(out.absolute().parent / f".{out.name}.calibration", out, key, threads) as work:
+    folder, is_same = out.absolute().parent / f".{out.name}.calibration", sample.contents.is_same
+    with worked_on_in(folder, out, key, threads, is_same) as work:
         ids = sample.ids(work, threads)
         check_space(work, states_bytes(checkpoint.config, ids.numel(), more=2), {})
-        passes = LayerPasses(model=model, ids=ids, work=work, seed=SEED)
+        passes = LayerPasses(model=model, ids=ids, work=work, seed=SEED, check=sample.check_source)
         alphas = _alphas(passes, block_sizes, progress)
-        checkpoint.check_unchanged()
+        sample.check_source()
         if not alphas:
             raise SourceError(f"{source}: the model uses none of the weights that the recipe quantizes as they are")
         result = Sensitivity(

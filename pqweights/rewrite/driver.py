@@ -90,6 +90,7 @@ def rewrite(task: RewriteTask, options: RunOptions) -> RewriteReport:
         try:
             records = _make_shards(task, run, options)
             task.check_sources()
+            options.check()
             run.publish()
             _finish(task, records, run)
         except SourceChangedError as error:

@@ -148,12 +148,14 @@ class RunOptions:
     overwrite: replace another result of pqweights in the output folder
     progress: called with the source bytes done, the source bytes in all, and the name of a tensor
     engine: where the tensors are written; by default in this process
+    check: called before a result is published; raises an error if what was learned for it holds no longer
     """
 
     threads: int = field(default_factory=usable_cores)
     overwrite: bool = False
     progress: Progress = lambda done, total, name: None
     engine: Engine | None = None
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)

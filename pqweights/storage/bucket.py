@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER, is_inside
-from pqweights.checkpoint.writer import disk_errors, write_whole
+from pqweights.checkpoint.writer import write_whole
 from pqweights.errors import OutputError
-from pqweights.storage.local import LOCK_FILE, clear, locked
+from pqweights.storage.local import LOCK_FILE, clear, locked, make_private
 from pqweights.storage.protocol import CheckLock, FileRecord, Stop
 from pqweights.storage.remote.addresses import Address
 from pqweights.storage.remote.folder import RemoteFolder
@@ -156,10 +156,9 @@ def default_scratch() -> Path:
 
 
 def make_scratch(scratch: Path) -> None:
-    """Make a scratch folder. Raises OutputError if that cannot be done."""
+    """Make a scratch folder, or check that it is the user's own. Raises OutputError if it is not, or cannot be made."""
     try:
-        with disk_errors(scratch):
-            scratch.mkdir(parents=True, exist_ok=True)
+        make_private(scratch)
     except OSError as error:
         raise OutputError(
             f"{scratch}: cannot be made ({error.strerror}), and shards are made there: set {SCRATCH_VARIABLE} to "

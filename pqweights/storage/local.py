@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -156,6 +157,34 @@ class LocalStore:
                     clear(self.work, ())
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder that only the user may look into, or check that one is the user's own.
+
+    Raises OutputError for one of somebody else, one to which others may write, and a link: what lies there is believed.
+    """
+    with disk_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found, around = folder.lstat(), folder.parent.stat()
+        # Whoever has the folder around it could replace it anyhow; so could those who may write there, as all may on
+        # disks that know no users.
+        shared = 0 if around.st_mode & stat.S_ISVTX else around.st_mode
+        problems = (
+            ("a link", stat.S_ISLNK(found.st_mode)),
+            ("a file", not stat.S_ISDIR(found.st_mode)),
+            ("one of another user", found.st_uid not in (os.geteuid(), around.st_uid)),
+            ("one to which others may write", found.st_mode & ~shared & 0o022),
+        )
+        if problem := next((what for what, is_so in problems if is_so), None):
+            raise OutputError(
+                f"{folder}: expected a folder of your own, in which pqweights keeps unfinished work, found {problem}; "
+                "remove it, or choose another place"
+            )
+        if found.st_mode & 0o077:
+            folder.chmod(0o700)
+
+
 @contextlib.contextmanager
 def locked(work: Path, store: object) -> Iterator[None]:
     """Make a work folder, and hold its lock.
@@ -178,7 +207,7 @@ def _take_lock(path: Path, store: object) -> int:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:  # a run that ends has just removed it
             continue
         try:

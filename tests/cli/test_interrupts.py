@@ -96,7 +96,7 @@ def test_quantize_continues(event: str, name: str, source: Path, master: Path, t
 
 def test_a_calibration_continues_what_lies_beside_its_result(source: Path, tmp_path: Path) -> None:
     assert not options.run_continues(str(source), str(tmp_path / "out"))
-    folder_beside(open_store(tmp_path / "out"), "a").mkdir()
+    folder_beside(open_store(tmp_path / "out")).mkdir()
     assert options.run_continues(str(source), str(tmp_path / "out"))
 
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from pqweights.common.advice import pip_install
-from pqweights.errors import MissingDependencyError, PqweightsWarning, SourceError
+from pqweights.errors import MemoryShortageError, MissingDependencyError, PqweightsWarning, SourceError
 
 # Loggers that log at import, or while something is loaded.
 NOISY = ("torchao", "torch.utils._pytree", "transformers", "datasets", "huggingface_hub")
@@ -47,6 +47,26 @@ def package(name: str, extra: str, why: str = "evaluating this folder") -> Any:
     except ImportError:
         missing = name.partition(".")[0]
         raise MissingDependencyError(f"{why} needs {missing}: {pip_install(extra)}") from None
+
+
+# How messages of torch and MLX say that there is no memory.
+OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, torch or MLX says that there is no memory, and so nothing about the model."""
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(words in said for words in OUT_OF_MEMORY)
+    )
+
+
+def memory_shortage(what: str, error: BaseException) -> MemoryShortageError:
+    """Return the line for an error that `is_out_of_memory`. what: what there was no memory for"""
+    said = " ".join(str(error).split())[:200] or "MemoryError"
+    return MemoryShortageError(
+        f"{what}: not enough memory ({said}); end other programs, and run the same command again"
+    )
 
 
 @contextlib.contextmanager
@@ -100,6 +120,8 @@ class Refused(contextlib.AbstractContextManager["Refused"]):
             return
         if not isinstance(error, OSError) and _is_bug(error):
             return  # a bug keeps its traceback
+        if is_out_of_memory(error):
+            raise memory_shortage(self._what, error) from error
         # For files that they cannot parse, safetensors raises its own child of Exception, and tokenizers Exception
         # itself.
         if isinstance(error, REFUSALS) or error_type is Exception or error_type.__name__ == "SafetensorError":

@@ -18,13 +18,11 @@ from typing import Any
 import numpy as np
 
 from pqweights.errors import GenerationError
-from pqweights.inference.runtimes.packages import package, silent
+from pqweights.inference.runtimes.packages import is_out_of_memory, package, silent
 from pqweights.inference.runtimes.texts import Ids
 
 OnToken = Callable[[int], object]
 NOTHING: Ids = np.empty(0, dtype=np.int64)
-# How messages of torch and MLX say that there is no memory.
-OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,9 +285,9 @@ def _memory() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        said = " ".join(str(error).split())
-        if not isinstance(error, MemoryError) and not any(words in said.lower() for words in OUT_OF_MEMORY):
+        if not is_out_of_memory(error):
             raise
+        said = " ".join(str(error).split())
         raise GenerationError(
             f"not enough memory to generate ({said[:200] or 'MemoryError'}); give a shorter prompt, or run a master "
             "with `packed`"
