@@ -136,9 +136,9 @@ def run_continues(source: str, out: str) -> bool:
 
 def _is_fetched(source: str) -> bool:
     """Whether files of a source are fetched to this machine: those of a repository."""
-    from pqweights.storage.remote.addresses import is_address, local_path
+    from pqweights.storage.hub.sources import repository_id
 
-    return not is_address(source) and not Path(local_path(source)).exists()
+    return repository_id(source) is not None
 
 
 def fetched(source: str, access: Access) -> Fetched:

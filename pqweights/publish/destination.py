@@ -18,7 +18,7 @@ from pqweights.publish.card import MAIN, card_text, check_branch
 from pqweights.rewrite.manifest import Manifest, evaluations_of, manifest_beside, parse_manifest, shards_of
 from pqweights.rewrite.transform import EXPORT
 from pqweights.storage.hub.client import Hub
-from pqweights.storage.hub.repository import Repository, is_repository_id
+from pqweights.storage.hub.repository import NamedRepository, Repository, is_repository_id, repository_named
 from pqweights.storage.hub.transfers import read_whole
 
 MAX_MANIFEST_BYTES = 256_000_000  # what a larger manifest on the Hub lists is not looked at
@@ -46,9 +46,15 @@ class Destination:
         return MAIN if _PULL_REQUEST.fullmatch(self.branch) else self.branch
 
 
-def checked_branch(repository: str, revision: str | None) -> str:
-    """Return the branch that is pushed to. Raises HubError, OutputError for names that cannot be pushed to."""
-    if not is_repository_id(repository):
+def checked_destination(repository: str, revision: str | None) -> tuple[str, str]:
+    """Return the repository and the branch that is pushed to.
+
+    Raises HubError, OptionError, OutputError for names that cannot be pushed to.
+    """
+    named = repository_named(repository) or NamedRepository(repository.rstrip("/"))
+    if is_repository_id(named.id):
+        repository, revision = named.id, revision or named.revision
+    else:
         hint = "" if "/" in repository else "; include the user or organization"
         raise HubError(f"{repository}: expected ORG/NAME{hint}")
     branch = (revision or MAIN).removeprefix("refs/heads/")
@@ -57,7 +63,7 @@ def checked_branch(repository: str, revision: str | None) -> str:
         raise HubError(
             f"{repository}: `revision` {branch}: expected a branch, found a commit; name a branch to push to"
         )
-    return branch
+    return repository, branch
 
 
 def find_destination(hub: Hub, repository: str, branch: str, *, private: bool) -> Destination:

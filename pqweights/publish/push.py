@@ -25,7 +25,7 @@ from pqweights.publish.destination import (
     check_private,
     check_room_for,
     check_weights,
-    checked_branch,
+    checked_destination,
     earlier_pushes,
     empty_repository,
     export_of,
@@ -119,7 +119,7 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
 
     Raises MasterError for a broken folder, HubError, OutputError.
     """
-    branch = checked_branch(repository, access.revision)
+    repository, branch = checked_destination(repository, access.revision)
     stamps = _stamps(folder)
     old_card = read_card(folder)
     hub, not_checked = access.hub(), None

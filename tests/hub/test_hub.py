@@ -329,7 +329,7 @@ def test_token_gives_access_to_private_and_gated_repositories(
 
 def test_offline_mode_is_reported(hub: LoopbackHub, client: Client, source: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pqweights_cli.main", "quantize", SOURCE, str(tmp_path / "out")],
+        [sys.executable, "-m", "pqweights_cli.main", "quantize", SOURCE, str(tmp_path / "out"), "-q"],
         env=hub.environment(client.home) | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,

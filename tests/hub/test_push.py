@@ -168,7 +168,7 @@ def test_broken_folder_is_refused_before_anything_is_sent(
 
 
 @pytest.mark.parametrize(
-    "name", ["master", "me/", "/master", "me/a/b", "../master", "", "https://huggingface.co/me/master"]
+    "name", ["master", "me/", "/master", "me/a/b", "../master", "", "https://example.com/me/master"]
 )
 def test_invalid_names_of_repositories_are_refused(name: str, hub: LoopbackHub, client: Client, master: Path) -> None:
     line = client.line("push", master, name)

@@ -10,16 +10,19 @@ awaited forever, and leave temporary refusals to `Hub.call`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import re
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pqweights.errors import HubError, HubUnavailableError
 from pqweights.storage.hub.repository import RemoteFile, Repository
+from pqweights.storage.remote.addresses import is_inside
 from pqweights.storage.remote.failures import Stop, TransferStopped
 
 ATTEMPTS = 6
@@ -129,6 +132,8 @@ class Hub:
             self.official.utils.validate_repo_id(id)
         except self.official.errors.HFValidationError as error:
             raise HubError(f"{id}: not the name of a repository: {self.clean(str(error))}") from None
+        if self.is_offline:
+            return self._in_cache(id, revision)
         info = self.call(
             id,
             lambda: self.api.model_info(id, revision=revision, files_metadata=True, timeout=TIMEOUT_SECONDS),
@@ -141,6 +146,35 @@ class Hub:
         return Repository(
             id=str(info.id), commit=str(info.sha), files=dict(sorted(files.items())), private=bool(info.private)
         )
+
+    def _in_cache(self, id: str, revision: str | None) -> Repository:
+        """Return what the cache says of a repository. Raises HubError if it does not have it.
+
+        The list of its files is in the cache if somebody has fetched all of them at once; else those count that are
+        there, whose blobs are called by their hashes.
+        """
+        folder = Path(str(self.official.constants.HF_HUB_CACHE)) / f"models--{id.replace('/', '--')}"
+        wanted = revision or "main"
+        if not HASH.fullmatch(wanted):
+            reference = folder / "refs" / wanted
+            wanted = reference.read_text().strip() if is_inside(wanted) and reference.is_file() else ""
+        snapshot = folder / "snapshots" / wanted
+        if not HASH.fullmatch(wanted) or not snapshot.is_dir():
+            raise HubError(
+                f"{id}{f' at revision {revision}' if revision else ''}: not in the cache "
+                f"({folder.parent}), and HF_HUB_OFFLINE switches the Hub off; unset it"
+            )
+        found = {
+            file.name: file for file in (_cached_file(path, snapshot) for path in snapshot.rglob("*") if path.is_file())
+        }
+        with contextlib.suppress(self.official.errors.CachedRepoTreeNotFoundError):
+            for file in self.official.library.get_cached_repo_tree(id, revision=wanted):
+                there = found.get(file.path)
+                if there is None or there.byte_count != file.size:
+                    found[file.path] = RemoteFile(
+                        name=file.path, byte_count=file.size, sha256=None, blob_id=file.blob_id
+                    )
+        return Repository(id=id, commit=wanted, files=dict(sorted(found.items())))
 
     def call(
         self,
@@ -313,6 +347,17 @@ def _remote_file(repository: str, listed: Any) -> RemoteFile:
     if not isinstance(file.byte_count, int) or file.byte_count < 0 or not HASH.fullmatch(str(file.content_hash)):
         raise HubError(f"{repository}: {file.name!a}: the Hub does not list its size and its hash")
     return file
+
+
+def _cached_file(path: Path, snapshot: Path) -> RemoteFile:
+    """Return a file of a snapshot in the cache. It is a link to a blob, which is called by its hash."""
+    blob = path.resolve().name if path.is_symlink() else ""
+    return RemoteFile(
+        name=path.relative_to(snapshot).as_posix(),
+        byte_count=path.stat().st_size,
+        sha256=blob if re.fullmatch("[0-9a-f]{64}", blob) else None,
+        blob_id=blob if re.fullmatch("[0-9a-f]{40}", blob) else None,
+    )
 
 
 # Set while a request of ours is under way in this thread.

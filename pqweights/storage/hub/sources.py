@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,16 +12,15 @@ from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint, needed_files, open_checkpoint
 from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.checkpoint.writer import disk_errors
-from pqweights.errors import HubError, SourceError
+from pqweights.errors import OptionError, SourceError
 from pqweights.storage.hub.client import Hub, Tell
-from pqweights.storage.hub.repository import is_repository_id
+from pqweights.storage.hub.repository import PREFIX, repository_named
 from pqweights.storage.hub.storage import HubStorage
 from pqweights.storage.hub.transfers import fetch_to_cache
 from pqweights.storage.remote.addresses import Address, is_address, local_path, parse_address
 from pqweights.storage.remote.folder import RemoteFolder
 from pqweights.storage.remote.storage import RemoteStorage, open_address
 
-PREFIX = "hf://"
 # The commands that copy folders from object storage.
 COPIES = {
     "s3": "`aws s3 sync`",
@@ -67,13 +66,23 @@ class Fetched(NamedTuple):
 def repository_id(source: str | Path) -> str | None:
     """Return the repository that is meant, or None for what is, or could only be, a local path.
 
-    hf://ORG/NAME always means a repository.
+    Raises OptionError for an address on the Hub that is not that of a repository of a model.
     """
-    if isinstance(source, Path):
-        return None
-    if source.startswith(PREFIX):
-        return source.removeprefix(PREFIX)
-    return source if is_repository_id(source) and not Path(source).exists() else None
+    named = repository_named(source) if isinstance(source, str) else None
+    return None if named is None else named.id
+
+
+def _named(source: str | Path, access: Access) -> tuple[str | None, Access]:
+    """Return the repository that is meant, as `repository_id` does, and how to read the revision that is meant.
+
+    Raises OptionError for two revisions.
+    """
+    named = repository_named(source) if isinstance(source, str) else None
+    if named is None or named.revision is None:
+        return None if named is None else named.id, access
+    if access.revision not in (None, named.revision):
+        raise OptionError(f"`revision` {access.revision}: {source} names {named.revision}; leave one of them out")
+    return named.id, replace(access, revision=named.revision)
 
 
 def address_of(source: str | Path) -> Address | None:
@@ -81,7 +90,9 @@ def address_of(source: str | Path) -> Address | None:
 
     Raises OptionError for an address that cannot be one.
     """
-    return parse_address(source) if isinstance(source, str) and is_address(source) else None
+    if not isinstance(source, str) or not is_address(source) or repository_named(source) is not None:
+        return None
+    return parse_address(source)
 
 
 def open_source(
@@ -100,7 +111,7 @@ def open_source(
 
     Raises SourceError, HubError, StorageError.
     """
-    repository = repository_id(source)
+    repository, access = _named(source, access)
     if repository is None:
         check_local(source, access, low_disk)
         address = address_of(source)
@@ -109,7 +120,9 @@ def open_source(
         return open_local_source(Path(local_path(source)), allow_pickle=allow_pickle, include=include)
     hub = access.hub()
     storage = HubStorage(hub, hub.repository(repository, access.revision), low_disk)
-    return open_checkpoint(storage, allow_pickle, include=include)
+    checkpoint = open_checkpoint(storage, allow_pickle, include=include)
+    storage.check_cached((*checkpoint.weight_files, *checkpoint.companions))
+    return checkpoint
 
 
 def local_folder(
@@ -127,15 +140,12 @@ def local_folder(
 
     Raises SourceError, HubError.
     """
-    repository = repository_id(source)
+    repository, access = _named(source, access)
     if repository is None:
         check_local(source, access)
         _refuse_address(source)
         return Fetched(Path(local_path(source)))
     hub = access.hub()
-    if hub.is_offline:
-        folder = _offline_folder(hub, repository, access.revision)
-        return Fetched(folder, Origin(repository, folder.name))
     storage = HubStorage(hub, hub.repository(repository, access.revision))
     if ours and MANIFEST_FILE not in storage.files():
         raise SourceError(
@@ -145,8 +155,10 @@ def local_folder(
     wanted = [name for name in only if name in storage.files()] if only else needed_files(storage)
     if not wanted:
         raise SourceError(f"{repository}: expected {', '.join(only)} in the repository, found none")
+    storage.check_cached(wanted)
     folder = _fetch(storage, wanted, progress)
-    _remember(folder, access.revision or "main")
+    if not hub.is_offline:
+        _remember(folder, access.revision or "main")
     return Fetched(folder, storage.origin, tuple(name for name in storage.files() if name not in wanted))
 
 
@@ -229,17 +241,6 @@ def _remember(snapshot: Path, revision: str) -> None:
         with disk_errors(ref):
             ref.parent.mkdir(parents=True, exist_ok=True)
             ref.write_text(snapshot.name)
-
-
-def _offline_folder(hub: Hub, repository: str, revision: str | None) -> Path:
-    """Return the folder of a repository in the cache, without asking the Hub.
-
-    Raises HubError if it is not there.
-    """
-    try:
-        return Path(hub.official.library.snapshot_download(repository, revision=revision, local_files_only=True))
-    except hub.official.errors.LocalEntryNotFoundError:
-        raise HubError(f"{repository}: not in the cache, and HF_HUB_OFFLINE switches the Hub off; unset it") from None
 
 
 def check_local(source: str | Path, access: Access, low_disk: bool = False) -> None:

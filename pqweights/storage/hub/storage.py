@@ -27,8 +27,16 @@ from pqweights.checkpoint.writer import DiskNeed, free_bytes
 from pqweights.common.threads import ProcessLock
 from pqweights.errors import HubError, OutputError, SourceError
 from pqweights.storage.hub.client import Hub
-from pqweights.storage.hub.repository import Repository
-from pqweights.storage.hub.transfers import cache_folder, cached, fetch_to, fetch_to_cache, read_range, read_whole
+from pqweights.storage.hub.repository import RemoteFile, Repository
+from pqweights.storage.hub.transfers import (
+    cache_folder,
+    cached,
+    fetch_to,
+    fetch_to_cache,
+    read_range,
+    read_whole,
+    refuse_offline,
+)
 from pqweights.storage.remote.addresses import is_inside
 from pqweights.storage.remote.failures import Stop, TransferStopped
 
@@ -218,7 +226,8 @@ class HubStorage(Storage):
             return start
         remote = self._remote[file]
         if not file.endswith(".safetensors") and (remote.byte_count <= SMALL_BYTES or count == remote.byte_count):
-            data = self._small.get(file) or read_whole(self.hub, self.repository, remote)
+            data = self._small.get(file) or self._cached_whole(remote)
+            data = data or read_whole(self.hub, self.repository, remote)
             if remote.byte_count <= SMALL_BYTES:
                 self._small[file] = data
             return data[offset : offset + count]
@@ -234,6 +243,19 @@ class HubStorage(Storage):
         data = np.empty(count, dtype=np.uint8)
         self._reader.read_into(path, file, offset, data)
         return data.tobytes()
+
+    def _cached_whole(self, remote: RemoteFile) -> bytes | None:
+        """Return a whole file from the cache; None if it is not there, or damaged."""
+        path = self._cached(remote.name)
+        data = None if path is None else path.read_bytes()
+        return data if data is not None and remote.has_content([data]) else None
+
+    def check_cached(self, files: Iterable[str]) -> None:
+        """Raise HubError for the first of some files that cannot be had, because the Hub is switched off."""
+        if self.hub.is_offline:
+            for file in files:
+                if self._cached(file) is None:
+                    refuse_offline(self.hub, self.repository, file)
 
     def _cached(self, file: str) -> Path | None:
         return cached(self.hub, self.repository, self._remote[file])

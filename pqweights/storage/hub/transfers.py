@@ -48,7 +48,17 @@ def read_range(hub: Hub, repository: Repository, file: str, *, start: int, count
             raise official.http.RemoteProtocolError(f"expected {count} bytes, found {len(data)}")
         return bytes(data[:count])
 
+    refuse_offline(hub, repository, file)
     return hub.call(repository.id, fetch, about=f": {file}")
+
+
+def refuse_offline(hub: Hub, repository: Repository, file: str) -> None:
+    """Raise HubError for a file that is wanted of the Hub while it is switched off."""
+    if hub.is_offline:
+        raise HubError(
+            f"{repository.id}: {file}: not in the cache ({cache_folder(hub)}), and HF_HUB_OFFLINE switches the Hub "
+            "off; unset it to fetch the file"
+        )
 
 
 def read_whole(hub: Hub, repository: Repository, file: RemoteFile) -> bytes:
@@ -85,6 +95,11 @@ def fetch_to_cache(
         path = _fetch(hub, repository, file, show=show, stop=stop)
         if file.has_content(pieces_of(path)):
             return path
+        if hub.is_offline:
+            raise HubError(
+                f"{repository.id}: {file.name}: damaged in the cache ({path}), and HF_HUB_OFFLINE switches the Hub "
+                "off; unset it, and the file is fetched again"
+            )
         path.resolve().unlink()
         path.unlink(missing_ok=True)  # the link to it
     raise _wrong_content(repository, file)
