@@ -249,7 +249,6 @@ def test_local_folder_takes_precedence_over_repository(
     ("source", "says"),
     [
         ("./me/source", "no such file or folder"),
-        ("me/source/", "no such file or folder"),
         ("source", "no such file or folder"),
         ("/me/source", "no such file or folder"),
         ("me/a/b", "no such file or folder"),
