@@ -43,7 +43,6 @@ def test_a_model_that_llama_cpp_has_and_computes_otherwise_is_refused_with_the_r
          "stops without any layer of the kind compressed 128"),
         ({"model_type": "mimo_v2_flash", "layer_types": ["full_attention"] * 2}, "without any layer of the kind slid"),
         (MLA | {"model_type": "deepseek_v32", "index_head_dim": 32}, "a multiple of 64 as index_head_dim, found 32"),
-        ({"model_type": None}, "GGUF cannot hold a model of type None"),
         ({"hidden_act": "gelu"}, "llama.cpp computes it with hidden_act 'silu' or 'swish' only, found 'gelu'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "does not compute what LlamaForSequenceClassification"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "with rope_type default, .* only, found 'dynamic'"),
@@ -124,6 +123,11 @@ def test_settings_of_other_types_are_refused_when_the_model_is_opened(
     folder = write_llama(tmp_path, config={"architectures": None} | config)
     with pytest.raises(SourceError, match=rf"^config\.json: .*\b{key}\b.*: expected .*, found"):
         converted(folder)
+
+
+def test_a_configuration_without_a_type_is_refused_as_such(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"^config\.json: .*model_type"):
+        converted(write_llama(tmp_path, config={"model_type": None, "architectures": None}))
 
 
 @pytest.mark.parametrize("key", ["attn_logit_softcapping", "final_logit_softcapping"])
