@@ -48,6 +48,7 @@ SLOW = {
     "kv/test_on_codes.py": MODELS,
     "evaluate/test_bos.py::test_llama_cpp_reads_the_same_windows": RUNTIMES,
     "exports/test_gguf_export.py::test_stacks_and_hybrids_compute_what_the_master_does": RUNTIMES,
+    "gguf/test_gguf_added_tokens.py::test_the_file_has_the_tokens_of_transformers": RUNTIMES,
     "gguf/test_gguf_drafts.py::test_draft_layers_are_blocks_behind_the_last_one": RUNTIMES,
     "gguf/test_gguf_encoders.py": RUNTIMES,
     "gguf/test_gguf_logits.py": RUNTIMES,
