@@ -16,7 +16,6 @@ from loopback_hub import LoopbackHub
 from pqweights.errors import OptionError
 from pqweights.storage.hub.repository import repository_named
 
-pytest.importorskip("huggingface_hub")
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
 REVISION = "refs/pr/1"

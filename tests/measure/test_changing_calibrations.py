@@ -17,12 +17,8 @@ from typing import Any
 import families
 import numpy as np
 import pytest
-from helpers import folder_bytes
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 import torch
+from helpers import folder_bytes
 
 import pqweights
 from pqweights.checkpoint import writer
