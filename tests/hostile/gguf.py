@@ -81,7 +81,7 @@ CASES = [
         "gguf-as-a-source-or-a-result",
         {
             **{f"{command} a.gguf": (OTHERS,) for command in ("verify", "card")},
-            "plan a.gguf": ("a.gguf", "put config.json and the tokenizer of the original model beside it"),
+            "plan a.gguf": ("a.gguf", "general.architecture", "put config.json of the original model beside it"),
             "export a.gguf out --target bf16": (OTHERS,),
             "calibrate a.gguf out.json --text text.txt": (OTHERS,),
         },

@@ -31,7 +31,11 @@ CASES = [
         {QUANTIZE: ("model.gguf", "config.json", "its model_type is None")},
         {"src/model.gguf": b"GGUF\3\0\0\0" + bytes(24), CONFIG: {}},
     ),
-    Case("gguf-file", {"quantize src/a.gguf out": ("GGUF",)}, {"src/a.gguf": b"GGUF\3\0\0\0" + bytes(24)}),
+    Case(
+        "gguf-file",
+        {"quantize src/a.gguf out": ("a.gguf", "general.architecture")},
+        {"src/a.gguf": b"GGUF\3\0\0\0" + bytes(24)},
+    ),
     Case("gguf-renamed", {QUANTIZE: ("GGUF", "model.safetensors")}, {FILE: b"GGUF\3\0\0\0" + bytes(24)}),
     Case("config-not-json", {QUANTIZE: ("config.json", "JSON")}, {FILE: GOOD, CONFIG: '{"model_type": '}),
     Case("config-empty", {QUANTIZE: ("config.json", "JSON")}, {FILE: GOOD, CONFIG: b""}),
