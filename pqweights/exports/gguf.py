@@ -67,6 +67,8 @@ MODELFILE = "Modelfile"
 # llama.cpp and others take a file of that name for the tower of the model beside it.
 TOWER_PREFIX = "mmproj-"
 GENERATION_CONFIG = "generation_config.json"
+# Names of folders that say what is in them, and not which model.
+UNNAMED = ("checkpoint", "hf", "master", "masters", "model", "models", "original", "source", "src")
 # What is copied beside the weights, which hold everything that llama.cpp reads of the model.
 COPIED = ("*license*", "*licence*", "copying*", "copyright*", "notice*", "*policy*", "citation*", "authors*")
 NO_TOKENIZER = (
@@ -308,7 +310,7 @@ def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transfor
 
 
 def _name_of(source: ExportSource) -> str | None:
-    """Return the repository of a model, else the name of the folder of its original or master."""
+    """Return the repository of a model, else the name of the folder of its original or master, if it names a model."""
     # The manifest of a master may say anything; the name stands in names of files and in the Modelfile.
     manifest = source.manifest
     model_id = "" if manifest is None else manifest.identity.model.get("id", "")
@@ -318,7 +320,8 @@ def _name_of(source: ExportSource) -> str | None:
     if origin is not None:
         return origin.id
     where = source.folder if source.original is None else source.original
-    return file_stem(where.resolve().name if isinstance(where, Path) else str(where).rstrip("/").rpartition("/")[2])
+    name = where.resolve().name if isinstance(where, Path) else str(where).rstrip("/").rpartition("/")[2]
+    return None if name.lower() in UNNAMED else file_stem(name)
 
 
 def _check(master: PlannedMaster, settings: Gguf) -> None:
