@@ -15,10 +15,11 @@ import gguf
 import gguf_cases
 import pytest
 import trained_tokenizers as trained
-from closeness import F32_SUM, approx, each_near, rounding
-from commands import done
+from closeness import F32_MATRIX, F32_SUM, approx, each_near, rounding
+from commands import done, refused
 from export_decoders import values_of
 from gguf_files import converted, metadata, write_gguf, write_llama
+from helpers import write_checkpoint
 from tiny_gguf import finish
 
 from pqweights.checkpoint.gguf.contents import MetadataList
@@ -34,8 +35,12 @@ FAMILIES = (
     *("mixtral", "qwen2", "qwen2 moe", "qwen3", "qwen3 moe", "gemma", "gemma2", "gemma3", "gemma3 layers"),
     *("olmo2", "olmo3", "smollm3", "arcee", "seed_oss", "exaone4", "exaone4 windows", "ministral3", "phi3", "granite"),
     *("starcoder2", "stablelm", "cohere", "cohere2", "glm4", "ernie4_5", "olmoe", "hunyuan moe", "ernie4_5 moe"),
-    *("dots1", "glm4 moe", "exaone moe", "minimax m2", "hy v3"),
+    *("dots1", "glm4 moe", "exaone moe", "minimax m2", "hy v3", "gpt-oss", "qwen3 next", "qwen3_5", "qwen3_5 moe"),
+    *("llama4", "lfm2 moe", "granite moe", "granite moe shared", "granite hybrid", "gemma3n", "gemma4", "gemma4 moe"),
+    *("deepseek v2 lite", "deepseek v3", "deepseek v3 yarn"),
 )
+# As it is published, and llama.cpp rounds the bounds of YaRN all the same.
+OF_GPT_OSS = replace(gguf_cases.CASES["gpt-oss"], rope=gguf_cases.YARN | {"truncate": False})
 # What has no meaning for what a model computes, or is in the tokenizer's files, which these models have none of.
 APART = (
     *("architectures", "transformers_version", "initializer_range", "_name_or_path", "dtype", "use_cache"),
@@ -54,8 +59,11 @@ def resolved(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration as transformers' class of it has it."""
     import transformers
 
-    whole = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_dict()
-    return {key: value for key, value in whole.items() if key not in APART}
+    of_type = transformers.CONFIG_MAPPING[config["model_type"]]
+    # JSON has no infinity, which is the default.
+    whole = of_type.from_dict({key: value for key, value in config.items() if key != "time_step_limit"}).to_dict()
+    known = of_type().to_dict().keys() | {"head_dim"}
+    return {key: value for key, value in whole.items() if key in known and key not in APART}
 
 
 def assert_same(found: Any, expected: Any, key: str) -> None:
@@ -73,7 +81,7 @@ def assert_same(found: Any, expected: Any, key: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_model_of_a_file_alone_is_the_original(name: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    gguf_cases.saved(gguf_cases.CASES[name], model)
+    gguf_cases.saved(OF_GPT_OSS if name == "gpt-oss" else gguf_cases.CASES[name], model)
     config = json.loads((model / "config.json").read_text())
     source = open_source(alone(write_gguf(model, "F32"), tmp_path / "src"), Access())
     assert source.config is not None and source.config["architectures"] == config["architectures"]
@@ -99,14 +107,34 @@ def test_the_model_of_a_file_alone_is_the_original(name: str, tmp_path: Path) ->
         ("phi3 short", {"original_max_position_embeddings": 256}),
         ("llama yarn mscale", {"model_type": "llama"}),
         ("hunyuan", {"rope_theta": 648985.0}),
+        # The width that LFM 2 computes, periods of kinds with one layer, a model without experts.
+        ("lfm2", {"intermediate_size": 256}),
+        ("jamba", {"attn_layer_period": 4, "expert_layer_period": 4}),
+        ("granite hybrid dense", {"num_local_experts": 0}),
+        # Weights that are multiplied already.
+        ("falcon h1", {"key_multiplier": 1.0, "mlp_multipliers": [1.0, 1.0]}),
+        ("glm4 moe lite", {"model_type": "deepseek_v3"}),
+        ("nemotron h", {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}),
+        ("nemotron h moe", {"layers_block_type": ["linear_attention", "full_attention", "moe"]}),
+        ("nemotron h latent", {"moe_latent_size": 32}),
     ],
 )
 def test_what_a_file_does_not_say_is_computed_alike(name: str, differs: dict[str, Any], tmp_path: Path) -> None:
+    import transformers
+
     model = tmp_path / "model"
-    gguf_cases.saved(gguf_cases.CASES[name], model)
-    file = write_gguf(model, "F32")
-    source = open_source(alone(file, tmp_path / "src"), Access())
+    original = gguf_cases.saved(gguf_cases.CASES[name], model)
+    source = open_source(alone(write_gguf(model, "F32"), tmp_path / "src"), Access())
     assert source.config is not None and differs.items() <= source.config.items()
+    of_model = getattr(original.config, "time_step_min", None)
+    config = {**source.config, **({} if of_model is None else {"time_step_min": of_model}), "dtype": "float32"}
+    write_checkpoint(
+        tmp_path / "read", {tensor.name: ("F32", values_of(tensor)) for tensor in source.tensors}, config=config
+    )
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "read", dtype="float32").eval()
+    ids = gguf_cases.token_ids(40)
+    expected = gguf_cases.logits(original, ids)
+    assert each_near(gguf_cases.logits(again, ids), expected, 0, F32_MATRIX * abs(expected).max())
 
 
 def tokenizer_of(source: Checkpoint, folder: Path) -> Any:
@@ -148,11 +176,12 @@ def converted_of(source: Checkpoint) -> Any:
     return gguf_model(source, name="tiny")
 
 
-def edited(file: Path, out: Path, **changed: Any) -> Path:
+def edited(file: Path, out: Path, split_max_tensors: int = 0, **changed: Any) -> Path:
     """A copy of a file with other metadata; None drops a key. `__` stands for the dots of its name."""
     reader = gguf.GGUFReader(file)
     changed = {key.replace("__", "."): value for key, value in changed.items()}
-    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(out, architecture, split_max_tensors=split_max_tensors)
     for key, field in reader.fields.items():
         if key.startswith("GGUF.") or key in (*changed, "general.architecture"):
             continue
@@ -261,6 +290,28 @@ def test_a_master_of_a_file_alone_is_whole(llama: Path, tmp_path: Path) -> None:
     for key, field in first.items():
         if not key.startswith(("GGUF.", "general.")):
             assert found[key].contents() == field.contents(), key
+
+
+def test_all_parts_of_a_split_model_are_one_source(llama: Path, lonely: Path, tmp_path: Path) -> None:
+    edited(llama, tmp_path / "m.gguf", split_max_tensors=8)
+    parts = sorted(tmp_path.iterdir())
+    assert len(parts) > 2 and all(re.fullmatch(r"m-0000\d-of-0000\d\.gguf", part.name) for part in parts)
+    whole = open_source(lonely, Access())
+    for given in (tmp_path, parts[0], parts[-1]):
+        source = open_source(given, Access())
+        assert source.config == whole.config and len(source.weight_files) == len(parts)
+        found = {tensor.name: values_of(tensor) for tensor in source.tensors}
+        assert found.keys() == {tensor.name for tensor in whole.tensors}
+        assert all((found[tensor.name] == values_of(tensor)).all() for tensor in whole.tensors)
+
+
+def test_a_model_without_a_tokenizer_is_exported_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model")
+    done("quantize", tmp_path / "model", tmp_path / "master")
+    command = ("export", tmp_path / "master", tmp_path / "out", "--target", "gguf", "--type", "q8_0")
+    assert "tokenizer" in refused(*command) and not (tmp_path / "out").exists()
+    done(*command, "--without-tokenizer")
+    assert "tokenizer.ggml.tokens" not in gguf.GGUFReader(next((tmp_path / "out").glob("*.gguf"))).fields
 
 
 def test_of_several_files_elsewhere_the_message_says_which_there_are(

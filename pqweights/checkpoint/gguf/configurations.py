@@ -7,7 +7,8 @@ configuration is named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
 from fractions import Fraction
 from typing import Any
 
@@ -20,8 +21,8 @@ from pqweights.checkpoint.gguf.rope import Factors, add_rope, read_rope
 from pqweights.checkpoint.gguf.settings import MOST_OF_ANY, Settings, read_settings, settings_of
 from pqweights.checkpoint.gguf.tensors import with_draft_layers
 from pqweights.checkpoint.models import described
-from pqweights.checkpoint.models.description import stated_or_default
-from pqweights.checkpoint.models.llama_cpp import FULL, LAYERS, SLIDING, Architecture, Setting
+from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
+from pqweights.checkpoint.models.llama_cpp import FULL, LAYERS, LINEAR_ATTENTION, SLIDING, Architecture, Setting
 from pqweights.checkpoint.models.llama_cpp_names import CLASSES, NATIVE_KEYS, PRESENT
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.errors import ExportError
@@ -44,9 +45,11 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
     model = described(model_type)
     architecture = model.llama_cpp
     assert architecture is not None
+    values: dict[str, Any] = {"model_type": model_type}
     if architecture.dense is not None and not _value(contents, "expert_count"):
         architecture = architecture.dense
-    values: dict[str, Any] = {"model_type": model_type}
+        values |= {"num_experts": 0} if "num_experts" in model.defaults else {}
+    values |= _multipliers(architecture)
     _solve_settings(contents, architecture, values)
     layers = values.get("block_count")
     if not isinstance(layers, int) or not 0 < layers <= len(contents.tensors):
@@ -58,8 +61,14 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
     del values["block_count"]
     _assume_sizes(contents, values)
     _state_windows(contents, architecture, values)
+    _state_layers(contents, architecture, values)
+    _state_optional(architecture, model, values)
+    rotated = _computed(architecture.rotated, values)
     values |= read_rope(
-        lambda key: (_value if key.endswith("type") else _scalar)(contents, key), architecture, values, factors
+        lambda key: (_value if key.endswith("type") else _scalar)(contents, key),
+        architecture,
+        {**values, "rotated": int(rotated)},
+        factors,
     )
     local = "rope_local_base_freq"
     if values.get(local) == values.get("rope_theta") and local not in model.defaults:
@@ -72,9 +81,18 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
         values["query_pre_attn_scalar"] = (
             values["hidden_size"] // values["num_attention_heads"] if of_27b else values["head_dim"]
         )
-    if "head_dim" not in model.defaults and _is_usual(values):
+    if "head_dim" not in model.defaults and (_is_usual(values) or architecture.rotated != "head_dim"):
         del values["head_dim"]
     return _named(contents, values)
+
+
+def _multipliers(architecture: Architecture) -> dict[str, Any]:
+    """Return the multipliers of a model whose weights are multiplied already: 1."""
+    values: dict[str, Any] = {}
+    for key in (key for scaled in architecture.scaled.values() for by in scaled.by for key in by.split(" * ")):
+        name, listed, place = key.partition(".")
+        values[name] = [1.0] * max(1 + int(place), len(values.get(name, ()))) if listed else 1.0
+    return values
 
 
 def _is_usual(values: Mapping[str, Any]) -> bool:
@@ -142,13 +160,35 @@ def _solve_settings(contents: GgufContents, architecture: Architecture, values: 
                 key, equals, text = of.key.partition(" = ")
                 if not equals or value:
                     values[key] = text if equals else bool(value)
+            elif of.zero and of.real and not value:
+                values[of.key] = None
             elif isinstance(value, list) and not of.listed:
-                if not of.only and len({*value}) == 1:
-                    _solve(of.key, value[0], values)
+                _solve_list(contents, of, value, values)
             elif of.listed:
                 values[of.key] = value
             else:
                 _solve(of.key, value, values)
+
+
+def _solve_list(contents: GgufContents, of: Setting, numbers: list[Any], values: dict[str, Any]) -> None:
+    """State the keys of a hyper-parameter that layers of two kinds have otherwise."""
+    kinds = _kinds_of_windows(contents, len(numbers)) if of.other else []
+    if of.only.endswith("shared") and numbers[0]:  # the last layers, which are wider
+        values |= {of.other: numbers[0], "mlp_widening": numbers[-1] // numbers[0]}
+    elif kinds:
+        for key, is_key in ((of.key, True), (of.other, False)):
+            own = {n for n, kind in zip(numbers, kinds, strict=True) if bool(re.fullmatch(of.only, kind)) == is_key}
+            if len(own) == 1:
+                _solve(key, own.pop(), values)
+    elif len(own := {*numbers} - ({0} if of.only else set())) == 1:
+        _solve(of.key, own.pop(), values)
+
+
+def _kinds_of_windows(contents: GgufContents, layers: int) -> list[str]:
+    """Return the kinds of layers of a file that lists which have a window; nothing of others."""
+    windows = _value(contents, "attention.sliding_window_pattern")
+    fits = isinstance(windows, list) and len(windows) == layers
+    return [SLIDING if windowed else FULL for windowed in windows] if fits else []
 
 
 def _shortest(value: Any) -> Any:
@@ -161,7 +201,7 @@ def _solve(expression: str, result: Any, values: dict[str, Any]) -> None:
     """State the only key of an expression, as in Setting.key, that is not known yet."""
     names = [name for term in expression.split(" + ") for part in term.split(" / ") for name in part.split(" * ")]
     unknown = [name for name in names if not name.isdigit() and name not in values]
-    if names == unknown:
+    if names == unknown == [expression]:
         values[expression] = result
     if len(names) == 1 or len(unknown) != 1 or f"/ {unknown[0]}" in expression:
         return
@@ -215,23 +255,106 @@ def _state_windows(contents: GgufContents, architecture: Architecture, values: d
         values["layer_types"] = [SLIDING if windowed else FULL for windowed in pattern[:layers]]
 
 
+def _state_layers(contents: GgufContents, architecture: Architecture, values: dict[str, Any]) -> None:
+    """State the kinds of layers of models of which some have no attention, by their tensors."""
+    kinds = architecture.layer_types - {FULL, SLIDING}
+    if architecture.period_key or not kinds or "chunked_attention" in kinds:  # which follow from a period
+        return
+    held: dict[int, set[str]] = {}
+    for tensor in contents.tensors:
+        block, _, rest = tensor.name.removeprefix("blk.").partition(".")
+        if block.isdigit() and len(block) < 6:
+            held.setdefault(int(block), set()).add(rest)
+    values["layer_types"] = [_kind(held.get(n, set()), architecture) for n in range(values["num_hidden_layers"])]
+
+
+def _kind(held: set[str], architecture: Architecture) -> str:
+    """Return the kind of a layer. held: the names of its tensors"""
+    kinds = {"ssm_in.weight": LINEAR_ATTENTION, "shortconv.in_proj.weight": "conv", "ffn_gate_inp.weight": "moe"}
+    named = {"attn_k.weight": FULL, **kinds, "ffn_up.weight": "mlp"}
+    found = next((kind for name, kind in named.items() if name in held and kind in architecture.layer_types), FULL)
+    sparse = f"{found} moe"
+    return sparse if sparse in architecture.layer_types and "ffn_gate_inp.weight" in held else found
+
+
+def _state_optional(architecture: Architecture, model: ModelDescription, values: dict[str, Any]) -> None:
+    """State that the model does without what the file does not have, where the type has it by default."""
+    for setting in architecture.settings:
+        if setting.optional and setting.key not in values and model.defaults.get(setting.key):
+            values[setting.key] = None
+
+
 def _named(contents: GgufContents, values: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration by the names of transformers, with what its tensors and its tokenizer say."""
     model_type, held = values["model_type"], {tensor.name: tensor for tensor in contents.tensors}
     names = NATIVE_KEYS.get(model_type, {})
     config = {names.get(key, key): value for key, value in values.items()}
-    config = {key: value for key, value in config.items() if value is not None or key in ("sliding_window", "head_dim")}
+    defaults = described(model_type).defaults
+    config = {
+        key: value
+        for key, value in config.items()
+        if value is not None or key == "sliding_window" or defaults.get(key) is not None
+    }
     config["tie_word_embeddings"] = "output.weight" not in held
     config |= {key: f"blk.0.{name}" in held for key, name in PRESENT.get(model_type, ())}
-    embeddings = held.get("token_embd.weight")
-    if embeddings is not None and embeddings.shape:
-        config["vocab_size"] = embeddings.shape[0]
+    for name, key in {"token_embd": "vocab_size", "per_layer_token_embd": "vocab_size_per_layer_input"}.items():
+        embeddings = held.get(f"{name}.weight")
+        if embeddings is not None and embeddings.shape:
+            config[key] = embeddings.shape[0]
+    if (restate := _NATIVE.get(model_type)) is not None:
+        restate(config, held.keys())
     for name, key in {"bos": "bos", "eos": "eos", "padding": "pad"}.items():
         number = contents.number(f"tokenizer.ggml.{name}_token_id")
         config[f"{key}_token_id"] = number if number is not None and number < config.get("vocab_size", 0) else None
     matrices = {tensor.type for tensor in contents.tensors if len(tensor.shape) > 1}
     config["dtype"] = DTYPES.get(next(iter(matrices)), "bfloat16") if len(matrices) == 1 else "bfloat16"
     return {"architectures": [CLASSES[model_type]], **config}
+
+
+def _name_jamba(config: dict[str, Any], held: Set[str]) -> None:
+    """State the kinds of layers by their periods. check_configuration finds others."""
+    types = config.pop("layer_types")
+    for name, of in (("attn", [kind.startswith(FULL) for kind in types]), ("expert", [" moe" in t for t in types])):
+        first = of.index(True) if True in of else len(of)
+        second = of.index(True, first + 1) if True in of[first + 1 :] else first + len(of)
+        config |= {f"{name}_layer_period": max(second - first, first + 1), f"{name}_layer_offset": first}
+
+
+def _name_gemma3n(config: dict[str, Any], held: Set[str]) -> None:
+    """State the layers of Gemma 3n with sparse activations, and those without keys and values of their own."""
+    layers = config["num_hidden_layers"]
+    config["num_kv_shared_layers"] = config.pop("shared_kv_layers", 0)
+    config["activation_sparsity_pattern"] = [0.95 if n < config["sparse_layers"] else 0.0 for n in range(layers)]
+    for key in ("own_layers", "sparse_layers"):
+        del config[key]
+
+
+def _name_gemma4(config: dict[str, Any], held: Set[str]) -> None:
+    """State what follows from the widths of layers."""
+    config["use_double_wide_mlp"] = config.pop("mlp_widening", 1) == 2
+    keys = {name for name in held if name.endswith(".attn_k.weight")}
+    config["attention_k_eq_v"] = any(name.replace("attn_k", "attn_v") not in held for name in keys)
+    config["enable_moe_block"] = bool(config.get("num_experts"))
+    config.setdefault("vocab_size_per_layer_input", config["vocab_size"])
+
+
+def _name_nemotron_h(config: dict[str, Any], held: Set[str]) -> None:
+    config["layers_block_type"] = config.pop("layer_types")
+
+
+def _name_lfm2(config: dict[str, Any], held: Set[str]) -> None:
+    """The file states the width that the model has computed."""
+    config["block_auto_adjust_ff_dim"] = False
+
+
+# How types state what follows from others, or from the names of the tensors in the file.
+_NATIVE: dict[str, Callable[[dict[str, Any], Set[str]], None]] = {
+    "jamba": _name_jamba,
+    "gemma3n_text": _name_gemma3n,
+    "gemma4_text": _name_gemma4,
+    "nemotron_h": _name_nemotron_h,
+    "lfm2": _name_lfm2,
+}
 
 
 def check_configuration(

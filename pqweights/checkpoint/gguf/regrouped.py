@@ -119,7 +119,7 @@ def _parts_of_stack(
     expected = (count, outputs) if is_bias else layouts[turned]
     if tensor.shape != expected or (Trait.EXPERTS_EITHER_WAY in traits and not either_way):
         raise ExportError(f"tensor {tensor.name!r}: expected shape {expected}, found {tensor.shape}")
-    for part, rows in _rows_of_parts(down, outputs, settings.architecture):
+    for part, rows in rows_of_parts(down, outputs, settings.architecture):
         name = f"{match['layer']}.{part}.{'bias' if is_bias else 'weight'}"
         shape = (count, len(rows)) if is_bias else (count, len(rows), inner)
         starts = range(0, count * outputs, outputs)
@@ -130,7 +130,7 @@ def _parts_of_stack(
         yield NamedTensor(name, _moved(name, shape, segments, cache, columns=columns, transposed=turned))
 
 
-def _rows_of_parts(down: bool, outputs: int, architecture: Architecture) -> list[tuple[str, range]]:
+def rows_of_parts(down: bool, outputs: int, architecture: Architecture) -> list[tuple[str, range]]:
     """Return the matrices in one of a stack, each with its rows."""
     if down:
         return [("down_proj", range(outputs))]

@@ -109,7 +109,7 @@ def read_rope(
     """
     if not architecture.rope:
         return {}
-    base, local, whole = value("rope.freq_base") or DEFAULT_BASE, value("rope.freq_base_swa"), known["head_dim"]
+    base, local, whole = value("rope.freq_base") or DEFAULT_BASE, value("rope.freq_base_swa"), known["rotated"]
     stated: dict[str, Any] = {"rope_theta": base}
     rotated = value("rope.dimension_count") or whole
     if rotated > whole or rotated % 2:
@@ -120,6 +120,10 @@ def read_rope(
         stated["rope_local_base_freq"] = local
     kind = str(value("rope.scaling.type") or "none")
     scaled: dict[str, Any] = {"rope_type": kind}
+    if "rope_freqs.weight" in factors and "proportional" in architecture.rope:
+        share = float(np.count_nonzero(factors["rope_freqs.weight"] == 1) * 2 / whole)
+        full = {"rope_type": "proportional", "partial_rotary_factor": share, "rope_theta": base}
+        return {"rope_parameters": {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local or base}}}
     if "rope_freqs.weight" in factors:
         scaled = _read_llama3(factors["rope_freqs.weight"], base, rotated)
     elif kind in ("linear", "yarn"):
@@ -141,6 +145,10 @@ def read_rope(
             stated["original_max_position_embeddings"] = original
         else:
             scaled["original_max_position_embeddings"] = original
+            if architecture.rounds_yarn:
+                scaled["truncate"] = False
+            if architecture.yarn_scales_attention and (mscale := value("rope.scaling.yarn_log_multiplier")) is not None:
+                scaled |= dict.fromkeys(("mscale", "mscale_all_dim"), _times(mscale, 10.0))
             attention = attention and _times(attention, yarn_scale(scaled["factor"], 1.0))
             if architecture.temperature and (beta := value("attention.temperature_scale")) is not None:
                 scaled["llama_4_scaling_beta"] = beta
@@ -183,7 +191,10 @@ def _bounds(
         if offset < -1e-6:
             high = 1 - 1 / offset
             yield 1.0, float(high), round(slope * (high - 1))
-    turns = 1 / frequencies[factors[: rotated // 2] > 1]  # no frequency lies between
+    divided = factors[: rotated // 2] > 1
+    turns = 1 / frequencies[divided]  # no frequency lies between
+    if divided.any() and not divided.all():
+        yield 1.0, 1.0, 2 ** math.ceil(math.log2(1 / frequencies[~divided].min()))
     for length in turns:
         yield 1.0, 1.0, round(length)
 

@@ -8,8 +8,7 @@ once, and a file that holds anything else is refused.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,23 +23,23 @@ from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.configurations import check_configuration, read_configuration
 from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents
 from pqweights.checkpoint.gguf.file import SUFFIX, is_gguf, open_gguf, whole_metadata
+from pqweights.checkpoint.gguf.inverse import Piece, absent_tensors, assembled, pieces_of
 from pqweights.checkpoint.gguf.model import architecture_name
 from pqweights.checkpoint.gguf.rope import Factors, add_rope
 from pqweights.checkpoint.gguf.settings import Settings, read_settings
-from pqweights.checkpoint.gguf.tensors import SUFFIXES, gguf_tensors, known_name, with_draft_layers
+from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
 from pqweights.checkpoint.gguf.tokenizer_files import tokenizer_files
 from pqweights.checkpoint.gguf.tokens import FAST
-from pqweights.checkpoint.gguf.views import ConstantTensor, InterleavedTensor, OffsetTensor, RenamedTensor
+from pqweights.checkpoint.gguf.views import ConstantTensor
 from pqweights.checkpoint.gguf.vocabulary import OTHERS
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.models import described
 from pqweights.checkpoint.models.llama_cpp import Architecture
-from pqweights.checkpoint.models.llama_cpp_names import CLASSES, names_in_layers
+from pqweights.checkpoint.models.llama_cpp_names import CLASSES
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import ByteReads, LocalStorage, StorageWithMade, check_not_interrupted
-from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.common.dtypes import FLOAT_DTYPES, from_float32
 from pqweights.errors import ExportError, SourceError
 from pqweights.kernels.gguf_encoding import decode_blocks
@@ -49,7 +48,6 @@ from pqweights.kernels.workers import scratch
 
 # The types of models whose files are read: those whose tensors have these names.
 MODEL_TYPES = (*CLASSES, "mistral")
-OUTSIDE = ("model.embed_tokens", "model.norm", "lm_head")
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 FOLLOWS = "follows from the configuration"
 
@@ -108,11 +106,11 @@ def _tokenizer(contents: GgufContents) -> dict[str, bytes]:
 
 def _configuration(storage: LocalStorage, contents: GgufContents) -> dict[str, Any]:
     """Return the config.json that the metadata state, as the first type of the architecture that has all of them."""
-    names = [name for name in CLASSES if architecture_name(_architecture(name)) == contents.architecture]
+    names = [name for name in CLASSES if contents.architecture in _labels(_architecture(name))]
     if contents.number(f"{contents.architecture}.expert_count"):
         names = [name for name in names if any(of.parameter == "expert_count" for of in _architecture(name).settings)]
     if not names:
-        known = ", ".join(sorted({architecture_name(_architecture(name)) for name in CLASSES}))
+        known = ", ".join(sorted({label for name in CLASSES for label in _labels(_architecture(name))}))
         raise SourceError(
             f"{contents.path}: general.architecture is {contents.architecture!r:.40}; {known} can be read: put "
             f"{CONFIG_FILE} of {_original(contents)} beside it, or give the original"
@@ -124,10 +122,17 @@ def _configuration(storage: LocalStorage, contents: GgufContents) -> dict[str, A
             config = read_configuration(contents, name, factors)
             views = _views(contents, with_draft_layers(read_settings(config), ()))
             check_configuration(contents, config, list(views.values()), factors.__getitem__)
+            if other := min({tensor.name for tensor in contents.tensors} - views.keys(), default=None):
+                raise ExportError(f"tensor {other!r}: expected no such tensor")
             return config
         except ExportError as error:
             refused.append(error)
     raise _refused(contents, refused[0], f"not read as a model of type {names[0]}") from None
+
+
+def _labels(architecture: Architecture) -> set[str]:
+    """Return what files call an architecture, and the one that models of its type without experts have."""
+    return {architecture_name(of) for of in (architecture, architecture.dense) if of is not None}
 
 
 def _architecture(model_type: str) -> Architecture:
@@ -177,7 +182,7 @@ def _model_tensors(
     except ExportError as error:
         raise _refused(contents, error, f"not read as the model of {CONFIG_FILE}") from None
     dtype = "F16" if model_dtype(config, ()) == "F16" else "BF16"
-    tensors: dict[str, LogicalTensor] = {}
+    pieces: dict[str, dict[tuple[int, int], Piece]] = {}
     left_out = {}
     for tensor in contents.tensors:
         view = views.get(tensor.name)
@@ -187,16 +192,18 @@ def _model_tensors(
                 f"{tensor.file}: tensor {tensor.name!r} {list(tensor.shape)}: expected {expected} in the model of "
                 f"{CONFIG_FILE}; put the one of {_original(contents)} beside the file"
             )
-        made = list(_inverse(view, _read_as(storage, tensor, stored[tensor.name], dtype)))
-        if not made or made[0].name in tensors:
+        made = [*pieces_of(view, _read_as(storage, tensor, stored[tensor.name], dtype))]
+        new = [of for of in made if (of.first, of.step) not in pieces.get(of.of.name, ())]
+        if not new:
             left_out[tensor.name] = FOLLOWS if not made else "the same as the embeddings"
-        tensors.update((of.name, of) for of in made if of.name not in tensors)
+        for of in new:
+            pieces.setdefault(of.of.name, {})[of.first, of.step] = of
     missing = min(views.keys() - stored.keys() - {"output.weight"}, default=None)
     if missing is not None and not isinstance(views[missing], ConstantTensor):
         raise SourceError(
             f"{contents.path}: tensor {missing!r} of the model of {CONFIG_FILE} is missing: fetch it again"
         )
-    return list(tensors.values()), left_out
+    return [assembled([*of.values()]) for of in pieces.values()], left_out
 
 
 def _views(contents: GgufContents, settings: Settings) -> dict[str, LogicalTensor]:
@@ -208,63 +215,9 @@ def _views(contents: GgufContents, settings: Settings) -> dict[str, LogicalTenso
     layers = settings.number("num_hidden_layers")
     names = package.get_tensor_name_map(package.MODEL_ARCH[settings.architecture.name], layers)
     shapes = {tensor.name: tensor.shape for tensor in contents.tensors}
-    in_layers = names_in_layers(settings.model_type)
-    tensors = []
-    for name in (
-        *(module + end for module in OUTSIDE for end in (".weight", ".bias")),
-        *(f"model.layers.{layer}.{name}" for layer in range(layers) for name in in_layers),
-    ):
-        known = known_name(name.replace(".{}", ".0"), settings.architecture.modules).replace(".experts.0", ".experts")
-        shape = shapes.get(names.get_name(known, try_suffixes=SUFFIXES) or "", ())
-        if "{}" in name and len(shape) == 3 and 0 not in shape:
-            tensors += [_Absent(name=name.format(n), shape=shape[1:]) for n in range(shape[0])]
-        elif "{}" not in name and shape:
-            is_gate = name.endswith("shared_expert_gate.weight")
-            tensors.append(_Absent(name=name, shape=(1, *shape) if is_gate else shape))
+    tensors = [*absent_tensors(shapes, settings, names, layers)]
     views, _ = gguf_tensors(tensors, settings, add_rope(settings, package.GGUFWriter(None, architecture)))
     return {view.name: view for view in views}
-
-
-def _inverse(view: LogicalTensor, stored: LogicalTensor) -> Iterator[LogicalTensor]:
-    """Yield the tensors of the model that a view is made of, given what the view would hold."""
-    if isinstance(view, _Absent):
-        yield stored
-    elif isinstance(view, MovedTensor):
-        first = 0
-        for segment in view.segments:
-            yield _rows(segment.tensor.name, segment.tensor.shape, stored, [(first, 1, segment.count)])
-            first += segment.count
-    elif isinstance(view, InterleavedTensor):
-        half, heads = view.head_rows // 2, view.shape[0] // view.head_rows
-        runs = [(head * 2 * half + side, 2, half) for head in range(heads) for side in range(2)]
-        yield from _inverse(view.source, _rows(view.source.name, view.source.shape, stored, runs))
-    elif isinstance(view, OffsetTensor):
-        of: LogicalTensor = OffsetTensor.of(
-            view.source.name, stored, offset=-view.offset, dtype="F32", plain_dtype="F32"
-        )
-        yield from _inverse(view.source, of)
-    elif type(view) is RenamedTensor:
-        yield from _inverse(view.source, RenamedTensor.of(view.source.name, stored, shape=view.source.shape))
-    elif not isinstance(view, ConstantTensor):
-        raise SourceError(f"tensor {view.name!r}: it cannot be turned into that of the original model")
-
-
-def _rows(
-    name: str, shape: tuple[int, ...], stored: LogicalTensor, runs: Sequence[tuple[int, int, int]]
-) -> LogicalTensor:
-    """Return rows of a tensor as another. runs: first row, step and count"""
-    width = shape[-1] if len(shape) > 1 else 1
-    by_rows = RenamedTensor.of(name, stored, shape=(*stored.shape, 1) if len(shape) == 1 else stored.shape)
-    moved = MovedTensor(
-        name=name,
-        shape=(math.prod(shape) // width, width),
-        dtype=stored.plain_dtype,
-        segments=tuple(Segment(tensor=by_rows, first=first, step=step, count=count) for first, step, count in runs),
-        columns=range(width),
-        transposed=False,
-        cache=MatrixCache(),
-    )
-    return RenamedTensor.of(name, moved, shape=shape, dtype=stored.dtype)
 
 
 def _read_as(storage: ByteReads, tensor: FileTensor, stored: StoredTensor, dtype: str) -> LogicalTensor:
@@ -276,21 +229,6 @@ def _read_as(storage: ByteReads, tensor: FileTensor, stored: StoredTensor, dtype
     return BlockSourceTensor(
         storage=storage, stored=stored, name=tensor.name, shape=tensor.shape, dtype=tensor.type, plain_dtype=dtype
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Absent:
-    """A tensor of a model whose names and shapes alone are known."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    dtype = plain_dtype = "BF16"
-    parts: tuple[StoredTensor, ...] = ()
-
-    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """See LogicalTensor."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,13 +82,9 @@ def gguf_tensors(
         name: ConstantTensor(name=name, shape=values.shape, values=values) for name, values in factors.items()
     }
     for tensor in cut(with_experts_stacked(kept, settings), settings):
-        aliases = dict.fromkeys((tensor.name, re.sub(r"^backbone\.", "model.", tensor.name)))
-        found = (names.get_type_and_name(alias, try_suffixes=SUFFIXES) for alias in aliases)
-        known = ((tensor_type.name, name) for tensor_type, name in filter(None, found))
-        own = nextn_tensor(tensor.name) or _own_tensor(tensor.name, settings.architecture.tensors)
-        tensor_type, name = own or next(known, (None, ""))
+        tensor_type, name, own = tensor_in_file(tensor.name, settings, names)
         biases = settings.architecture.biases | NAMED_BIASES
-        if tensor_type is None or (own is None and name.endswith(".bias") and tensor_type not in biases):
+        if not tensor_type or (not own and name.endswith(".bias") and tensor_type not in biases):
             raise ExportError(
                 f"tensor {tensor.reads.name!r}: llama.cpp's {settings.architecture.name.lower()} models have no such "
                 "tensor"
@@ -167,6 +163,19 @@ def known_name(name: str, modules: Mapping[str, str]) -> str:
             if found is not None:
                 return f"{begin}{found.expand(known)}{rest}"
     return name
+
+
+def tensor_in_file(name: str, settings: Settings, names: Any) -> tuple[str, str, bool]:
+    """Return a tensor's type and its name in the file, "" if there is none, and whether the gguf package lacks it.
+
+    name: one that `known_name` has returned
+    names: the TensorNameMap of the architecture
+    """
+    aliases = dict.fromkeys((name, re.sub(r"^backbone\.", "model.", name)))
+    found = filter(None, (names.get_type_and_name(alias, try_suffixes=SUFFIXES) for alias in aliases))
+    own = nextn_tensor(name) or _own_tensor(name, settings.architecture.tensors)
+    tensor_type, named = own or next(((of.name, named) for of, named in found), ("", ""))
+    return tensor_type, named, own is not None
 
 
 def _own_tensor(name: str, tensors: Mapping[str, str]) -> tuple[str, str] | None:

@@ -139,13 +139,20 @@ class ScaledTensor(RenamedTensor):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DecayTensor(RenamedTensor):
-    """The rates of decay of a state space model, -exp(A), of which the checkpoint holds A, in float32."""
+    """The rates of decay of a state space model, -exp(A), of which the checkpoint holds A, in float32.
+
+    rates: whether it is these, and the source A; else the other way round
+    """
+
+    rates: bool = True
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Read elements of the source, and compute the rates."""
         raw = np.empty(count * 4, dtype=np.uint8)
         self.source.read(start, count, "F32", raw)
-        raw = (-np.exp(raw.view(np.float32))).view(np.uint8)
+        values = raw.view(np.float32)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            raw = (-np.exp(values) if self.rates else np.log(-values)).view(np.uint8)
         out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)
 
 

@@ -100,6 +100,7 @@ class Architecture:
     name: its name in gguf.MODEL_ARCH
     label: its name in files, if the package does not have it; name is then that of one with the same tensors
     prefix: an expression for what the names of the checkpoint have before those that the gguf package knows
+    layers_below: what the names of layers begin with, in models of their own
     unused: an expression for tensors that it does without, by their names without the prefix
     unused_why: the reason
     modules: expressions for modules or parameters of a layer that the gguf package does not know, or whole names
@@ -166,6 +167,7 @@ class Architecture:
     name: str
     label: str = ""
     prefix: str = ""
+    layers_below: str = "model."
     unused: str = ""
     unused_why: str = "not needed for the vectors of tokens"
     modules: Mapping[str, str] = field(default_factory=dict)

@@ -181,6 +181,7 @@ JAMBA = Architecture(
 _NEMOTRON_WIDTH = "mamba_num_heads * mamba_head_dim"
 _DENSE_NEMOTRON_H = Architecture(
     name="NEMOTRON_H",
+    layers_below="backbone.",
     modules={
         r"mixer\.dt_bias": "mixer.dt_proj.bias",
         r"mixer\.experts\.(\d+)\.(up|down)_proj": r"mlp.experts.\1.\2_proj",

@@ -15,7 +15,21 @@ CLASSES = {
     "ernie4_5": "Ernie4_5ForCausalLM", "olmoe": "OlmoeForCausalLM", "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM", "dots1": "Dots1ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
     "exaone_moe": "ExaoneMoeForCausalLM", "minimax_m2": "MiniMaxM2ForCausalLM", "hy_v3": "HYV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM", "qwen3_next": "Qwen3NextForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM", "llama4_text": "Llama4ForCausalLM", "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM", "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM", "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM", "gemma3n_text": "Gemma3nForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM", "falcon_h1": "FalconH1ForCausalLM", "jamba": "JambaForCausalLM",
 }  # fmt: skip
+
+
+def _below(module: str, names: str) -> str:
+    """Return names below a module."""
+    return "".join(f" {module}.{name}" for name in names.split())
+
+
 _ATTENTION = "input_layernorm post_attention_layernorm " + " ".join(
     f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 )
@@ -29,7 +43,73 @@ _SHARED = f"{_USUAL} {_EXPERTS} " + " ".join(f"mlp.shared_experts.{name}_proj" f
 _SHARED_MLP = f"{_ATTENTION}{_MLP} {_EXPERTS} " + " ".join(f"mlp.shared_mlp.{n}_proj" for n in ("gate", "up", "down"))
 _QUERY_NORM = " self_attn.query_layernorm self_attn.key_layernorm"
 _GLM4 = "post_self_attn_layernorm post_mlp_layernorm mlp.gate_up_proj mlp.down_proj"
+_DELTA_NET = _below("linear_attn", "A_log conv1d dt_bias norm out_proj")
+_LFM2 = (
+    "conv.conv conv.in_proj conv.out_proj feed_forward.w1 feed_forward.w2 feed_forward.w3 ffn_norm operator_norm "
+    "feed_forward.gate feed_forward.expert_bias self_attn.k_layernorm self_attn.q_layernorm self_attn.q_proj "
+    "self_attn.k_proj self_attn.v_proj self_attn.out_proj "
+    + " ".join(f"feed_forward.experts.{{}}.w{n}" for n in (1, 2, 3))
+)
+_MAMBA = _below("mamba", "A_log D conv1d dt_bias norm in_proj out_proj")
+_GRANITE = " block_sparse_moe.input_linear block_sparse_moe.output_linear block_sparse_moe.router.layer"
+_GRANITE_SHARED = " shared_mlp.input_linear shared_mlp.output_linear"
+_FEED_FORWARD = " feed_forward.gate_proj feed_forward.up_proj feed_forward.down_proj"
+_PER_LAYER = (
+    " pre_feedforward_layernorm post_feedforward_layernorm per_layer_input_gate per_layer_projection "
+    "post_per_layer_input_norm"
+)
+_MLA = _below("self_attn", "q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm kv_b_proj")
 _OWN_MODULES = {
+    "gpt_oss": f"{_ATTENTION} self_attn.sinks mlp.router"
+    + _below("mlp.experts", "gate_up_proj down_proj gate_up_proj_bias down_proj_bias"),
+    "qwen3_next": f"{_USUAL} {_EXPERTS}{_DELTA_NET}" + _below("linear_attn", "in_proj_ba in_proj_qkvz"),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        f"{_USUAL} {_EXPERTS}{_DELTA_NET}" + _below("linear_attn", "in_proj_a in_proj_b in_proj_qkv in_proj_z"),
+    ),
+    "llama4_text": f"{_ATTENTION}{_FEED_FORWARD} feed_forward.router feed_forward.experts.gate_up_proj "
+    "feed_forward.experts.down_proj "
+    + " ".join(f"feed_forward.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
+    "granitemoe": _ATTENTION + _GRANITE,
+    "granitemoeshared": _ATTENTION + _GRANITE + _GRANITE_SHARED,
+    "granitemoehybrid": _ATTENTION + _GRANITE + _GRANITE_SHARED + _MAMBA,
+    "gemma4_text": _ATTENTION + _MLP + _PER_LAYER + " layer_scalar experts.gate_up_proj experts.down_proj router.proj "
+    "router.scale router.per_expert_scale post_feedforward_layernorm_1 post_feedforward_layernorm_2 "
+    "pre_feedforward_layernorm_2",
+    "gemma3n_text": _ATTENTION + _MLP + _PER_LAYER + " altup.correct_output_scale altup.correction_coefs "
+    "altup.modality_router altup.prediction_coefs altup.router_norm laurel.linear_left laurel.linear_right "
+    "laurel.post_laurel_norm",
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _SHARED + _MLA + " mlp.gate.e_score_correction_bias"
+    ),
+    "falcon_h1": _ATTENTION + _FEED_FORWARD + _MAMBA + " pre_ff_layernorm",
+    "jamba": _ATTENTION + _FEED_FORWARD + _MAMBA.replace(" mamba.norm", "") + " pre_ff_layernorm feed_forward.router "
+    "mamba.b_layernorm mamba.c_layernorm mamba.dt_layernorm mamba.dt_proj mamba.x_proj "
+    + " ".join(f"feed_forward.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")),
+    "nemotron_h": "norm "
+    + " ".join(
+        f"mixer.{name}"
+        for name in (
+            *[
+                "A_log",
+                "D",
+                "conv1d",
+                "dt_bias",
+                "in_proj",
+                "norm",
+                "out_proj",
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                "o_proj",
+                "up_proj",
+                "down_proj",
+            ],
+            *["experts.{}.up_proj", "experts.{}.down_proj", "gate", "gate.e_score_correction_bias"],
+            *["shared_experts.up_proj", "shared_experts.down_proj", "fc1_latent_proj", "fc2_latent_proj"],
+        )
+    ),
     "mixtral": f"{_ATTENTION} block_sparse_moe.gate {_W123}",
     "phi3": f"{_ATTENTION} self_attn.qkv_proj mlp.gate_up_proj mlp.down_proj",
     "starcoder2": f"{_ATTENTION} mlp.c_fc mlp.c_proj",
@@ -42,20 +122,43 @@ _OWN_MODULES = {
     "minimax_m2": f"{_ATTENTION} block_sparse_moe.gate block_sparse_moe.e_score_correction_bias {_W123}",
     "hy_v3": _SHARED_MLP + " mlp.router.gate mlp.expert_bias",
 }
-_NO_MODULE = ("_bias",)  # the ends of names of parameters
+# The ends of names of parameters.
+_NO_MODULE = ("_bias", "sinks", "A_log", ".D", "scale", "_scalar", ".experts.gate_up_proj", ".experts.down_proj")
+_OUTSIDE = "model.embed_tokens model.norm lm_head"
+_OWN_OUTSIDE = {
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "model.embed_tokens model.embedding_norm lm_head"),
+    **dict.fromkeys(("falcon_h1", "jamba"), "model.embed_tokens model.final_layernorm lm_head"),
+    "nemotron_h": "backbone.embeddings backbone.norm_f lm_head",
+    **dict.fromkeys(
+        ("gemma4_text", "gemma3n_text"),
+        f"{_OUTSIDE} model.embed_tokens_per_layer model.per_layer_model_projection model.per_layer_projection_norm "
+        "model.altup_projections.{} model.altup_unembed_projections.{}",
+    ),
+}
 
 
 def names_in_layers(model_type: str) -> list[str]:
     """Return what tensors of a layer may be called; {} stands for the number of an expert."""
     modules = _OWN_MODULES.get(model_type, f"{_USUAL} {_EXPERTS}").split()
-    ends = [("",) if module.endswith(_NO_MODULE) else (".weight", ".bias") for module in modules]
+    ends = [("",) if f".{module}".endswith(_NO_MODULE) else (".weight", ".bias") for module in modules]
     return [module + end for module, of in zip(modules, ends, strict=True) for end in of]
 
 
+def names_outside(model_type: str) -> list[str]:
+    """Return what tensors outside of layers may be called; {} stands for a number."""
+    return [module + end for module in _OWN_OUTSIDE.get(model_type, _OUTSIDE).split() for end in (".weight", ".bias")]
+
+
+_NORM_EPS = {"rms_norm_eps": "norm_eps"}
 _LOCAL, _ROUTED = {"num_experts": "num_local_experts"}, {"num_experts": "n_routed_experts"}
 # What a type calls keys that are called otherwise in most.
 NATIVE_KEYS = {
-    "mixtral": _LOCAL,
+    **dict.fromkeys(("mixtral", "gpt_oss", "llama4_text", "granitemoe", "granitemoeshared"), _LOCAL),
+    "granitemoehybrid": _LOCAL,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _ROUTED),
+    "nemotron_h": {**_ROUTED, "rms_norm_eps": "layer_norm_epsilon"},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _NORM_EPS),
+    "gemma4_text": {"num_experts_per_tok": "top_k_experts", "global_num_key_value_heads": "num_global_key_value_heads"},
     "minimax_m2": _LOCAL,
     "hunyuan_v1_moe": {"num_experts_per_tok": "moe_topk"},
     "ernie4_5_moe": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},

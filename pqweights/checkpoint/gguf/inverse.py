@@ -1,0 +1,274 @@
+"""The tensors of a model from those of its GGUF file: the inverse of regrouped.py and of the views of views.py.
+
+The target is run on a model without values first. Each tensor of the file then is a view on tensors of the model, and
+says which of their rows it holds: from the rows of all of them a tensor of the model is put together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.gguf.regrouped import of_layer, rows_of_parts
+from pqweights.checkpoint.gguf.settings import Settings
+from pqweights.checkpoint.gguf.tensors import known_name, tensor_in_file
+from pqweights.checkpoint.gguf.views import (
+    ConstantTensor,
+    DecayTensor,
+    InterleavedTensor,
+    OffsetTensor,
+    PaddedTensor,
+    RenamedTensor,
+    ReorderedTensor,
+    ScaledTensor,
+)
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.models.conventions import LAYER, STACKED_EXPERTS
+from pqweights.checkpoint.models.llama_cpp import Cut
+from pqweights.checkpoint.models.llama_cpp_names import names_in_layers, names_outside
+from pqweights.checkpoint.models.traits import Trait
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.errors import SourceError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbsentTensor:
+    """A tensor of a model whose names and shapes alone are known."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    dtype = plain_dtype = "BF16"
+    parts: tuple[StoredTensor, ...] = ()
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """See LogicalTensor."""
+        raise NotImplementedError
+
+
+def absent_tensors(
+    shapes: Mapping[str, tuple[int, ...]], settings: Settings, names: Any, layers: int
+) -> Iterator[AbsentTensor]:
+    """Yield the tensors of a model, by the names that its type has, that a file holds.
+
+    shapes: those of the tensors of the file
+    names: the TensorNameMap of the architecture
+    """
+    in_layers, prefix = names_in_layers(settings.model_type), settings.architecture.layers_below
+    for name in (
+        *names_outside(settings.model_type),
+        *(f"{prefix}layers.{layer}.{name}" for layer in range(layers) for name in in_layers),
+    ):
+        if "{}" not in name:
+            if (shape := _shape_of(name, shapes, settings, names)) and 0 not in shape:
+                yield AbsentTensor(name=name, shape=shape)
+            continue
+        first = known_name(name.replace("{}", "0"), settings.architecture.modules)
+        known = first.replace(".experts.0.", ".experts.").replace("_projections.0.", "_projections.")
+        shape = shapes.get(tensor_in_file(known, settings, names)[1], ())
+        if len(shape) == 3 and 0 not in shape:
+            yield from (AbsentTensor(name=name.format(number), shape=shape[1:]) for number in range(shape[0]))
+
+
+def _shape_of(
+    name: str, shapes: Mapping[str, tuple[int, ...]], settings: Settings, names: Any
+) -> tuple[int, ...] | None:
+    """Return the shape of a tensor of the model by those in the file; None if it is not there."""
+    known, architecture = known_name(name, settings.architecture.modules), settings.architecture
+
+    def in_file(other: str) -> tuple[int, ...]:
+        return shapes.get(tensor_in_file(other, settings, names)[1], ())
+
+    if match := STACKED_EXPERTS.fullmatch(known):
+        down, end = match["matrix"] == "down_proj", "bias" if match["bias"] else "weight"
+        parts = [part for part, _ in rows_of_parts(down, 2, architecture)]
+        shape = in_file(f"{match['layer']}.{parts[0]}.{end}")
+        if len(shape) != (2 if match["bias"] else 3):
+            return None
+        rows = (shape[0], shape[1] * len(parts), *shape[2:])
+        turned = not match["bias"] and Trait.TURNED_EXPERTS in settings.model.traits
+        return (rows[0], rows[2], rows[1]) if turned else rows
+    if (cut := of_layer(known, architecture.cuts)) is not None and (match := LAYER.fullmatch(known)):
+        return _cut_shape(cut, in_file(f"{match[1]}{match[2]}.{next(iter(cut.parts))}.weight"), settings)
+    tensor_type, named, _ = tensor_in_file(known, settings, names)
+    shape = shapes.get(named, ())
+    if tensor_type in architecture.reshaped and not named.endswith(".bias"):
+        return (shape[1], 1, shape[3]) if len(shape) == 4 else (math.prod(shape),) if shape else None
+    if name.endswith(("conv1d.weight", ".conv.conv.weight")) and len(shape) == 2:
+        return shape[0], 1, shape[1]
+    return (1, *shape) if shape and tensor_type == "FFN_GATE_INP_SHEXP" else shape or None
+
+
+def _cut_shape(cut: Cut, part: tuple[int, ...], settings: Settings) -> tuple[int, ...] | None:
+    """Return the shape of a module by that of its first part in the file."""
+    if len(part) < 2:
+        return None
+    times, rows = settings.number(cut.times), sum(settings.number(size) for size in cut.blocks)
+    inner = part[-2] if next(iter(cut.parts)) in cut.turned else part[-1]
+    return (times, rows, inner) if cut.stacked and not cut.turned else (times * rows, inner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Rows of a tensor of the model.
+
+    of: the tensor
+    first, step, count: which of its rows
+    turned: whether they are rows of its transposed matrices
+    held: what has them, [rows, width]
+    start: where they begin there
+    """
+
+    of: LogicalTensor
+    first: int
+    step: int
+    count: int
+    turned: bool = False
+    held: LogicalTensor
+    start: int
+
+
+def pieces_of(view: LogicalTensor, held: LogicalTensor) -> Iterator[Piece]:
+    """Yield the rows of tensors of the model that a view is made of, given what the view would hold."""
+    if isinstance(view, AbsentTensor):
+        rows = math.prod(view.shape[:-1]) if len(view.shape) > 1 else view.shape[0]
+        yield Piece(of=view, first=0, step=1, count=rows, held=_matrix(held, rows), start=0)
+    elif isinstance(view, MovedTensor):
+        yield from _moved_pieces(view, held)
+    elif isinstance(view, RenamedTensor):
+        yield from pieces_of(view.source, _unchanged(view, held))
+    elif not isinstance(view, ConstantTensor):
+        raise SourceError(f"tensor {view.name!r}: it cannot be turned into that of the original model")
+
+
+def _unchanged(view: RenamedTensor, held: LogicalTensor) -> LogicalTensor:
+    """Return the source of a view, given what the view would hold."""
+    source = view.source
+    if isinstance(view, InterleavedTensor):
+        half, heads = view.head_rows // 2, view.shape[0] // view.head_rows
+        runs = [(head * 2 * half + side, 2, half) for head in range(heads) for side in range(2)]
+        return _rows(source.name, source.shape, held, runs)
+    if isinstance(view, OffsetTensor):
+        return OffsetTensor.of(source.name, held, offset=-view.offset, dtype="F32", plain_dtype="F32")
+    if isinstance(view, ScaledTensor):
+        return ScaledTensor.of(source.name, held, factors=np.float32(1) / view.factors)
+    if isinstance(view, DecayTensor):
+        return DecayTensor.of(source.name, held, dtype="F32", plain_dtype="F32", shape=source.shape, rates=False)
+    if isinstance(view, ReorderedTensor):
+        return ReorderedTensor.of(source.name, held, order=np.argsort(view.order), shape=source.shape)
+    if isinstance(view, PaddedTensor):
+        return _rows(source.name, source.shape, held, [(0, 1, source.shape[0])])
+    if type(view) is not RenamedTensor:
+        raise SourceError(f"tensor {view.name!r}: it cannot be turned into that of the original model")
+    return RenamedTensor.of(source.name, held, shape=source.shape)
+
+
+def _moved_pieces(view: MovedTensor, held: LogicalTensor) -> Iterator[Piece]:
+    """Yield the rows that a view has moved: whole ones, or columns of all rows of one tensor, see `_parts_of_stack`."""
+    source, columns = _origin(view.segments[0].tensor), view.columns
+    outputs = source.shape[-1]
+    if len(source.shape) > 1 and columns != range(outputs):
+        turned = view.transposed
+        groups = source.shape[0] if turned else math.prod(source.shape[:-1])
+        by_rows = _matrix(held, groups * len(columns))
+        for number in range(groups):
+            yield Piece(
+                of=source,
+                first=number * outputs + columns.start,
+                step=columns.step,
+                count=len(columns),
+                turned=turned,
+                held=by_rows,
+                start=number * len(columns),
+            )
+        return
+    if view.transposed:
+        held = _turned(view.name, held)
+    rows, start = sum(segment.count for segment in view.segments), 0
+    by_rows = _matrix(held, rows)
+    for of in view.segments:
+        yield Piece(of=_origin(of.tensor), first=of.first, step=of.step, count=of.count, held=by_rows, start=start)
+        start += of.count
+
+
+def _origin(tensor: LogicalTensor) -> LogicalTensor:
+    """Return a tensor of the model that has been renamed; its rows stay what they are."""
+    while type(tensor) is RenamedTensor:
+        tensor = tensor.source
+    return tensor
+
+
+def assembled(pieces: Sequence[Piece]) -> LogicalTensor:
+    """Return the tensor of the model that pieces make up. Raises SourceError unless they are all of it."""
+    of, held = pieces[0].of, pieces[0].held
+    width = held.shape[-1]
+    rows = math.prod(of.shape) // width
+    if len(pieces) == 1 and not pieces[0].turned and pieces[0].count == rows == held.shape[0]:
+        return RenamedTensor.of(of.name, held, shape=of.shape)
+    ordered = sorted(pieces, key=lambda piece: piece.first)
+    step = ordered[0].step
+    starts = [0, *itertools.accumulate(piece.count for piece in ordered)]
+    expected = [start if step == 1 else ordered[n - n % 2].first + n % 2 for n, start in enumerate(starts[:-1])]
+    if starts[-1] != rows or [piece.first for piece in ordered] != expected or {p.step for p in ordered} != {step}:
+        raise SourceError(f"tensor {of.name!r}: the file does not hold all rows of it")
+    plain = {piece.held.plain_dtype for piece in pieces}
+    whole: LogicalTensor = MovedTensor(
+        name=of.name,
+        shape=(rows, width),
+        dtype=plain.pop() if len(plain) == 1 else "F32",
+        segments=tuple(Segment(tensor=p.held, first=p.start, step=1, count=p.count) for p in ordered),
+        columns=range(width),
+        transposed=False,
+        cache=MatrixCache(),
+    )
+    if step == 2:
+        whole = InterleavedTensor.of(of.name, whole, head_rows=2 * ordered[0].count)
+    if pieces[0].turned:
+        whole = _turned(of.name, RenamedTensor.of(of.name, whole, shape=(*of.shape[:-2], of.shape[-1], width)))
+    dtypes = {piece.held.dtype for piece in pieces}
+    dtype = dtypes.pop() if len(dtypes) == 1 else whole.plain_dtype
+    return RenamedTensor.of(of.name, whole, shape=of.shape, dtype=dtype)
+
+
+def _matrix(held: LogicalTensor, rows: int) -> LogicalTensor:
+    shape = (rows, math.prod(held.shape) // max(rows, 1))
+    return held if held.shape == shape else RenamedTensor.of(held.name, held, shape=shape)
+
+
+def _turned(name: str, held: LogicalTensor) -> MovedTensor:
+    """Return a tensor with its matrices transposed."""
+    *stack, rows, columns = held.shape
+    return MovedTensor(
+        name=name,
+        shape=(*stack, columns, rows),
+        dtype=held.plain_dtype,
+        segments=(Segment(tensor=held, first=0, step=1, count=math.prod(stack) * rows),),
+        columns=range(columns),
+        transposed=True,
+        cache=MatrixCache(),
+    )
+
+
+def _rows(
+    name: str, shape: tuple[int, ...], held: LogicalTensor, runs: Sequence[tuple[int, int, int]]
+) -> LogicalTensor:
+    """Return rows of a tensor as another. runs: first row, step and count"""
+    width = shape[-1] if len(shape) > 1 else 1
+    by_rows = _matrix(held, math.prod(held.shape) // width)
+    moved = MovedTensor(
+        name=name,
+        shape=(math.prod(shape) // width, width),
+        dtype=held.plain_dtype,
+        segments=tuple(Segment(tensor=by_rows, first=first, step=step, count=count) for first, step, count in runs),
+        columns=range(width),
+        transposed=False,
+        cache=MatrixCache(),
+    )
+    return RenamedTensor.of(name, moved, shape=shape, dtype=held.dtype)
