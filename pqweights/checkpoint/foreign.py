@@ -70,7 +70,10 @@ def refuse_method(settings: dict[str, Any], stored: Mapping[str, StoredTensor]) 
 def refuse_foreign(stored: Mapping[str, StoredTensor]) -> None:
     """Raise SourceError if a tensor shows a quantization that is not decoded, or that no configuration describes."""
     marks = FOREIGN_MARKS | DECODED_MARKS
-    marked = [name for name in stored if name.endswith(tuple(marks))]
+    # gpt-oss calls the scales of its MXFP4 blocks as EETQ calls those of its integers.
+    marked = [
+        name for name in stored if name.endswith(tuple(marks)) and name.removesuffix("scales") + "blocks" not in stored
+    ]
     for mark, format_name in marks.items():
         for name in marked:
             if name == mark or name.endswith("." + mark):

@@ -263,7 +263,7 @@ def open_checkpoint(
     check_layers(config or {}, stored)
     is_master, remarks = config is not None and master.is_master(config), list[str]()
     if not is_master:
-        stored, of_names = unwrapped(storage, stored)
+        stored, of_names = unwrapped(storage, stored, (config or {}).get("model_type"))
         stored, of_embeddings = with_embeddings(stored, config)
         remarks += [*of_names, *of_embeddings]
     if config is not None and is_master:

@@ -47,6 +47,8 @@ ADAPTERS = {
     "PEFT (a base layer)": r"base_layer|original_module|modules_to_save",
     "FSDP (flattened parameters)": r"_flat_param|flat_param(?:_\d+)?",
 }  # fmt: skip
+# Types whose published checkpoints have adapters for images and sound around the weights of the text model.
+ADAPTED_TYPES = ("phi4mm", "phi4_multimodal")
 _ANY_ADAPTER = re.compile(rf"(?:^|\.)({'|'.join(ADAPTERS.values())})(?![^.])")
 
 
@@ -57,13 +59,18 @@ def check_adapter_files(storage: Storage, weight_files: Iterable[str]) -> None:
             raise SourceError(f"{file}: {_not_a_model(storage, None)}")
 
 
-def unwrapped(storage: Storage, stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+def unwrapped(
+    storage: Storage, stored: Mapping[str, StoredTensor], model_type: object = None
+) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
     """Return the stored tensors under the names that the model gives them, and what is to be said of their names.
+
+    model_type: as config.json states it
 
     Raises SourceError for an adapter, or parts of one beside weights; for several models in one checkpoint, and if two
     tensors would have one name.
     """
-    _refuse_adapters(storage, stored)
+    if model_type not in ADAPTED_TYPES:
+        _refuse_adapters(storage, stored)
     plain = {name: WRAPPERS.sub("", name) for name in stored}
     owner = _owner(plain.values())
     result: dict[str, StoredTensor] = {}

@@ -128,5 +128,5 @@ def test_a_plan_loads_no_framework(tmp_path: Path) -> None:
     assert shown.stdout.strip() == "[]"
 
 
-def test_settings_of_a_strange_type_are_no_bug(tmp_path: Path) -> None:
-    assert answers("plan", wide_llama(tmp_path / "model", vocab_size=[1]))["bf16"]["possible"] is True
+def test_settings_of_a_strange_type_are_refused_by_name(tmp_path: Path) -> None:
+    assert "vocab_size" in refused("plan", wide_llama(tmp_path / "model", vocab_size=[1]))

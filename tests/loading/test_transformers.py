@@ -329,7 +329,10 @@ def test_load_model_of_an_export_that_cannot_run_is_refused(base, tmp_path):
     for settings, expected in (
         ({"quantization": {"bits": 4, "group_size": 64}}, "for MLX; load it with mlx_lm.load"),
         ({"quantization_config": {"quant_method": "torchao", "quant_type": "bogus"}}, "cannot load this torchao check"),
-        ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": 3}}, "load the master, or"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": 3}}}},
+            "load the master, or",
+        ),
     ):
         edit_config(folder, lambda config, settings=settings: config.update(settings))
         with pytest.raises(SourceError) as raised:

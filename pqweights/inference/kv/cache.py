@@ -120,13 +120,19 @@ _take_codes: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 def _bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
     weights = [
-        (parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version) for parameter in net.parameters()
+        (_address(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in net.parameters()
     ]
     known, bases = _known_bases.get(net, (None, {}))
     if known != weights:
         bases = model_bases(net, model)
         _known_bases[net] = weights, bases
     return bases
+
+
+def _address(parameter: Any) -> int:
+    """Return where the values of a parameter are; packed ones have no storage of their own."""
+    packed = getattr(parameter, "matrices", None)
+    return int(parameter.data_ptr()) if packed is None else id(packed)
 
 
 def _attend_on_codes(net: Any, model: CachedModel) -> bool:
