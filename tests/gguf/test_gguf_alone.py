@@ -370,3 +370,16 @@ def test_strange_metadata_end_in_a_line(seed: int, lonely: Path, monkeypatch: py
         except SourceError as error:
             refusals.append(str(error))
     assert len(refusals) > 20 and not any("\n" in line for line in refusals)
+
+
+def test_lists_in_the_place_of_sizes_end_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, key = "gemma4", "feed_forward_length"
+    gguf_cases.saved(gguf_cases.CASES[name], tmp_path / "model")
+    file = alone(write_gguf(tmp_path / "model"), tmp_path / "src")
+    whole = open_gguf(file)
+    for numbers in ((), (4, 8)):
+        metadata = whole.metadata | {f"{whole.architecture}.{key}": MetadataList("int32", len(numbers), numbers)}
+        contents = replace(whole, metadata=metadata)
+        monkeypatch.setattr("pqweights.checkpoint.gguf.sources.open_gguf", lambda path, of=contents: of)
+        with pytest.raises(SourceError, match="not read as a model of type"):
+            open_source(file, Access())

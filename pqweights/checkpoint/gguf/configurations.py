@@ -63,7 +63,9 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
     _state_windows(contents, architecture, values)
     _state_layers(contents, architecture, values)
     _state_optional(architecture, model, values)
-    rotated = _computed(architecture.rotated, values)
+    missing = [key for key in architecture.rotated.split(" + ") if not isinstance(values.get(key), int)]
+    if missing or (rotated := _computed(architecture.rotated, values)) < 1:
+        raise ExportError(f"the file does not say a positive number as {' + '.join(missing) or architecture.rotated}")
     values |= read_rope(
         lambda key: (_value if key.endswith("type") else _scalar)(contents, key),
         architecture,
@@ -173,7 +175,7 @@ def _solve_settings(contents: GgufContents, architecture: Architecture, values: 
 def _solve_list(contents: GgufContents, of: Setting, numbers: list[Any], values: dict[str, Any]) -> None:
     """State the keys of a hyper-parameter that layers of two kinds have otherwise."""
     kinds = _kinds_of_windows(contents, len(numbers)) if of.other else []
-    if of.only.endswith("shared") and numbers[0]:  # the last layers, which are wider
+    if of.only.endswith("shared") and numbers and numbers[0]:  # the last layers, which are wider
         values |= {of.other: numbers[0], "mlp_widening": numbers[-1] // numbers[0]}
     elif kinds:
         for key, is_key in ((of.key, True), (of.other, False)):
