@@ -38,6 +38,7 @@ def packed_rows(outputs: int, columns: int, bits: int, device: torch.device) -> 
     norms = (torch.rand(blocks, device=device) + 0.5).half()
     return PackedRows(
         place="random",
+        weights=outputs * columns,
         rows=outputs,
         columns=columns,
         coder=coder,

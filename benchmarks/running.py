@@ -114,6 +114,7 @@ def random_packed(chance: Any, bits: int) -> Any:
     norms = np.ones((blocks, 1), dtype=np.float16).view(np.uint8)
     matrix = PackedRows(
         place="random codes",
+        weights=rows * columns,
         rows=rows,
         columns=columns,
         coder=coder,

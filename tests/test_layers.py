@@ -66,10 +66,10 @@ OPTIONAL = {
         codecs.polar_transform codecs.protocol inference.kv.bases inference.kv.cache inference.kv.codes
         inference.kv.klt inference.kv.on_codes inference.kv.polar_rope inference.kv.rotated inference.kv.states
         inference.loading.conversion inference.loading.packed inference.loading.packed_products
-        inference.loading.packed_rows kernels.attention kernels.gpu_products kernels.reference
-        kernels.transform_codes quality.calibrated quality.calibrated_weights quality.calibrated_master
-        quality.collecting quality.layer_passes quality.layer_statistics quality.layered quality.sample
-        quality.sensitivity quality.work_folder
+        inference.loading.packed_rows inference.loading.packed_states kernels.attention kernels.gpu_products
+        kernels.reference kernels.transform_codes quality.calibrated quality.calibrated_weights
+        quality.calibrated_master quality.collecting quality.layer_passes quality.layer_statistics quality.layered
+        quality.sample quality.sensitivity quality.work_folder
     """,
     "triton": "kernels.gpu_products",
     "yaml": "planning.recipe checkpoint.config publish.card.old_card",

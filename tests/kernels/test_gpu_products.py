@@ -188,6 +188,7 @@ def packed_rows(rows: int, columns: int, *, bits: int, rotation: str, device: to
     weight = random_weight(coder.coding(state), rows, columns, device, scaled)  # type: ignore[attr-defined]
     return PackedRows(
         place="test",
+        weights=rows * columns,
         rows=rows,
         columns=columns,
         coder=coder,

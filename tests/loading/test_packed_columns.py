@@ -35,8 +35,12 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe", "gpt_oss"])
 def masters(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A master whose linear layers have ready codes, and what those decode to."""
-    source, folder = families.model(tmp_path_factory.getbasetemp(), request.param), tmp_path_factory.mktemp("columns")
+    return master_of_columns(tmp_path_factory.getbasetemp(), request.param, tmp_path_factory.mktemp("columns"))
+
+
+def master_of_columns(base: Path, name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return a master whose linear layers have ready codes, and what those decode to."""
+    source = families.model(base, name)
     shapes = {tensor.name: tensor.shape for tensor in open_local(source).tensors}
     stacks = [name for name in shapes if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]  # transposed
     names = stacks or [name for name in shapes if name.endswith("proj.weight")]

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from pqweights.checkpoint.readers import BlockTensor, ColumnTensor, EncodedTensor
 from pqweights.codecs.protocol import Bytes, DamagedBlock
 from pqweights.codecs.weight import block_count, damaged_error
-from pqweights.errors import PqweightsError
+from pqweights.errors import MasterError, PqweightsError
 from pqweights.inference.loading.packed_products import linear
 from pqweights.inference.loading.packed_rows import (
     Factor,
@@ -36,6 +36,7 @@ from pqweights.inference.loading.packed_rows import (
     look_up,
     share,
 )
+from pqweights.inference.loading.packed_states import matrices_of, state_of
 
 
 def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
@@ -58,6 +59,7 @@ def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
         last = block_count((number + 1) * rows * columns, block_size)
         packed = PackedRows(
             place=tensor.place,
+            weights=math.prod(tensor.shape),
             rows=rows,
             columns=columns,
             coder=tensor.coder,
@@ -111,6 +113,10 @@ class PackedTensor(torch.Tensor):
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"PackedTensor({list(self.shape)}, dtype={self.dtype}, device={self.device}, {self.stored_bytes} bytes)"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        state = state_of(self.matrices)
+        return rebuild, (state, self.stacked, self.dtype, isinstance(self, nn.Parameter), self.requires_grad)
 
     @property
     def stored_bytes(self) -> int:
@@ -188,6 +194,23 @@ class PackedTensor(torch.Tensor):
             raise PqweightsError(f"{func}: packed weights cannot be changed; load the model without packed=True")
         args, kwargs = tree_map_only(PackedTensor, lambda packed: packed.decode(), (tuple(args), kwargs))
         return func(*args, **kwargs)
+
+
+def rebuild(state: Any, stacked: Any, dtype: Any, is_parameter: Any, requires_grad: Any) -> Tensor:
+    """Return a pickled weight. torch.load calls this by default, so it takes nothing for granted.
+
+    Raises MasterError for what was not pickled from a packed weight.
+    """
+    matrices = matrices_of(state)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or not (stacked or len(matrices) == 1):
+        raise MasterError(
+            f"a saved packed weight: expected a matrix or a stack, found {len(matrices)} of {dtype!r:.80}"
+        )
+    packed = PackedTensor(matrices, bool(stacked), dtype)
+    return nn.Parameter(packed, requires_grad=bool(requires_grad)) if is_parameter else packed
+
+
+torch.serialization.add_safe_globals([rebuild])
 
 
 def _written(func: Any, args: Sequence[Any], options: dict[str, Any]) -> list[Any]:

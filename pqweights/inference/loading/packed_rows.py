@@ -39,6 +39,7 @@ class PackedRows:
     """Rows of one matrix that were encoded in the same way.
 
     place: file and name of the weight that they belong to, for messages
+    weights: how many elements that weight has
     rows, columns: how many there are
     coder, state: what decodes them; the coder is sized for the whole weight
     parts: the parts of the coder over the flattened rows, [blocks, bytes per block] u8 each
@@ -49,6 +50,7 @@ class PackedRows:
     """
 
     place: str
+    weights: int
     rows: int
     columns: int
     coder: Coder
@@ -151,14 +153,14 @@ class PackedRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MappedColumns(ColumnTensor):
-    """A weight of columns whose stored tensors lie in memory. mapped: the bytes of each, by name"""
+class MappedColumns(ColumnTensor):
+    """A weight of columns whose stored tensors lie in memory. mapped: the bytes of each, u8, by name"""
 
     storage: Any = None
-    mapped: dict[str, Bytes]
+    mapped: dict[str, Tensor]
 
     def _read_items(self, stored: StoredTensor, first: int, out: Bytes) -> Bytes:
-        return self.mapped[stored.name][first : first + len(out)]
+        return self.mapped[stored.name][first : first + len(out)].numpy()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -171,7 +173,7 @@ class PackedColumns:
     factor: what the rows were multiplied by since they were loaded
     """
 
-    tensor: _MappedColumns
+    tensor: MappedColumns
     matrix: int
     device: torch.device
     factor: Factor
@@ -183,8 +185,9 @@ class PackedColumns:
         Raises MasterError for lengths that no encoder writes.
         """
         names = [stored.name for stored in tensor.encoded]
+        parts = [torch.from_numpy(part) for part in tensor.mapped_parts()]
         about = {name: getattr(tensor, name) for name in ("name", "shape", "dtype", "coder", "state", "encoded")}
-        mapped = _MappedColumns(**about, mapped=dict(zip(names, tensor.mapped_parts(), strict=True)))
+        mapped = MappedColumns(**about, mapped=dict(zip(names, parts, strict=True)))
         assert mapped.ends is not None  # which are checked
         numbers, cpu = range(math.prod(mapped.cut.stack)), torch.device("cpu")
         return [PackedColumns(tensor=mapped, matrix=number, device=cpu, factor=Factor()) for number in numbers]
