@@ -17,7 +17,7 @@ COLUMNS = ["weight", "codec", "#bits", "#tokens", "exponents", "#gain", "#gain h
 REASONS_SHOWN = 2
 
 
-@options.taking(CalibrateArguments)
+@options.taking(CalibrateArguments, continues=lambda asked: options.work_beside(asked.out))
 def command(asked: CalibrateArguments, *, json: options.JsonOption = False) -> None:
     """Search activation-aware scales (AWQ) for quantize --awq by running the model over a text.
 

@@ -45,7 +45,10 @@ class Command(TyperCommand):
             raise
 
 
-@options.taking(ExportArguments, continues=lambda asked: options.run_continues(str(asked.master), str(asked.out)))
+@options.taking(
+    ExportArguments,
+    continues=lambda asked: options.run_continues(str(asked.master), str(asked.out), asked.calibrate is not None),
+)
 def command(asked: ExportArguments, *, json: options.JsonOption = False) -> None:
     """Export a master to a checkpoint that runtimes load.
 

@@ -38,12 +38,12 @@ QUIET = Annotated[
 
 
 def taking(
-    options: Callable[..., Asked], continues: Callable[[Asked], bool | None] | None = None
+    options: Callable[..., Asked], continues: Callable[[Asked], bool | Path | None] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command so that it has the flags of a class of options, of which it gets an instance.
 
-    continues: whether an interrupted run left something from which the same command continues; None, or its answer, if
-        there is nothing to continue
+    continues: whether an interrupted run left something from which the same command continues, or where; None, or its
+        answer, if there is nothing to continue
     """
     known = parameters(options)
     named = [name for name in in_order(options) if known[name].flags != ()]
@@ -119,8 +119,8 @@ def _parameter(options: Any, name: str) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def run_continues(source: str, out: str) -> bool:
-    """Whether an interrupted run left something: in its folder, beside it, or files of a repository."""
+def run_continues(source: str, out: str, calibrates: bool) -> bool | Path:
+    """Whether an interrupted run left something: in its folder or files of a repository, or where it calibrated."""
     from pqweights.errors import PqweightsError
     from pqweights.quality.work_folder import folder_beside
     from pqweights.rewrite.identity import is_under_way
@@ -128,10 +128,20 @@ def run_continues(source: str, out: str) -> bool:
 
     try:
         store = open_store(out)
-        under_way = is_under_way(store) or folder_beside(store).exists()
+        if calibrates and (work := folder_beside(store)).exists():
+            return work
+        under_way = is_under_way(store)
     except PqweightsError:  # an address that does not answer, or cannot be one
         under_way = False
     return under_way or _is_fetched(source)
+
+
+def work_beside(out: Path) -> Path | None:
+    """Return where an interrupted measurement left its work; None if it left nothing."""
+    from pqweights.quality.work_folder import folder_beside_file
+
+    work = folder_beside_file(out)
+    return work if work.exists() else None
 
 
 def _is_fetched(source: str) -> bool:

@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
@@ -115,10 +116,11 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 @contextlib.contextmanager
-def errors(kept: Callable[[], bool | None] | None = None, quiet: bool = False) -> Iterator[None]:
+def errors(kept: Callable[[], bool | Path | None] | None = None, quiet: bool = False) -> Iterator[None]:
     """Turn expected errors into one line on stderr and exit code 1, or 2 for wrong options; a bug keeps its traceback.
 
-    kept: whether an interrupted run left something from which the same command continues; None if it never does
+    kept: whether an interrupted run left something from which the same command continues, or where; None if it never
+        does
     quiet: whether to print only errors, warnings, and what the command was asked to show
     """
     global _quiet
@@ -171,10 +173,12 @@ def with_flags(message: str, flags: Mapping[str, str] | None = None) -> str:
     return re.sub(r"`([a-z_]+)`", lambda name: known.get(name[1], name[0]), message)
 
 
-def _how_to_continue(kept: Callable[[], bool | None] | None) -> str:
+def _how_to_continue(kept: Callable[[], bool | Path | None] | None) -> str:
     again = None if kept is None else kept()
     if again is None:
         return ""
+    if isinstance(again, Path):
+        return printable(f"; what is done is kept in {again}, and the same command continues it")
     return "; run the same command again to continue where it stopped" if again else "; no results were kept"
 
 

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan without writing anything.")]
 
 
-@options.taking(QuantizeArguments, continues=lambda asked: options.run_continues(str(asked.source), str(asked.out)))
+@options.taking(
+    QuantizeArguments,
+    continues=lambda asked: options.run_continues(str(asked.source), str(asked.out), asked.calibrate is not None),
+)
 def command(
     asked: QuantizeArguments,
     *,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pqweights.planning.sensitivity_file import Sensitivity
 
 
-@options.taking(SensitivityArguments)
+@options.taking(SensitivityArguments, continues=lambda asked: options.work_beside(asked.out))
 def command(asked: SensitivityArguments, *, json: options.JsonOption = False) -> None:
     """Measure how much the loss rises with the error of each group of weights, for --sensitivity of quantize.
 

@@ -34,7 +34,7 @@ from pqweights.quality.options import SamplingOptions
 from pqweights.quality.preparation import plan_original
 from pqweights.quality.sample import SampleOf
 from pqweights.quality.scale_search import Inputs, LayerReport, search_layer
-from pqweights.quality.work_folder import check_space, worked_on_in
+from pqweights.quality.work_folder import check_space, folder_beside_file, worked_on_in
 from pqweights.rewrite.task import usable_cores
 
 Floats = npt.NDArray[np.float32]
@@ -96,7 +96,7 @@ def calibrate(
     check_windows(*sample.shape)
     stated, threads = sample.stated, options.threads or usable_cores()
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
-    folder, is_same = out.absolute().parent / f".{out.name}.calibration", sample.contents.is_same
+    folder, is_same = folder_beside_file(out), sample.contents.is_same
     with worked_on_in(folder, out, key, threads, is_same) as work:
         ids = sample.ids(work, threads)
         check_windows(*ids.shape)

@@ -33,7 +33,7 @@ from pqweights.quality.layered import OUTSIDE, LayeredModel
 from pqweights.quality.options import SamplingOptions
 from pqweights.quality.preparation import plan_original
 from pqweights.quality.sample import SEED, SampleOf
-from pqweights.quality.work_folder import check_space, worked_on_in
+from pqweights.quality.work_folder import check_space, folder_beside_file, worked_on_in
 from pqweights.rewrite.task import usable_cores
 
 ALPHAS = "alphas"  # of a layer, by the name of a tensor
@@ -107,7 +107,7 @@ def measure_sensitivity(
     threads = options.threads or usable_cores()
     block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in planned}
     key = hashlib.sha256(json.dumps([*sample.stated, block_sizes]).encode()).hexdigest()
-    folder, is_same = out.absolute().parent / f".{out.name}.calibration", sample.contents.is_same
+    folder, is_same = folder_beside_file(out), sample.contents.is_same
     with worked_on_in(folder, out, key, threads, is_same) as work:
         ids = sample.ids(work, threads)
         check_space(work, states_bytes(checkpoint.config, ids.numel(), more=2), {})

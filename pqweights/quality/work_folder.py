@@ -35,6 +35,11 @@ def folder_beside(out: Store) -> Path:
     return local.parent / f".{local.name}.calibration"
 
 
+def folder_beside_file(out: Path) -> Path:
+    """Return where a measurement works whose result is a file."""
+    return out.absolute().parent / f".{out.name}.calibration"
+
+
 @contextlib.contextmanager
 def worked_on_in(
     folder: Path, out: object, key: str, threads: int, is_same: Callable[[], bool] = lambda: True

@@ -95,9 +95,11 @@ def test_quantize_continues(event: str, name: str, source: Path, master: Path, t
 
 
 def test_a_calibration_continues_what_lies_beside_its_result(source: Path, tmp_path: Path) -> None:
-    assert not options.run_continues(str(source), str(tmp_path / "out"))
-    folder_beside(open_store(tmp_path / "out")).mkdir()
-    assert options.run_continues(str(source), str(tmp_path / "out"))
+    assert not options.run_continues(str(source), str(tmp_path / "out"), True)
+    work = folder_beside(open_store(tmp_path / "out"))
+    work.mkdir()
+    assert options.run_continues(str(source), str(tmp_path / "out"), True) == work
+    assert not options.run_continues(str(source), str(tmp_path / "out"), False)
 
 
 COMMANDS = [

@@ -305,9 +305,12 @@ def test_a_signal_leaves_what_was_calibrated(number: signal.Signals, base: Path,
             time.sleep(0.01)
         process.send_signal(number)
         assert process.wait(400) != 0
+        said = (process.stderr.read() if process.stderr else b"").decode().splitlines()
     finally:
         process.kill()
         process.communicate()
+    if number == signal.SIGINT:
+        assert process.returncode == 130 and str(tmp_path / ".out.calibration") in said[-1]
     quantize(base, base / "source", tmp_path / "out")
     assert folder_bytes(tmp_path / "out") == folder_bytes(base / "master")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
