@@ -73,8 +73,10 @@ def calibrated_codes(
         text=str(asked.calibrate),
         tokens=asked.calibration_tokens,
         allow_pickle=asked.allow_pickle,
+        leave_out=asked.leave_out,
     )
-    stated = [*sample.stated, recipe.to_json(), [tensor.bytes for tensor in plan.tensors], states, asked.rate]
+    planned = [(tensor.name, tensor.bytes) for tensor in plan.tensors]
+    stated = [*sample.stated, recipe.to_json(), planned, states, asked.rate]
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
     if not asked.overwrite and MANIFEST_FILE in out.names() and not is_under_way(out):
         yield _finished(out, key), run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class SampleOf:
     checkpoint: it, opened
     text: SELF for tokens that the model draws; or what sample_text takes
     tokens: how many
-    allow_pickle: as in QuantizeOptions
+    allow_pickle, leave_out: as in QuantizeOptions
     """
 
     source: Path
@@ -58,6 +59,7 @@ class SampleOf:
     text: str
     tokens: int
     allow_pickle: bool = False
+    leave_out: Sequence[str] = ()
 
     @functools.cached_property
     def words(self) -> str:
@@ -122,13 +124,14 @@ class SampleOf:
         folder = work / "draft" if with_draft else self.source
         with slow_step(DRAWING):
             if with_draft:
-                pickled = QuantizeOptions(allow_pickle=self.allow_pickle)
+                opened = QuantizeOptions(allow_pickle=self.allow_pickle, leave_out=self.leave_out)
                 run = RunOptions(threads=threads, overwrite=True)  # what lies there is of this content
-                quantize(self.source, folder, load_recipe(DRAFT_RECIPE), options=pickled, run=run)
+                quantize(self.source, folder, load_recipe(DRAFT_RECIPE), options=opened, run=run)
             with Refused(f"{self.source}: transformers cannot run this model"), quiet():
                 loaded = load(folder, **options)
             model = loaded.model.eval()
-            check_loaded(folder, type(model).__name__, missing=loaded.missing, unexpected=loaded.unexpected)
+            unexpected = [name for name in loaded.unexpected if name not in self.checkpoint.left_out_tensors]
+            check_loaded(folder, type(model).__name__, missing=loaded.missing, unexpected=unexpected)
             ids = draw(model, windows=shape[0], tokens=shape[1], first=first_token(model), seed=SEED)
         shutil.rmtree(work / "draft", ignore_errors=True)
         return ids

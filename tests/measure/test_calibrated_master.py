@@ -416,6 +416,25 @@ def test_a_large_model_is_sampled_from_a_draft_that_stays_packed(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_what_is_left_out_is_left_out_of_the_calibration(
+    source: Path, master: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a tensor that cannot be encoded."""
+    states = {f"optimizer.{name}": ("BF16", np.full((64, 128), 0x7FC0, np.uint16)) for name in ("first", "second")}
+    config = json.loads((source / "config.json").read_text())
+    folder = write_checkpoint(tmp_path / "source", read_all(source) | states, config=config)
+    out = tmp_path / "out"
+    pqweights.quantize(folder, out, "t3", calibrate="self", leave_out=["optimizer.*"], **SHORT)
+    assert manifest(out)["left_out"].keys() == states.keys()
+    assert master_weights(out).keys() == master_weights(master).keys()
+    with pytest.raises(OutputError, match="another result"):  # which has as many bytes
+        pqweights.quantize(folder, out, "t3", calibrate="self", leave_out=["*.first", "lm_head.weight"], **SHORT)
+    monkeypatch.setattr(sample, "MOST_IN_MEMORY", 1)
+    drafted = tmp_path / "drafted"
+    pqweights.quantize(folder, drafted, "t3", calibrate="self", leave_out=["optimizer.*"], **SHORT)
+    assert manifest(drafted)["left_out"].keys() == states.keys()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
