@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pqweights.checkpoint.models import has_trait, text_config
 from pqweights.checkpoint.models.conventions import DRAFT_PARTS, DRAFTS, LM_HEAD, TEXT_LAYERS
 from pqweights.checkpoint.models.names import is_embedding, tower_of
+from pqweights.checkpoint.models.parts import FINAL_NORM, IN_LAYERS
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.common.units import counted, first_names
 
@@ -22,11 +23,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 # What configurations call the number of layers, and of experts.
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_NUMBER = re.compile(r"\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 REFUSED = "transformers does not load that"
 RANDOM = "transformers computes with random values in their place"
 # A module of a layer that a configuration says to have biases or not.
 BIASED = {"attention_bias": re.compile(r"self_attn\.[qkv]_proj"), "mlp_bias": re.compile(r"mlp\.(?:gate|up|down)_proj")}
+_PREDICTING = ("ForCausalLM", "LMHeadModel")
 TOWERS = {"vision_config": "images", "audio_config": "sound"}
 
 
@@ -43,8 +46,10 @@ def differences(shapes: Shapes, config: Config) -> Iterator[str]:
     if layers and count is not None:
         yield from _of_layers(layers, count, config, any(map(DRAFT_PARTS.search, shapes)))
         yield from _within_layers(layers, count, text)
+        yield from _across_layers(shapes, count, text)
         yield from _of_biases(layers, count, text)
         yield from _of_heads(shapes, config)
+        yield from _of_parts(shapes, layers, text)
     yield from _of_experts(layers, text)
     yield from _of_shapes(shapes, text)
     yield from _of_towers(shapes, config)
@@ -87,8 +92,7 @@ def _within_layers(layers: Mapping[int, set[str]], count: int, text: Config) -> 
     """Yield what single layers lack that others of their kind have."""
     if _is_count(text.get("num_kv_shared_layers")):
         return
-    types = text.get("layer_types")
-    kinds = types if isinstance(types, list) and len(types) == count else [None] * min(count, max(layers) + 1)
+    kinds = _kinds(layers, count, text)
     alike: dict[tuple[str, frozenset[str]], list[int]] = defaultdict(list)
     for number, names in layers.items():
         if number < len(kinds):
@@ -99,6 +103,36 @@ def _within_layers(layers: Mapping[int, set[str]], count: int, text: Config) -> 
                 lacking = sorted(more - held)
                 yield f"layer {numbers[0]} lacks {first_names(lacking)}, which layer {fuller[0]} has: {RANDOM}"
                 return
+
+
+def _kinds(layers: Iterable[int], count: int, text: Config) -> list[Any]:
+    """Return the kinds of layers, of as many as are stored; None where the configuration does not say."""
+    types = text.get("layer_types")
+    return types if isinstance(types, list) and len(types) == count else [None] * min(count, max(layers) + 1)
+
+
+def _across_layers(shapes: Shapes, count: int, text: Config) -> Iterator[str]:
+    """Yield what has another shape in one layer than in all others of its kind."""
+    if any(isinstance(size, list) and len(size) == count and all(map(_is_count, size)) for size in text.values()):
+        return  # sizes layer by layer
+    numbered = [(name, int(match[1])) for name in shapes if (match := TEXT_LAYERS.match(name))]
+    kinds = _kinds([number for _, number in numbered], count, text)
+    alike: dict[tuple[str, str], dict[tuple[int, ...], list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name, number in numbered:
+        if number < len(kinds):
+            alike[str(kinds[number]), re.sub(r"\.\d+\.", ".*.", name)][shapes[name]].append(name)
+    for by_shape in alike.values():
+        few, *more = sorted(by_shape.values(), key=len)
+        if len(few) == 1 and len(more) == 1 and len(more[0]) > 1:
+            yield (
+                f"{few[0]} is of {_times(shapes[few[0]])} and {more[0][0]} of {_times(shapes[more[0][0]])}, which "
+                f"config.json does not say: {REFUSED}"
+            )
+            return
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _of_biases(layers: Mapping[int, set[str]], count: int, text: Config) -> Iterator[str]:
@@ -125,13 +159,19 @@ def _of_shapes(shapes: Shapes, text: Config) -> Iterator[str]:
     groups = text.get("num_key_value_heads", heads)
     if _is_count(heads) and _is_count(text.get("hidden_size")) and width is None:
         width = text["hidden_size"] // heads
-    names = (n for n in shapes if n.endswith((".self_attn.k_proj.weight", ".self_attn.v_proj.weight")))
-    of_text = (name for name in names if tower_of(name) is None and len(shapes[name]) == 2)
-    if _is_count(width) and _is_count(groups):
-        wrong = next((name for name in of_text if shapes[name][0] != groups * width), None)
-        if wrong is not None:
-            rows = shapes[wrong][0]
-            yield f"config.json says {groups} heads of {width} for keys, and {wrong} has {rows} rows: {REFUSED}"
+    for last, size in (("k_proj", width), ("v_proj", text.get("v_head_dim") or width)):
+        names = [name for name in shapes if name.endswith(f".self_attn.{last}.weight") and TEXT_LAYERS.match(name)]
+        rows = {shapes[name][0] for name in names if len(shapes[name]) == 2}
+        # Kinds of layers may differ in their heads, and the configuration states those of one kind.
+        if rows and _is_count(size) and _is_count(groups) and groups * size not in rows and not _is_linear(text):
+            wrong = f"{names[0]} has {shapes[names[0]][0]} rows"
+            yield f"config.json says {groups} heads of {size} for keys, and {wrong}: {REFUSED}"
+            return
+
+
+def _is_linear(text: Config) -> bool:
+    """Whether layers have linear attention, whose heads have sizes of their own under the same names."""
+    return any(key.startswith("linear_") for key in text)
 
 
 def _of_experts(layers: Mapping[int, set[str]], text: Config) -> Iterator[str]:
@@ -145,11 +185,33 @@ def _of_experts(layers: Mapping[int, set[str]], text: Config) -> Iterator[str]:
 
 
 def _of_heads(shapes: Shapes, config: Config) -> Iterator[str]:
-    """Yield if a model that predicts tokens has no head, and it is not to be the same as the embeddings."""
-    has_head = any(LM_HEAD.fullmatch(name.split(".")[-2]) for name in shapes if name.endswith(".weight"))
-    predicts = _class_of(config).endswith(("ForCausalLM", "LMHeadModel"))
-    if predicts and not has_head and config.get("tie_word_embeddings") is False:
+    """Yield if there are no embeddings; or no head, and it is not to be the same as these."""
+    tokens, text_class = text_config(config).get("vocab_size"), _class_of(config)
+    outside = {name: shape for name, shape in shapes.items() if len(shape) == 2 and not _NUMBER.search(name)}
+    of_tokens = [name for name, shape in outside.items() if shape[0] == tokens and "per_layer" not in name]
+    heads = [name for name in shapes if name.endswith(".weight") and LM_HEAD.fullmatch(name.split(".")[-2])]
+    has_embeddings = any(map(is_embedding, shapes)) or any(name not in heads for name in of_tokens)
+    if _is_count(tokens) and not has_embeddings and text_class.endswith((*_PREDICTING, "ForConditionalGeneration")):
+        yield f"the embeddings of tokens are not stored: {RANDOM}"
+    predicts = text_class.endswith(_PREDICTING)
+    other_head = any(not is_embedding(name) for name in of_tokens)
+    if predicts and not heads and not other_head and config.get("tie_word_embeddings") is False:
         yield f"config.json says that the head has weights of its own, and none are stored: {RANDOM}"
+
+
+def _of_parts(shapes: Shapes, layers: Mapping[int, set[str]], text: Config) -> Iterator[str]:
+    """Yield what no layer has of that which models of this type have, and whether the last norm is missing."""
+    kind = text.get("model_type")
+    if not isinstance(kind, str) or kind not in IN_LAYERS:
+        return
+    held = {name for names in layers.values() for name in names if not name.endswith(".bias")}
+    absent = [part for part in IN_LAYERS[kind] if not any(name.startswith(f"{part}.") for name in held)]
+    if absent:
+        yield f"no layer has {first_names(absent)}, which a model of the type {kind} has: {RANDOM}"
+    if not any(
+        f".{name}".endswith(FINAL_NORM) and not TEXT_LAYERS.match(name) and not tower_of(name) for name in shapes
+    ):
+        yield f"the norm behind the last layer is not stored: {RANDOM}"
 
 
 def _class_of(config: Config) -> str:
@@ -163,5 +225,6 @@ def _of_towers(shapes: Shapes, config: Config) -> Iterator[str]:
     if not _class_of(config).endswith(("ForConditionalGeneration", "ForImageTextToText")):
         return
     for key, what in TOWERS.items():
-        if isinstance(config.get(key), Mapping) and not any(tower_of(name) for name in shapes):
+        has_tower = any(tower_of(name) or (_NUMBER.search(name) and not TEXT_LAYERS.match(name)) for name in shapes)
+        if isinstance(config.get(key), Mapping) and not has_tower:
             yield f"config.json describes a tower for {what} ({key}), and none is stored: {RANDOM}"
