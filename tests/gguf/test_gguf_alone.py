@@ -372,8 +372,13 @@ def test_strange_metadata_end_in_a_line(seed: int, lonely: Path, monkeypatch: py
     assert len(refusals) > 20 and not any("\n" in line for line in refusals)
 
 
-def test_lists_in_the_place_of_sizes_end_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, key = "gemma4", "feed_forward_length"
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("gemma4", "feed_forward_length"), ("gemma4", "attention.key_length"), ("deepseek v3", "attention.kv_lora_rank")],
+)
+def test_lists_in_the_place_of_sizes_end_in_a_line(
+    name: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gguf_cases.saved(gguf_cases.CASES[name], tmp_path / "model")
     file = alone(write_gguf(tmp_path / "model"), tmp_path / "src")
     whole = open_gguf(file)

@@ -394,6 +394,8 @@ def check_configuration(
 def _same(written: Any, found: Any) -> bool:
     if isinstance(written, list) or isinstance(found, list):
         count = len(written if isinstance(written, list) else found)
+        if not count:
+            return not (written or found)  # an empty list says nothing of a size
         pairs = [value if isinstance(value, list) else [value] * count for value in (written, found)]
         return len(pairs[0]) == len(pairs[1]) and all(map(_same, *pairs))
     if isinstance(written, float) and isinstance(found, float | int):
