@@ -72,7 +72,8 @@ def test_bytes_are_those_that_the_export_of_the_master_plans(
             seen.add(key)
             assert proposal.stored.is_exact
             assert proposal.stored.bytes == planned_bytes(master, proposal.stored), key
-    assert {target for target, _ in seen} >= {"bf16", "vllm"}
+    runtimes = {"bf16", "vllm"} if family == "llama4" else {"bf16", "vllm", "mlx"}  # whose windows mlx-lm ignores
+    assert {target for target, _ in seen} >= runtimes
 
 
 def test_layers_of_one_file_that_differ_in_type_are_counted_each(

@@ -23,12 +23,12 @@ from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.config_schema import check_layers, checked_config
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.gguf.model import FilePart, encode_header, gguf_model, outline_model
-from pqweights.checkpoint.gguf.sources import open_gguf_source
+from pqweights.checkpoint.gguf.sources import MODEL_TYPES, open_gguf_source
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, open_checkpoint
-from pqweights.checkpoint.storage import Storage
+from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.errors import PqweightsError
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.planning.context_memory import context_memory, text_sizes
@@ -318,39 +318,26 @@ def _value(kind: int, value: Any) -> bytes:
     return b"\xff" * struct.calcsize(form)
 
 
-def gguf_bytes(rng: Random) -> bytes:
-    """Return a GGUF file in which a key or a tensor says something else, and data follow as they should, mostly."""
-    keys, tensors = copy.deepcopy(GGUF_KEYS), copy.deepcopy(GGUF_TENSORS)
+Keys = list[tuple[str, int, Any]]
+Shapes = list[tuple[str, list[int], int]]
+
+
+def damaged_gguf(keys: Keys, tensors: Shapes, data: bytes, rng: Random) -> bytes:
+    """Return a GGUF file in which keys or tensors say something else, and data follow as they should, mostly."""
+    keys, tensors = [*keys], [*tensors]
     for _ in range(rng.choice((0, 1, 1, 2))):
         at = rng.randrange(len(keys))
-        name, kind, value = keys[at]
-        odd = rng.choice(ODD)
-        if rng.random() < 0.3:
-            kind, value = 9, (rng.choice((4, 6, 8)), odd if isinstance(odd, list) else [odd] * rng.choice((1, 2000)))
-        elif rng.random() < 0.5:
-            value = (value[0], [odd] * len(value[1])) if kind == 9 else odd
-        else:
-            name, kind, value = rng.choice((name, "x" * 70_000, rng.choice(keys)[0])), rng.choice((4, 6, 7, 8)), odd
-        keys[at] = (name, kind, value)
+        keys[at] = _damaged_key(keys[at], rng.choice(keys)[0], rng)
         if rng.random() < 0.2:
             del keys[at]
     for _ in range(rng.choice((0, 1, 1, 2))):
         at = rng.randrange(len(tensors))
-        name, shape, code = tensors[at]
-        kind_of_change = rng.randrange(4)
-        if kind_of_change == 0 and shape:
-            shape[rng.randrange(len(shape))] = rng.choice(_ODD_SIZES)
-            if rng.random() < 0.5:
-                shape[rng.randrange(len(shape))] = 0
-        elif kind_of_change == 1:
-            name = rng.choice(
-                (name.replace("0", "9" * rng.choice((1, 4, 9, 40))), "x", "", "blk.0", rng.choice(tensors)[0])
-            )
-        elif kind_of_change == 2:
-            code = rng.choice((0, 1, 2, 8, 30, 39, 99))
-        else:
-            shape = rng.choice(([], [1], [32, 1], shape[::-1], [*shape, 1], [*shape, 2]))
-        tensors[at] = (name, shape, code)
+        tensors[at] = _damaged_tensor(tensors[at], rng.choice(tensors)[0], rng)
+    return gguf_bytes(keys, tensors, data, rng if rng.random() < 0.2 else None)
+
+
+def gguf_bytes(keys: Keys, tensors: Shapes, data: bytes, rng: Random | None) -> bytes:
+    """Return a GGUF file, whose header is damaged by a generator, if there is one."""
     entries, offset = [], 0
     for name, shape, code in tensors:
         entries.append(_text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, code, offset & (2**64 - 1)))
@@ -362,21 +349,168 @@ def gguf_bytes(rng: Random) -> bytes:
     head += b"".join(_text(name) + struct.pack("<I", kind) + _value(kind, value) for name, kind, value in keys)
     head += b"".join(entries)
     head += bytes(-len(head) % 32)
-    if rng.random() < 0.2:
+    if rng is not None:
         head = damaged_bytes(head, rng)
-    return head + bytes(min(offset, 1 << 20))
+    length = min(offset, max(1 << 20, len(data)))
+    return head + data[:length].ljust(length, b"\0")
+
+
+def _damaged_key(key: tuple[str, int, Any], other: str, rng: Random) -> tuple[str, int, Any]:
+    """Return a key with another value, type or name. other: the name of another key"""
+    name, kind, value = key
+    odd = rng.choice(ODD)
+    if rng.random() < 0.3:
+        return name, 9, (rng.choice((4, 6, 8)), odd if isinstance(odd, list) else [odd] * rng.choice((1, 2000)))
+    if rng.random() < 0.5:
+        return name, kind, _damaged_items(value, odd, rng) if kind == 9 else odd
+    return rng.choice((name, "x" * 70_000, other)), rng.choice((4, 6, 7, 8)), odd
+
+
+def _other_value(kind: int, value: Any, rng: Random) -> tuple[int, Any]:
+    """Return another value of the type of a key, mostly."""
+    odd = rng.choice(ODD)
+    if kind != 9 and isinstance(value, list | dict | str | None):
+        return kind, odd
+    if kind == 9:
+        return kind, _damaged_items(value, rng.choice((odd, *value[1][:3])), rng)
+    if kind in (4, 5, 10, 11) and rng.random() < 0.2:  # one for each layer
+        return 9, (kind, [value + rng.choice((-1, 0, 0, 1)) for _ in range(rng.choice((1, 2, 3)))])
+    if kind in (4, 5, 6, 10, 11, 12) and rng.random() < 0.7:
+        return kind, rng.choice((0, 1, 2, 3, value + 1, value - 1, 2 * value, value // 2, -value, value * 1000))
+    return kind, odd
+
+
+def _damaged_items(value: tuple[int, list[Any]], odd: Any, rng: Random) -> tuple[int, list[Any]]:
+    """Return a list of the same type that has other items, or more or fewer."""
+    kind, items = value
+    if rng.random() < 0.5 or not items:
+        return kind, [odd] * len(items)
+    at = rng.randrange(len(items))
+    return kind, rng.choice(([*items[:at], odd, *items[at + 1 :]], items[:at], items + items[at:]))
+
+
+def _damaged_tensor(tensor: tuple[str, list[int], int], other: str, rng: Random) -> tuple[str, list[int], int]:
+    """Return a tensor of another shape, name or type. other: the name of another tensor"""
+    name, shape, code = tensor
+    kind_of_change = rng.randrange(4)
+    if kind_of_change == 0 and shape:
+        shape = [*shape]
+        shape[rng.randrange(len(shape))] = rng.choice(_ODD_SIZES)
+        if rng.random() < 0.5:
+            shape[rng.randrange(len(shape))] = 0
+    elif kind_of_change == 1:
+        name = rng.choice((name.replace("0", "9" * rng.choice((1, 4, 9, 40))), "x", "", "blk.0", other))
+    elif kind_of_change == 2:
+        code = rng.choice((0, 1, 2, 8, 30, 39, 99))
+    else:
+        shape = rng.choice(([], [1], [32, 1], shape[::-1], [*shape, 1], [*shape, 2]))
+    return name, shape, code
 
 
 def gguf(rng: Random) -> None:
     """A GGUF file, with or without a configuration beside it."""
+    read_gguf(damaged_gguf(GGUF_KEYS, GGUF_TENSORS, b"", rng), EXPERTS if rng.random() < 0.6 else None, rng)
+
+
+def read_gguf(content: bytes, beside: dict[str, Any] | None, rng: Random) -> None:
+    """Read a GGUF file, and all that its source holds. beside: the configuration in its folder"""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "a.gguf"
-        path.write_bytes(gguf_bytes(rng))
-        if rng.random() < 0.6:
-            (path.parent / CONFIG_FILE).write_text(json.dumps(EXPERTS))
+        path.write_bytes(content)
+        if beside is not None:
+            (path.parent / CONFIG_FILE).write_text(json.dumps(beside))
         with contextlib.suppress(PqweightsError):
             inspect_gguf(path).to_json()
-        read_all(open_gguf_source(path if rng.random() < 0.5 else path.parent))
+        source = open_gguf_source(path if rng.random() < 0.5 else path.parent)
+        for companion in source.companions:
+            read_file(source.storage, companion)
+        read_all(source)
+        encode_header(gguf_model(source, name=None).metadata, (), FilePart(0, 1, 0))
+
+
+@functools.cache
+def lonely_files() -> list[tuple[Keys, Shapes, bytes]]:
+    """GGUF files of all architectures whose configuration is read from the metadata: keys, tensors and data."""
+    import gguf_cases
+    import gguf_files
+
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        for number, case in enumerate([*gguf_cases.CASES.values()][:: STEP[0]]):
+            gguf_cases.saved(case, folder := Path(name) / str(number))
+            if json.loads((folder / CONFIG_FILE).read_bytes())["model_type"] in MODEL_TYPES:
+                found.append(_parts_of(gguf_files.write_gguf(folder, "F32")))
+    return found
+
+
+@functools.cache
+def vocabularies() -> list[Keys]:
+    """What files say of the tokenizers of all kinds."""
+    import gguf_files
+    import trained_tokenizers as trained
+
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        for kind in ("gpt2", "llama3", "qwen2", "llama2", "gemma", "bert", "unigrams"):
+            tokenizer = trained.KINDS[kind]()
+            trained.save(tokenizer, folder := Path(name) / kind, chat_template="{{ messages }}")
+            gguf_files.write_llama(folder, rows=tokenizer.get_vocab_size())
+            keys, *_ = _parts_of(gguf_files.write_gguf(folder, "F32"))
+            found.append([key for key in keys if key[0].startswith("tokenizer.")])
+    return found
+
+
+def _parts_of(file: Path) -> tuple[Keys, Shapes, bytes]:
+    """Return the keys, the tensors and the data of a file."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    keys: Keys = []
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF."):
+            kind, *items = map(int, field.types)
+            value = field.contents()
+            keys.append((key, kind, (items[0], value) if items else value))
+    tensors = [(of.name, [int(size) for size in of.shape], int(of.tensor_type)) for of in reader.tensors]
+    return keys, tensors, file.read_bytes()[reader.data_offset :]
+
+
+# What files of other models say further.
+_FURTHER = (
+    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.freq_base_swa",
+    "rope.scaling.yarn_beta_fast", "rope.dimension_count", "expert_count", "expert_used_count", "nextn_predict_layers",
+    "attention.sliding_window", "attention.sliding_window_pattern", "attention.scale", "attention.temperature_scale",
+    "expert_gating_func", "leading_dense_block_count", "logit_scale", "final_logit_softcapping", "expert_group_count",
+)  # fmt: skip
+
+
+def lonely(rng: Random) -> None:
+    """A GGUF file with nothing beside it, from whose metadata configuration and tokenizer are read."""
+    keys, tensors, data = rng.choice(lonely_files())
+    if rng.random() < 0.6:
+        keys = [*(key for key in keys if not key[0].startswith("tokenizer.")), *rng.choice(vocabularies())]
+    if rng.random() < 0.1:
+        return read_gguf(damaged_gguf(keys, tensors, data, rng), None, rng)
+    said = {name: (kind, value) for name, kind, value in keys}
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        name = rng.choice([*said][1:])
+        if rng.random() < 0.2:
+            name = f"{said['general.architecture'][1]}.{rng.choice(_FURTHER)}"
+        said[name] = _other_value(*said.get(name, (rng.choice((4, 6)), 4)), rng)
+        if rng.random() < 0.15:
+            del said[name]
+    if rng.random() < 0.05:
+        said["general.architecture"] = (8, rng.choice(lonely_files())[0][0][2])
+    if rng.random() < 0.1:
+        name = f"{said['general.architecture'][1]}.rope.scaling.type"
+        said[name] = (8, rng.choice(("linear", "yarn", "longrope", "none", "dynamic")))
+    if rng.random() < 0.2:
+        tensors = [*tensors]
+        at = rng.randrange(len(tensors))
+        tensors[at] = _damaged_tensor(tensors[at], tensors[0][0], rng)
+    if rng.random() < 0.1:
+        data = damaged_bytes(data, rng)
+    return read_gguf(gguf_bytes([(name, *of) for name, of in said.items()], tensors, data, None), None, rng)
 
 
 # --- tokenizers, templates, and other files beside the weights ---
@@ -440,6 +574,7 @@ KINDS: dict[str, Callable[[Random], None]] = {
     "header": header,
     "master": master,
     "gguf": gguf,
+    "lonely": lonely,
     "tokenizer": tokenizer,
 }
 
@@ -449,5 +584,6 @@ SOUND: dict[str, Callable[[], object]] = {
     "header": checkpoints,
     "master": masters,
     "gguf": lambda: None,
+    "lonely": lambda: (lonely_files(), vocabularies()),
     "tokenizer": tokenizers,
 }

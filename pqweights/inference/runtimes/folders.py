@@ -15,6 +15,7 @@ from pqweights.checkpoint.source import open_local, read_config
 from pqweights.checkpoint.storage import describe_interrupted, is_interrupted, local_work_folder
 from pqweights.errors import MasterError, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO, TRANSFORMERS
+from pqweights.inference.runtimes.expressions import slow_expression
 from pqweights.inference.runtimes.packages import Refused, package, quiet
 from pqweights.rewrite.results.inspect import inspect
 
@@ -100,6 +101,11 @@ def read_folder(path: Path) -> Folder:
     runtime = runtimes.get(str(method), TRANSFORMERS)
     if runtime == COMPRESSED_TENSORS:
         refuse_transforms(path, settings)
+    if runtime != MASTER and (expression := slow_expression(settings)) is not None:
+        raise SourceError(
+            f"{path}: {CONFIG_FILE}: quantization_config: matching names with {expression!r:.80} may take forever, or "
+            "it is not a regular expression: write it without nested repetitions"
+        )
     if method is None and "quantization" in config:
         runtime = MLX
     text = text_config(config)
