@@ -84,10 +84,11 @@ def decode_blocks(type_name: str, data: npt.NDArray[np.uint8]) -> Floats:
     """Blocks of a type, [blocks, block bytes], as the weights that llama.cpp decodes: f32 [blocks, block size]."""
     import gguf
 
-    if type_name == "Q1_0":  # the package lacks it
-        signs = np.unpackbits(data[:, 2:], axis=1, bitorder="little").astype(np.float32) * 2 - 1
-        return np.ascontiguousarray(data[:, :2]).view("<f2") * signs
-    decoded: Floats = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[type_name])
+    with np.errstate(all="ignore"):  # of scales that are not finite, which is found where values are used
+        if type_name == "Q1_0":  # the package lacks it
+            signs = np.unpackbits(data[:, 2:], axis=1, bitorder="little").astype(np.float32) * 2 - 1
+            return np.ascontiguousarray(data[:, :2]).view("<f2") * signs
+        decoded: Floats = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[type_name])
     return decoded.reshape(len(data), -1)
 
 

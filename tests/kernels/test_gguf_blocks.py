@@ -408,3 +408,10 @@ def test_error_is_below_that_of_llama_cpp(name: str) -> None:
         ours = decoded(name, encode_blocks(name, values, factors), values.shape)
         most = of_others.get(name, 0.99 if kind == "outlier columns" else 0.97 if weighted else 0.95)
         assert relative_error(values, ours, factors) < most * relative_error(values, theirs, factors), (kind, weighted)
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCK_TYPES))
+def test_blocks_of_scales_that_are_not_finite_are_decoded_without_a_warning(kind: str) -> None:
+    for byte in (0x00, 0x7C, 0x7F, 0xFF):
+        decoded = decode_blocks(kind, np.full((2, BLOCK_TYPES[kind].block_bytes), byte, dtype=np.uint8))
+        assert decoded.shape == (2, BLOCK_TYPES[kind].block_size)
