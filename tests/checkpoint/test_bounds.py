@@ -167,3 +167,14 @@ def test_transposed_columns_are_the_same_in_bands(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(ColumnTensor, "BAND_ELEMENTS", 1)
     tensor.read(0, count, "F32", banded)
     assert (whole == banded).all() and whole.any()
+
+
+def test_a_gguf_file_alone_that_claims_billions_of_experts_is_refused_at_once(tmp_path: Path) -> None:
+    from damaged_inputs import GGUF_KEYS, GGUF_TENSORS, gguf_bytes
+
+    from pqweights.checkpoint.gguf.sources import open_gguf_source
+
+    keys = [(name, kind, 2**31 - 1 if name.endswith(".expert_count") else value) for name, kind, value in GGUF_KEYS]
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(keys, GGUF_TENSORS, b"", None))
+    with quickly(), pytest.raises(SourceError, match="2147483647 experts"):
+        open_gguf_source(tmp_path / "m.gguf")
