@@ -1,4 +1,4 @@
-"""Expressions in the configuration of a folder that runtimes would match with names of modules for ever."""
+"""Expressions in the configuration of a folder that a runtime would never finish matching with names of modules."""
 
 from __future__ import annotations
 

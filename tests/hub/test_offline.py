@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import folder_bytes
 from hub_cases import SOURCE, TARGET, Client, files_of, write_source
+from language_models import babbler
 from loopback_hub import LoopbackHub
 
 from pqweights.errors import OptionError
@@ -162,3 +163,20 @@ def test_damage_in_the_cache_is_named_and_not_removed(cached: str, client: Clien
     file.resolve().write_bytes(bytes(data))
     line = client.line("quantize", SOURCE, tmp_path / "out", "-q")
     assert file.name in line and "damaged in the cache" in line and file.exists()
+
+
+def test_a_model_of_a_complete_cache_is_run_and_calibrated_on(hub: LoopbackHub, client: Client, tmp_path: Path) -> None:
+    from huggingface_hub import snapshot_download
+
+    babbler(tmp_path / "model")
+    hub.commit(SOURCE, files_of(tmp_path / "model"))
+    snapshot_download(SOURCE)
+    client.patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    (tmp_path / "text.txt").write_text("a b c d e f g h " * 400)
+    client.well("eval", SOURCE, "--text", tmp_path / "text.txt", "--window", "64", "--max-tokens", "200", "-q")
+    client.well("generate", SOURCE, "--prompt", "a b c", "--max-tokens", "3", "-q")
+    calibrated = ("--recipe", "t4", "--calibrate", tmp_path / "text.txt", "--calibration-tokens", "2048")
+    client.well("quantize", SOURCE, tmp_path / "out", *calibrated, "-q")
+    assert client.well("verify", tmp_path / "out").stdout
+    assert not hub.requests

@@ -119,7 +119,7 @@ def _number(contents: GgufContents, key: str, *, real: bool = True) -> Any:
     numbers = value if isinstance(value, list) else [] if value is None else [value]
     kinds = (int, float) if real else (int,)
     if not all(isinstance(n, kinds) and (isinstance(n, bool) or 0 <= n <= MOST_OF_ANY) for n in numbers):
-        raise ExportError(f"{contents.architecture}.{key} is {value!r:.60}, which is no number that llama.cpp takes")
+        raise ExportError(f"{contents.architecture}.{key} is {value!r:.60}, which llama.cpp does not take as a number")
     return value
 
 

@@ -58,7 +58,7 @@ class _ColumnWeight(ClosedDocument, frozen=True, kw_only=True):
     parts: tuple[Tensor, ...]
 
 
-class _Columns(ClosedDocument, frozen=True, kw_only=True, tag="columns"):
+class _ColumnState(ClosedDocument, frozen=True, kw_only=True, tag="columns"):
     """See PackedColumns. weight: the number among the column weights; on: an empty tensor on the device"""
 
     weight: Count
@@ -70,7 +70,7 @@ class _Columns(ClosedDocument, frozen=True, kw_only=True, tag="columns"):
 class _Packed(ClosedDocument, frozen=True, kw_only=True):
     """All rows of all matrices, and the weights of columns that they are of."""
 
-    matrices: tuple[tuple[_Blocks | _Columns, ...], ...]
+    matrices: tuple[tuple[_Blocks | _ColumnState, ...], ...]
     column_weights: tuple[_ColumnWeight, ...]
 
 
@@ -203,7 +203,7 @@ def _column_weight(stated: _ColumnWeight) -> MappedColumns:
     )
 
 
-def _columns(stated: _Columns, weights: Sequence[MappedColumns]) -> PackedColumns:
+def _columns(stated: _ColumnState, weights: Sequence[MappedColumns]) -> PackedColumns:
     """Return all rows of a matrix."""
     weight = weights[stated.weight] if stated.weight < len(weights) else None
     if weight is None or stated.matrix >= math.prod(weight.cut.stack) or not _is_power_of_two(stated.factor):
