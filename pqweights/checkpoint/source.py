@@ -31,6 +31,7 @@ from pqweights.checkpoint.config_schema import check_layers, model_config
 from pqweights.checkpoint.digests import CheckedReads, MapFunction
 from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, PICKLE_SUFFIXES
+from pqweights.checkpoint.other_weights import holds_weights
 from pqweights.checkpoint.promise import checked_config, with_embeddings
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.storage import (
@@ -255,6 +256,8 @@ def open_checkpoint(
         if not is_utf8(name):
             raise SourceError(f"{name!a}: the name of this file is not UTF-8 text; rename or remove it")
     config = model_config(storage)
+    # Before pickles are refused for what they are.
+    check_adapter_files(storage, [name for name in files if name.endswith(WEIGHT_SUFFIXES) and holds_weights(name)])
     weights = find_weight_files(storage, allow_pickle=allow_pickle, single_file=single_file)
     weight_files = weights.names
     check_adapter_files(storage, weight_files)

@@ -53,10 +53,10 @@ _ANY_ADAPTER = re.compile(rf"(?:^|\.)({'|'.join(ADAPTERS.values())})(?![^.])")
 
 
 def check_adapter_files(storage: Storage, weight_files: Iterable[str]) -> None:
-    """Raise SourceError if the files that a folder has for weights are called as those of an adapter are."""
-    for file in weight_files:
-        if ADAPTER_FILE.fullmatch(file.rpartition("/")[2]):
-            raise SourceError(f"{file}: {_not_a_model(storage, None)}")
+    """Raise SourceError if all files that a folder has for weights are called as those of an adapter are."""
+    files = list(weight_files)
+    if files and all(ADAPTER_FILE.fullmatch(file.rpartition("/")[2]) for file in files):
+        raise SourceError(f"{files[0]}: {_not_a_model(storage, None)}")
 
 
 def unwrapped(

@@ -19,7 +19,10 @@ MODEL = {
     for name, shape in {
         "model.embed_tokens.weight": (64, 128),
         Q: (128, 128),
-        "model.layers.0.mlp.up_proj.weight": (256, 128),
+        **{f"model.layers.0.self_attn.{part}_proj.weight": (128, 128) for part in "kvo"},
+        **{f"model.layers.0.mlp.{part}_proj.weight": (256, 128) for part in ("gate", "up")},
+        "model.layers.0.mlp.down_proj.weight": (128, 256),
+        **{f"model.layers.0.{norm}_layernorm.weight": (128,) for norm in ("input", "post_attention")},
         "model.norm.weight": (128,),
         "lm_head.weight": (64, 128),
     }.items()
@@ -139,6 +142,14 @@ def test_files_of_adapters_of_other_tools_are_refused(file: str, tmp_path: Path)
     source = saved(tmp_path / "src", {f"{MODULE}.lora_a": bf16(gaussian(128, 8))})
     (source / "model.safetensors").rename(source / file)
     assert "adapter" in refused("plan", source)
+
+
+def test_a_pickled_adapter_is_refused_as_one(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "ORG/BASE"}')
+    for file in ("adapter_model.bin", "training_args.bin", "optimizer.pt"):
+        (tmp_path / file).write_bytes(b"x")
+    line = refused("plan", tmp_path)
+    assert "adapter_model.bin" in line and "ORG/BASE" in line
 
 
 def test_an_adapter_beside_a_whole_model_is_left_out_and_named(tmp_path: Path) -> None:
