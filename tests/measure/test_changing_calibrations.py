@@ -297,7 +297,11 @@ def test_an_error_before_anything_is_calibrated_leaves_nothing(base: Path, tmp_p
 def test_a_signal_leaves_what_was_calibrated(number: signal.Signals, base: Path, tmp_path: Path) -> None:
     command = ["quantize", base / "source", tmp_path / "out", "-r", "t3", "--calibrate", base / "text.txt"]
     command += ["--calibration-tokens", 2048, "--threads", 1]
-    process = subprocess.Popen([sys.executable, "-m", "pqweights_cli", *map(str, command)], stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pqweights_cli", *map(str, command)],
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it for its background jobs
+    )
     try:
         end = time.monotonic() + 400
         while not (tmp_path / ".out.calibration/hidden-0001.safetensors").exists():
