@@ -49,7 +49,7 @@ class AbsentTensor:
     parts: tuple[StoredTensor, ...] = ()
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """See LogicalTensor."""
+        """Never called: the tensor stands for one whose values are only found by the views on it."""
         raise NotImplementedError
 
 

@@ -210,7 +210,7 @@ _ROWS: dict[str, Row] = {
     ),
     "mistral": Row(
         flow=layers.LLAMA, llama_cpp=llama_cpp.LLAMA,
-        defaults=sizes(4096, 14336, 32, 32, 131072) | LLAMA | {"num_key_value_heads": 8 },
+        defaults=sizes(4096, 14336, 32, 32, 131072) | LLAMA | {"num_key_value_heads": 8},
     ),
     "mixtral": Row(
         flow=layers.MIXTRAL, llama_cpp=llama_cpp.MIXTRAL,
