@@ -117,6 +117,13 @@ def test_the_model_of_a_file_alone_is_the_original(name: str, tmp_path: Path) ->
         ("nemotron h", {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}),
         ("nemotron h moe", {"layers_block_type": ["linear_attention", "full_attention", "moe"]}),
         ("nemotron h latent", {"moe_latent_size": 32}),
+        # The text models of models that also see or hear.
+        ("qwen2 vl", {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2}),
+        ("qwen2_5 vl", {"model_type": "qwen2"}),
+        ("qwen3 vl", {"model_type": "qwen3", "head_dim": 32}),
+        ("qwen3 vl moe", {"model_type": "qwen3_moe", "norm_topk_prob": True}),
+        ("phi4mm", {"model_type": "phi3", "original_max_position_embeddings": 64}),
+        ("phi4 multimodal", {"model_type": "phi3"}),
     ],
 )
 def test_what_a_file_does_not_say_is_computed_alike(name: str, differs: dict[str, Any], tmp_path: Path) -> None:
@@ -135,6 +142,13 @@ def test_what_a_file_does_not_say_is_computed_alike(name: str, differs: dict[str
     ids = gguf_cases.token_ids(40)
     expected = gguf_cases.logits(original, ids)
     assert each_near(gguf_cases.logits(again, ids), expected, 0, F32_MATRIX * abs(expected).max())
+
+
+def test_of_a_text_part_it_is_said_what_it_is_read_as(tmp_path: Path) -> None:
+    gguf_cases.saved(gguf_cases.CASES["qwen3 vl"], tmp_path / "model")
+    made = json.loads(done("plan", alone(write_gguf(tmp_path / "model"), tmp_path / "src"), "--json").stdout)
+    (remark,) = made["warnings"]
+    assert "m.gguf" in remark and "qwen3vl" in remark and "images" in remark
 
 
 def tokenizer_of(source: Checkpoint, folder: Path) -> Any:

@@ -9,10 +9,15 @@ from pathlib import Path
 import gguf_cases
 import numpy as np
 import pytest
-from closeness import assert_near
+from closeness import assert_near, each_near, rounding
+from export_decoders import values_of
 from gguf_files import all_values, converted, metadata, write_gguf
 from helpers import Tensor, as_float32, f32, gaussian, read_all, write_checkpoint
 
+from pqweights.checkpoint.gguf.model import gguf_model
+from pqweights.checkpoint.gguf.sources import open_local_source
+from pqweights.checkpoint.models.conventions import DRAFTS
+from pqweights.checkpoint.source import open_local
 from pqweights.inference.runtimes.models import open_model
 
 # What a layer has beside one of the model, as DeepSeek and GLM publish it behind the last one, and Qwen below `mtp`.
@@ -114,3 +119,23 @@ def test_parts_of_a_draft_layer_are_left_out(tmp_path: Path) -> None:
     model = converted(tmp_path)
     assert model.metadata == expected.metadata
     assert set(model.left_out.values()) == {"predicts further tokens, which the model does without"}
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in ("glm dsa", "deepseek v3.2", "step3p5")])
+def test_draft_layers_of_a_file_alone_have_the_names_of_the_original(name: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    gguf_cases.saved(gguf_cases.CASES[name], model)
+    layers = metadata(without := converted(model))[f"{without.architecture}.block_count"]
+    add_draft_layer(model, PUBLISHED[name], like=0 if name in DENSE else layers - 1)
+    file = tmp_path / "alone" / "m.gguf"
+    file.parent.mkdir()
+    write_gguf(model).rename(file)
+    source, original = open_local_source(file), {tensor.name: tensor for tensor in open_local(model).tensors}
+    assert {tensor.name for tensor in source.tensors} == original.keys()
+    for tensor in source.tensors:
+        assert each_near(values_of(tensor), values_of(original[tensor.name]), 0, rounding("F32", 2)), tensor.name
+    assert source.config is not None
+    assert [source.config[key] for key in DRAFTS if key in source.config] == [1]
+    again, first = gguf_model(source, name="tiny"), converted(model)
+    assert {entry.key for entry in again.metadata} == {entry.key for entry in first.metadata}
+    assert {tensor.name for tensor in again.tensors} == {tensor.name for tensor in first.tensors}

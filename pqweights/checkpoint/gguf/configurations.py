@@ -18,8 +18,7 @@ from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.contents import GgufContents, MetadataList
 from pqweights.checkpoint.gguf.model import add_hyper_parameters, architecture_name
 from pqweights.checkpoint.gguf.rope import Factors, add_rope, read_rope
-from pqweights.checkpoint.gguf.settings import MOST_OF_ANY, Settings, read_settings, settings_of
-from pqweights.checkpoint.gguf.tensors import with_draft_layers
+from pqweights.checkpoint.gguf.settings import MOST_OF_ANY, Settings, settings_of
 from pqweights.checkpoint.models import described
 from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
 from pqweights.checkpoint.models.llama_cpp import FULL, LAYERS, LINEAR_ATTENTION, SLIDING, Architecture, Setting
@@ -57,7 +56,8 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
             f"expected a layer for each of at most {len(contents.tensors)} tensors as "
             f"{contents.architecture}.block_count, found {layers!r:.20}"
         )
-    values["num_hidden_layers"] = layers - (_scalar(contents, "nextn_predict_layers", real=False) or 0)
+    drafts = _scalar(contents, "nextn_predict_layers", real=False) or None
+    values |= {"num_hidden_layers": layers - (drafts or 0), "num_nextn_predict_layers": drafts}
     del values["block_count"]
     _assume_sizes(contents, values)
     _state_windows(contents, architecture, values)
@@ -361,16 +361,15 @@ _NATIVE: dict[str, Callable[[dict[str, Any], Set[str]], None]] = {
 
 def check_configuration(
     contents: GgufContents,
-    config: Mapping[str, Any],
+    settings: Settings,
     tensors: Sequence[LogicalTensor],
     values_of: Callable[[str], Any],
 ) -> None:
-    """Raise ExportError, which names the key, if a file of this configuration would not have the metadata of this one.
+    """Raise ExportError, which names the key, if a file of these settings would not have the metadata of this one.
 
     tensors: those that the file would hold
     values_of: returns the values of a tensor of the file, by name
     """
-    settings = with_draft_layers(read_settings(config), tensors)
     writer = gguf_package().GGUFWriter(None, architecture_name(settings.architecture))
     add_hyper_parameters(settings, writer, tuple(tensors))
     factors = add_rope(settings, writer)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.gguf.drafts import name_behind
 from pqweights.checkpoint.gguf.regrouped import of_layer, rows_of_parts
 from pqweights.checkpoint.gguf.settings import Settings
 from pqweights.checkpoint.gguf.tensors import known_name, tensor_in_file
@@ -31,7 +32,7 @@ from pqweights.checkpoint.gguf.views import (
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.models.conventions import LAYER, STACKED_EXPERTS
 from pqweights.checkpoint.models.llama_cpp import Cut
-from pqweights.checkpoint.models.llama_cpp_names import names_in_layers, names_outside
+from pqweights.checkpoint.models.llama_cpp_names import names_in_layers, names_of_drafts, names_outside
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
@@ -54,23 +55,27 @@ class AbsentTensor:
 
 
 def absent_tensors(
-    shapes: Mapping[str, tuple[int, ...]], settings: Settings, names: Any, layers: int
+    shapes: Mapping[str, tuple[int, ...]], settings: Settings, names: Any, drafts: int
 ) -> Iterator[AbsentTensor]:
     """Yield the tensors of a model, by the names that its type has, that a file holds.
 
     shapes: those of the tensors of the file
     names: the TensorNameMap of the architecture
+    drafts: how many layers of the file predict further tokens
     """
     in_layers, prefix = names_in_layers(settings.model_type), settings.architecture.layers_below
+    layers = settings.number("num_hidden_layers")
     for name in (
         *names_outside(settings.model_type),
         *(f"{prefix}layers.{layer}.{name}" for layer in range(layers) for name in in_layers),
+        *(names_of_drafts(settings.model_type, range(layers, layers + drafts), prefix) if drafts else ()),
     ):
+        behind = name_behind(name, layers, settings.architecture.folded_drafts) or name
         if "{}" not in name:
-            if (shape := _shape_of(name, shapes, settings, names)) and 0 not in shape:
+            if (shape := _shape_of(behind, shapes, settings, names)) and 0 not in shape:
                 yield AbsentTensor(name=name, shape=shape)
             continue
-        first = known_name(name.replace("{}", "0"), settings.architecture.modules)
+        first = known_name(behind.replace("{}", "0"), settings.architecture.modules)
         known = first.replace(".experts.0.", ".experts.").replace("_projections.0.", "_projections.")
         shape = shapes.get(tensor_in_file(known, settings, names)[1], ())
         if len(shape) == 3 and 0 not in shape:

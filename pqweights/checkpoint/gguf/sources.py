@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.config_schema import check_layers, model_config
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.configurations import check_configuration, read_configuration
-from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents
+from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents, MetadataValue
 from pqweights.checkpoint.gguf.file import SUFFIX, is_gguf, open_gguf, whole_metadata
 from pqweights.checkpoint.gguf.inverse import Piece, absent_tensors, assembled, pieces_of
 from pqweights.checkpoint.gguf.model import architecture_name
@@ -35,7 +35,7 @@ from pqweights.checkpoint.gguf.vocabulary import OTHERS
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.models import described
 from pqweights.checkpoint.models.llama_cpp import Architecture
-from pqweights.checkpoint.models.llama_cpp_names import CLASSES
+from pqweights.checkpoint.models.llama_cpp_names import CLASSES, OF_IMAGES, TEXT_PARTS
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
@@ -70,7 +70,7 @@ def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:
     Raises SourceError for a damaged file, without the model's config.json, and for a model that cannot be read;
     MissingDependencyError without the gguf package.
     """
-    contents = open_gguf(path)
+    contents, remarks = _text_part(open_gguf(path))
     others = [name for name in top_level_files(contents.folder) if not name.endswith(SUFFIX) and name[0] != "."]
     only = None if path.is_dir() else [*others, *contents.files]
     storage: LocalStorage = LocalStorage(contents.folder, only=only)
@@ -97,7 +97,24 @@ def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:
         left_out=beside.left_out,
         is_master=False,
         left_out_tensors=left_out,
+        remarks=remarks,
     )
+
+
+def _text_part(contents: GgufContents) -> tuple[GgufContents, tuple[str, ...]]:
+    """Return the text part of a model of images and text as the model that computes the same of texts, and a remark."""
+    known, prefix = TEXT_PARTS.get(contents.architecture), f"{contents.architecture}."
+    if known is None:
+        return contents, ()
+    metadata: dict[str, MetadataValue] = {"general.architecture": known}
+    for key, value in contents.metadata.items():
+        if key.removeprefix(prefix) not in OF_IMAGES:
+            metadata.setdefault(f"{known}.{key.removeprefix(prefix)}" if key.startswith(prefix) else key, value)
+    remark = (
+        f"{contents.path.name} holds the text part of a {contents.architecture}: it is read as the {known} that "
+        "computes the same of texts; images need the original model"
+    )
+    return replace(contents, metadata=metadata), (remark,)
 
 
 def _tokenizer(contents: GgufContents) -> dict[str, bytes]:
@@ -120,8 +137,8 @@ def _configuration(storage: LocalStorage, contents: GgufContents) -> dict[str, A
     for name in names:
         try:
             config = read_configuration(contents, name, factors)
-            views = _views(contents, with_draft_layers(read_settings(config), ()))
-            check_configuration(contents, config, list(views.values()), factors.__getitem__)
+            settings, views = _views(contents, config)
+            check_configuration(contents, settings, list(views.values()), factors.__getitem__)
             if other := min({tensor.name for tensor in contents.tensors} - views.keys(), default=None):
                 raise ExportError(f"tensor {other!r}: expected no such tensor")
             return config
@@ -178,7 +195,7 @@ def _model_tensors(
     try:
         if config.get("model_type") not in MODEL_TYPES:
             raise ExportError(f"its model_type is {config.get('model_type')}; {', '.join(MODEL_TYPES)} can be read")
-        views = _views(contents, with_draft_layers(read_settings(config), ()))
+        _, views = _views(contents, config)
     except ExportError as error:
         raise _refused(contents, error, f"not read as the model of {CONFIG_FILE}") from None
     dtype = "F16" if model_dtype(config, ()) == "F16" else "BF16"
@@ -206,18 +223,20 @@ def _model_tensors(
     return [assembled([*of.values()]) for of in pieces.values()], left_out
 
 
-def _views(contents: GgufContents, settings: Settings) -> dict[str, LogicalTensor]:
+def _views(contents: GgufContents, config: dict[str, Any]) -> tuple[Settings, dict[str, LogicalTensor]]:
     """Return what the gguf target makes of the model, by names in the file, as views on tensors without values."""
-    package = gguf_package()
+    package, settings = gguf_package(), read_settings(config)
     architecture = architecture_name(settings.architecture)
     if contents.architecture != architecture:
         raise ExportError(f"it has the architecture {architecture}, and the file has {contents.architecture!r}")
-    layers = settings.number("num_hidden_layers")
-    names = package.get_tensor_name_map(package.MODEL_ARCH[settings.architecture.name], layers)
     shapes = {tensor.name: tensor.shape for tensor in contents.tensors}
-    tensors = [*absent_tensors(shapes, settings, names, layers)]
+    drafts = sum(name.endswith(".nextn.eh_proj.weight") for name in shapes)
+    layers = settings.number("num_hidden_layers") + drafts
+    names = package.get_tensor_name_map(package.MODEL_ARCH[settings.architecture.name], layers)
+    tensors = [*absent_tensors(shapes, settings, names, drafts)]
+    settings = with_draft_layers(settings, tensors)
     views, _ = gguf_tensors(tensors, settings, add_rope(settings, package.GGUFWriter(None, architecture)))
-    return {view.name: view for view in views}
+    return settings, {view.name: view for view in views}
 
 
 def _read_as(storage: ByteReads, tensor: FileTensor, stored: StoredTensor, dtype: str) -> LogicalTensor:

@@ -24,6 +24,11 @@ CLASSES = {
     "nemotron_h": "NemotronHForCausalLM", "falcon_h1": "FalconH1ForCausalLM", "jamba": "JambaForCausalLM",
 }  # fmt: skip
 
+# Models of images and text whose files hold the text model alone, and those that compute the same of texts: positions
+# in time, height and width are equal there. The keys are of images alone.
+TEXT_PARTS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
+OF_IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
+
 
 def _below(module: str, names: str) -> str:
     """Return names below a module."""
@@ -139,9 +144,43 @@ _OWN_OUTSIDE = {
 
 def names_in_layers(model_type: str) -> list[str]:
     """Return what tensors of a layer may be called; {} stands for the number of an expert."""
-    modules = _OWN_MODULES.get(model_type, f"{_USUAL} {_EXPERTS}").split()
-    ends = [("",) if f".{module}".endswith(_NO_MODULE) else (".weight", ".bias") for module in modules]
-    return [module + end for module, of in zip(modules, ends, strict=True) for end in of]
+    return _parameters(_OWN_MODULES.get(model_type, f"{_USUAL} {_EXPERTS}"))
+
+
+def _parameters(modules: str) -> list[str]:
+    """Return what tensors of modules may be called."""
+    ends = {module: ("",) if f".{module}".endswith(_NO_MODULE) else (".weight", ".bias") for module in modules.split()}
+    return [module + end for module, of in ends.items() for end in of]
+
+
+# What there is beside the parts of a layer where layers predict further tokens: in such a layer, or below `mtp`.
+_OF_DRAFTS = {
+    "hy_v3": "eh_proj enorm hnorm final_layernorm",
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "exaone_moe"),
+        _below("mtp", "fc pre_fc_norm_embedding pre_fc_norm_hidden norm"),
+    ),
+}
+# Of Nemotron-H, where attention and experts are two layers.
+_FOLDED_DRAFTS = (
+    "norm eh_proj enorm hnorm" + _below("mixer", "q_proj k_proj v_proj o_proj"),
+    "norm final_layernorm" + _below("mixer", "experts.{}.up_proj experts.{}.down_proj gate fc1_latent_proj")
+    + _below("mixer", "fc2_latent_proj gate.e_score_correction_bias shared_experts.up_proj shared_experts.down_proj"),
+)  # fmt: skip
+
+
+def names_of_drafts(model_type: str, layers: range, prefix: str) -> list[str]:
+    """Return what tensors of layers that predict further tokens may be called, as published files have them.
+
+    layers: the numbers of these layers in a GGUF file, behind those of the model
+    prefix: what the names of layers begin with
+    """
+    if model_type == "nemotron_h":
+        return [f"mtp.layers.{n}.{name}" for n, names in enumerate(_FOLDED_DRAFTS) for name in _parameters(names)]
+    own = _parameters(_OF_DRAFTS.get(model_type, "eh_proj enorm hnorm embed_tokens shared_head.norm shared_head.head"))
+    if not own[0].startswith("mtp."):
+        return [f"{prefix}layers.{n}.{name}" for n in layers for name in (*names_in_layers(model_type), *own)]
+    return [f"mtp.layers.{n}.{name}" for n in range(len(layers)) for name in names_in_layers(model_type)] + own
 
 
 def names_outside(model_type: str) -> list[str]:
@@ -151,6 +190,7 @@ def names_outside(model_type: str) -> list[str]:
 
 _NORM_EPS = {"rms_norm_eps": "norm_eps"}
 _LOCAL, _ROUTED = {"num_experts": "num_local_experts"}, {"num_experts": "n_routed_experts"}
+_MTP = {"num_nextn_predict_layers": "mtp_num_hidden_layers"}
 # What a type calls keys that are called otherwise in most.
 NATIVE_KEYS = {
     **dict.fromkeys(("mixtral", "gpt_oss", "llama4_text", "granitemoe", "granitemoeshared"), _LOCAL),
@@ -164,6 +204,7 @@ NATIVE_KEYS = {
     "ernie4_5_moe": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
     "dots1": _ROUTED,
     "glm4_moe": _ROUTED,
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _MTP),
 }
 # Keys that say which tensors there are, and what one of these is called in the first layer of a file.
 _BIASED, _MLP_BIAS = (("attention_bias", "attn_q.bias"),), (("mlp_bias", "ffn_up.bias"),)
