@@ -32,7 +32,7 @@ def command(asked: EvaluateArguments, *, json: options.JsonOption = False) -> No
     from pqweights.inference.runtimes.texts import read_text, wikitext
     from pqweights.quality.evaluation import evaluate
     from pqweights.quality.report import make_record
-    from pqweights.storage.hub.sources import repository_id
+    from pqweights.storage.addresses import repository_id
 
     models, base = _fetched(asked)
     # Figures of a quantized cache are not those of the folder.
@@ -52,7 +52,7 @@ def command(asked: EvaluateArguments, *, json: options.JsonOption = False) -> No
 def _fetched(asked: EvaluateArguments) -> tuple[list[Fetched], Fetched | None]:
     """Return the folders of the models, and that of the reference; --revision is of the models."""
     from pqweights.errors import OptionError
-    from pqweights.storage.hub.sources import repository_id
+    from pqweights.storage.addresses import repository_id
 
     on_hub = [repository_id(name) is not None for name in asked.models]
     if asked.revision is not None and not any(on_hub):

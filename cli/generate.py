@@ -38,7 +38,7 @@ def command(asked: ModelArguments, *, prompt: PromptOption = None, json: options
     """
     from pqweights.inference.generator import Generator
     from pqweights.inference.runtimes.cached import check_spec
-    from pqweights.storage.hub.sources import repository_id
+    from pqweights.storage.addresses import repository_id
 
     if asked.kv_cache is not None:
         check_spec(asked.kv_cache)

@@ -146,7 +146,7 @@ def work_beside(out: Path) -> Path | None:
 
 def _is_fetched(source: str) -> bool:
     """Whether files of a source are fetched to this machine: those of a repository."""
-    from pqweights.storage.hub.sources import repository_id
+    from pqweights.storage.addresses import repository_id
 
     return repository_id(source) is not None
 

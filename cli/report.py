@@ -129,11 +129,11 @@ def warn_of_files_beside(source: str) -> None:
 
     from pqweights.checkpoint.gguf.file import is_gguf
     from pqweights.checkpoint.source import files_beside
-    from pqweights.storage.remote.addresses import local_path
+    from pqweights.storage.addresses import parse_location
 
-    path = Path(local_path(source))
-    beside = files_beside(path) if path.is_file() and not is_gguf(path) else ()
-    if beside:
+    path = parse_location(source)
+    beside = files_beside(path) if isinstance(path, Path) and path.is_file() and not is_gguf(path) else ()
+    if isinstance(path, Path) and beside:
         warn(
             f"{path.name}: only this file is read; its folder also holds {listed(beside)} of the same model: give "
             f"{path.parent} to take them"

@@ -40,6 +40,7 @@ LAYERS = (
     ("pqweights.codecs",),
     ("pqweights.checkpoint",),
     ("pqweights.checkpoint.gguf",),
+    ("pqweights.storage.addresses",),
     ("pqweights.storage.remote",),
     ("pqweights.storage",),
     ("pqweights.storage.hub",),

@@ -25,7 +25,7 @@ from pqweights.rewrite.records import total_relative_mse
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import EXPORT
 from pqweights.storage import Store, open_store
-from pqweights.storage.remote.addresses import Address
+from pqweights.storage.addresses import Address
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ from pqweights.exports.target import (
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import FileHeader, GgufFiles, ShardPlan, TensorPlan, cuts
 from pqweights.rewrite.transform import SmallFiles, Transform
-from pqweights.storage.hub.repository import is_repository_id
+from pqweights.storage.addresses import is_repository_id
 
 MODELFILE = "Modelfile"
 # llama.cpp and others take a file of that name for the tower of the model beside it.

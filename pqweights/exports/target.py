@@ -26,7 +26,7 @@ from pqweights.planning.plan import TensorPlan
 from pqweights.rewrite.folding.fold import check_fold
 from pqweights.rewrite.manifest import Manifest
 from pqweights.rewrite.transform import Transform
-from pqweights.storage.remote.addresses import Address
+from pqweights.storage.addresses import Address
 
 # The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
 TORCHAO, COMPRESSED_TENSORS = "torchao", "compressed-tensors"

@@ -17,8 +17,9 @@ from pqweights.exports import target_name
 from pqweights.publish.card import MAIN, card_text, check_branch
 from pqweights.rewrite.manifest import Manifest, evaluations_of, manifest_beside, parse_manifest, shards_of
 from pqweights.rewrite.transform import EXPORT
+from pqweights.storage.addresses import RepositoryName, is_repository_id, repository_named
 from pqweights.storage.hub.client import Hub
-from pqweights.storage.hub.repository import NamedRepository, Repository, is_repository_id, repository_named
+from pqweights.storage.hub.repository import Repository
 from pqweights.storage.hub.transfers import read_whole
 
 MAX_MANIFEST_BYTES = 256_000_000  # what a larger manifest on the Hub lists is not looked at
@@ -51,7 +52,7 @@ def checked_destination(repository: str, revision: str | None) -> tuple[str, str
 
     Raises HubError, OptionError, OutputError for names that cannot be pushed to.
     """
-    named = repository_named(repository) or NamedRepository(repository.rstrip("/"))
+    named = repository_named(repository) or RepositoryName(repository.rstrip("/"))
     if is_repository_id(named.id):
         repository, revision = named.id, revision or named.revision
     else:

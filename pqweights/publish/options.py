@@ -13,7 +13,7 @@ from pqweights.planning.options import MAIN_BRANCH, HubOptions, Progress, Thread
 
 def _model_id(name: str, value: Any, *, namespace: bool = False) -> str:
     """Take the id of a repository on the Hub. namespace: whether it must name an organization or a user"""
-    from pqweights.storage.hub.repository import is_repository_id
+    from pqweights.storage.addresses import is_repository_id
 
     if not is_repository_id(checks.text(name, value), namespace=namespace):
         raise OptionError(f"`{name}`: expected ORG/NAME, a repository on the Hub, found {value[:100]!a}")

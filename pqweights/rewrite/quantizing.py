@@ -35,8 +35,8 @@ from pqweights.rewrite.records import TensorRecord, exceeds
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Preparation, TransformInputs, measure_fold
 from pqweights.storage import Store, open_store
-from pqweights.storage.hub.sources import address_of, open_source
-from pqweights.storage.remote.addresses import local_path
+from pqweights.storage.addresses import RepositoryName, parse_location
+from pqweights.storage.hub.sources import open_source
 
 
 def quantize(
@@ -58,7 +58,7 @@ def quantize(
 
     Raises SourceError, RecipeError, OutputError, HubError or StorageError.
     """
-    store = open_store(out)
+    store, location = open_store(out), parse_location(source)
     checkpoint, transform, plan = plan_quantize(source, recipe, options, ready, run=run)
     if checkpoint.storage.origin is not None and str(Path(source)) == str(store):
         raise OutputError(
@@ -67,7 +67,7 @@ def quantize(
         )
     task = RewriteTask(
         checkpoint=checkpoint,
-        source=None if checkpoint.storage.origin else address_of(source) or Path(local_path(source)),
+        source=None if isinstance(location, RepositoryName) else location,
         transform=transform,
         plan=plan,
         out=store,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from pqweights.errors import OptionError
+from pqweights.storage.addresses import BUCKETS, Address, RepositoryName, parse_location
 from pqweights.storage.bucket import BucketStore
 from pqweights.storage.local import LocalStore
 from pqweights.storage.protocol import Store
-from pqweights.storage.remote.addresses import BUCKETS, is_address, local_path, parse_address
 from pqweights.storage.remote.folder import RemoteFolder
 
 __all__ = ["Store", "open_store"]
@@ -21,13 +21,14 @@ def open_store(where: str | Path | Store) -> Store:
     """
     if isinstance(where, Path) and where.parts and where.parts[0][:-1] in BUCKETS:
         raise OptionError(f"{where}: expected a folder, found an address as a Path: give it as a str, with two slashes")
-    if isinstance(where, str) and where.lower().startswith("hf://"):
+    if not isinstance(where, str | Path):
+        return where
+    location = parse_location(where)
+    if isinstance(location, RepositoryName) and "://" in str(where):
         raise OptionError(
             f"{where}: expected a folder, or an address in object storage: write the result to a folder, then send it "
             "to the Hub with pqweights push"
         )
-    if isinstance(where, str) and is_address(where):
-        return BucketStore(RemoteFolder(parse_address(where)))
-    if isinstance(where, str | Path):
-        return LocalStore(Path(local_path(where)))
-    return where
+    if isinstance(location, Address):
+        return BucketStore(RemoteFolder(location))
+    return LocalStore(Path(where) if isinstance(location, RepositoryName) else location)

@@ -15,9 +15,9 @@ from pathlib import Path
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER, is_inside
 from pqweights.checkpoint.writer import write_whole
 from pqweights.errors import OutputError
+from pqweights.storage.addresses import Address
 from pqweights.storage.local import LOCK_FILE, clear, locked, make_private
 from pqweights.storage.protocol import CheckLock, FileRecord, Stop
-from pqweights.storage.remote.addresses import Address
 from pqweights.storage.remote.folder import RemoteFolder
 
 SCRATCH_VARIABLE = "PQWEIGHTS_SCRATCH"

@@ -20,8 +20,8 @@ from pathlib import Path, PurePosixPath
 from pqweights.checkpoint.names import WORK_FOLDER, is_inside
 from pqweights.checkpoint.writer import disk_errors, sync_folder, write_whole
 from pqweights.errors import OutputError
+from pqweights.storage.addresses import Address
 from pqweights.storage.protocol import CheckLock, FileRecord, Stop
-from pqweights.storage.remote.addresses import Address
 
 LOCK_FILE = "lock"
 # How long processes of a run that was killed may take to end.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pqweights.common.documents import Count
-from pqweights.storage.remote.addresses import Address
+from pqweights.storage.addresses import Address
 from pqweights.storage.remote.failures import Stop
 
 __all__ = ["CheckLock", "FileRecord", "Stop", "Store"]

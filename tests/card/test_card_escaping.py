@@ -15,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 from pqweights.common.markdown import code, words
 from pqweights.errors import OptionError, OutputError
 from pqweights.publish.card.old_card import NOTES_BEGIN, NOTES_END
-from pqweights.storage.hub.repository import is_repository_id
+from pqweights.storage.addresses import is_repository_id
 
 BRANCHES = ["", "a b", "-x", "a..b", "a-->b", "a\nb", "\u00e4", "x" * 300]
 MODELS = ["", "a b", "a/b/c", "x\ny", "\u202e", "a/" + "b" * 5000]

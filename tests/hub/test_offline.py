@@ -15,7 +15,7 @@ from language_models import babbler
 from loopback_hub import LoopbackHub
 
 from pqweights.errors import OptionError
-from pqweights.storage.hub.repository import repository_named
+from pqweights.storage.addresses import repository_named
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 

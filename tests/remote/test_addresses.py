@@ -5,37 +5,38 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from remote_server import address_of
 
 from pqweights.errors import OptionError
-from pqweights.storage.remote.addresses import is_address, local_path, parse_address
+from pqweights.storage.addresses import Address, parse_location
 
 
 @pytest.mark.parametrize("text", ["s3://b/f", "S3://b", "gs://b/a/b", "memory://x", "abfs://c@host/path", "http://x/y"])
 def test_addresses_are_recognized(text: str) -> None:
-    assert is_address(text) and not is_address(Path(text))
+    assert isinstance(parse_location(text), Address) and parse_location(Path(text)) == Path(text)
 
 
 @pytest.mark.parametrize("text", ["hf://a/b", "org/name", "s3:/b", "./s3", "/a/b", "file:///a/b", "C:\\x", "", "://x"])
 def test_other_texts_are_none(text: str) -> None:
-    assert not is_address(text)
+    assert not isinstance(parse_location(text), Address)
 
 
 def test_parts_of_an_address() -> None:
-    address = parse_address("S3://bucket/a folder/model/")
+    address = address_of("S3://bucket/a folder/model/")
     assert str(address) == address.url == "s3://bucket/a folder/model"
     assert address.name == "model" and str(address.parent) == "s3://bucket/a folder"
     assert str(address / "x/y.json") == "s3://bucket/a folder/model/x/y.json"
-    assert parse_address("s3://bucket").name == "bucket" and str(parse_address("s3://bucket") / "a") == "s3://bucket/a"
-    assert parse_address("memory:///x").url == "memory://x" or parse_address("memory:///x").path == "x"
+    assert address_of("s3://bucket").name == "bucket" and str(address_of("s3://bucket") / "a") == "s3://bucket/a"
+    assert address_of("memory:///x").url == "memory://x" or address_of("memory:///x").path == "x"
 
 
 def test_credentials_and_queries_are_not_shown() -> None:
-    address = parse_address("sftp://user:hidden@host/models/one?key=hidden")
+    address = address_of("sftp://user:hidden@host/models/one?key=hidden")
     assert "hidden" in address.url and "hidden" in (address / "x").url
     for shown in (str(address), repr(address), str(address / "x"), str(address.parent), f"{[address]}"):
         assert "hidden" not in shown and "host" in shown
     with pytest.raises(OptionError, match="found credentials in the address") as raised:
-        parse_address("s3://key:hidden@bucket/model")
+        address_of("s3://key:hidden@bucket/model")
     assert "hidden" not in str(raised.value)
 
 
@@ -44,12 +45,12 @@ def test_credentials_and_queries_are_not_shown() -> None:
 )
 def test_addresses_of_nothing_are_refused(text: str) -> None:
     with pytest.raises(OptionError, match=r"expected [a-z0-9]+://BUCKET/FOLDER, found") as raised:
-        parse_address(text)
+        address_of(text)
     assert "\n" not in str(raised.value)
 
 
 def test_file_addresses_are_local_paths() -> None:
-    assert local_path("file:///a/b%20c") == "/a/b c" and local_path("file://localhost/a") == "/a"
-    assert local_path("a/b") == "a/b" and local_path(Path("a")) == Path("a") and local_path("s3://b/c") == "s3://b/c"
+    for text, path in {"file:///a/b%20c": "/a/b c", "file://localhost/a": "/a", "a": "a", "a/b/c": "a/b/c"}.items():
+        assert parse_location(text) == Path(path)
     with pytest.raises(OptionError, match="found a host"):
-        local_path("file://other/a")
+        parse_location("file://other/a")

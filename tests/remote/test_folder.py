@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from remote_server import BUCKET, SECRETS, ObjectServer
+from remote_server import BUCKET, SECRETS, ObjectServer, address_of
 
 from pqweights.errors import MissingDependencyError, OptionError, SourceChangedError, StorageError
 from pqweights.storage.remote import folder as remote_folder
-from pqweights.storage.remote.addresses import parse_address
 from pqweights.storage.remote.failures import TransferStopped
 from pqweights.storage.remote.folder import ATTEMPTS, RemoteFolder
 
@@ -22,7 +21,7 @@ ADDRESS = f"s3://{BUCKET}/a folder/of mine"
 
 
 def folder(address: str = ADDRESS) -> RemoteFolder:
-    return RemoteFolder(parse_address(address))
+    return RemoteFolder(address_of(address))
 
 
 @pytest.fixture(params=["s3", "memory"])

@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 from commands import answer, done, invoke, refused
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
-from remote_server import BUCKET, SECRETS, ObjectServer
+from remote_server import BUCKET, SECRETS, ObjectServer, address_of
 
 import pqweights
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import LocalStorage, read_bytes
 from pqweights.errors import SourceError
 from pqweights.storage.remote import storage as remote_storage
-from pqweights.storage.remote.addresses import parse_address
 from pqweights.storage.remote.folder import RemoteFolder
 from pqweights.storage.remote.storage import RemoteStorage, open_address
 
@@ -112,7 +111,7 @@ def test_a_single_file_is_read_like_a_local_one(server: ObjectServer, source: Pa
     address = f"{server.put(source, 'single')}/{file}"
     local, remote = (json.loads(done("plan", model, "--json").stdout) for model in (source / file, address))
     more = remote["totals"].pop("peak_memory_bytes") - local["totals"].pop("peak_memory_bytes")
-    assert local == remote and more == RemoteStorage(RemoteFolder(parse_address(address))).memory_bytes
+    assert local == remote and more == RemoteStorage(RemoteFolder(address_of(address))).memory_bytes
     done("quantize", source / file, tmp_path / "local")
     done("quantize", address, tmp_path / "remote")
     assert folder_bytes(tmp_path / "remote") == folder_bytes(tmp_path / "local")
@@ -234,7 +233,7 @@ def test_options_of_the_hub_and_credentials_are_refused(source: Path) -> None:
 
 def test_sent_storage_reads_the_same_bytes_from_any_thread(server: ObjectServer, source: Path) -> None:
     local = LocalStorage(source)
-    remote = pickle.loads(pickle.dumps(RemoteStorage(RemoteFolder(parse_address(server.put(source, "same"))))))
+    remote = pickle.loads(pickle.dumps(RemoteStorage(RemoteFolder(address_of(server.put(source, "same"))))))
     assert {n: s.byte_count for n, s in remote.files().items()} == {n: s.byte_count for n, s in local.files().items()}
     assert str(remote) == f"s3://{BUCKET}/same" and remote.origin is None and remote.frees == 0
 
@@ -255,7 +254,7 @@ def test_fingerprints_and_headers_of_many_files(server: ObjectServer, tmp_path: 
     """More files than headers are requested at once, and more tensors than samples."""
     shards = [{f"t{number}.{n}.weight": bf16(gaussian(4 + number, 300)) for n in range(3)} for number in range(40)]
     folder = write_checkpoint(tmp_path / "many", *shards)
-    opened, local = open_address(parse_address(server.put(folder, "many"))), open_local(folder)
+    opened, local = open_address(address_of(server.put(folder, "many"))), open_local(folder)
     starts = sum("model-" in line for line in server.log if line.startswith("GET"))
     assert starts <= 2 * 40 and opened.fingerprint() == local.fingerprint()
     assert [tensor.name for tensor in opened.tensors] == [tensor.name for tensor in local.tensors]

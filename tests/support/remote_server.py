@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from pqweights.storage.addresses import Address, parse_location
+
 # What no output of any command may hold.
 SECRETS = ("MARKERKEYID", "MARKERSECRETKEY", "MARKERTOKEN")
 BUCKET = "models"
@@ -81,6 +83,13 @@ def application(served: Any, state: dict[str, ObjectServer]) -> Any:
         return [reply[:fault] if isinstance(fault, int) else reply]
 
     return respond
+
+
+def address_of(text: str) -> Address:
+    """Parse the text of an address in object storage."""
+    address = parse_location(text)
+    assert isinstance(address, Address)
+    return address
 
 
 @pytest.fixture(scope="session")

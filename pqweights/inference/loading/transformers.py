@@ -23,7 +23,8 @@ from pqweights.common.advice import pip_install
 from pqweights.errors import MissingDependencyError, OptionError, PqweightsWarning, SourceError
 from pqweights.inference.loading import autoload
 from pqweights.rewrite.listed_files import check_weight_files
-from pqweights.storage.hub.sources import Access, local_folder, repository_id
+from pqweights.storage.addresses import repository_id
+from pqweights.storage.hub.sources import Access, local_folder
 
 # The module that each method of quantization needs, and the extra that has it.
 NEEDED = {"torchao": ("torchao", "torchao"), "compressed-tensors": ("compressed_tensors", "vllm")}

@@ -35,7 +35,7 @@ from pqweights.publish.options import CardOptions
 from pqweights.rewrite.manifest import Manifest, shards_of
 from pqweights.rewrite.results.evaluation_record import read_records
 from pqweights.rewrite.results.inspect import inspect
-from pqweights.storage.hub.repository import is_repository_id
+from pqweights.storage.addresses import is_repository_id
 
 # Stands for the folder in commands if no repository is known.
 HERE = "DIR"

@@ -17,7 +17,7 @@ import yaml
 from pqweights.checkpoint.config import FENCE, front_matter
 from pqweights.checkpoint.names import CARD_FILE
 from pqweights.errors import OutputError
-from pqweights.storage.hub.repository import is_repository_id
+from pqweights.storage.addresses import is_repository_id
 
 NOTES_BEGIN = "<!-- notes: yours; pqweights card keeps what stands here -->"
 NOTES_END = "<!-- /notes -->"

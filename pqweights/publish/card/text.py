@@ -24,7 +24,7 @@ from pqweights.planning.recipe import load_recipe, recipe_names
 from pqweights.publish.card.figures import is_lossless
 from pqweights.rewrite.manifest import Manifest, manifest_beside, shards_of
 from pqweights.rewrite.results.inspect import Inspection
-from pqweights.storage.hub.repository import is_repository_id
+from pqweights.storage.addresses import is_repository_id
 
 HUB = "https://huggingface.co"
 # The papers on what was done before and beside coding, by what says in the manifest that it was done.

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pqweights.errors import HubError, HubUnavailableError
+from pqweights.storage.addresses import is_inside
 from pqweights.storage.hub.repository import RemoteFile, Repository
-from pqweights.storage.remote.addresses import is_inside
 from pqweights.storage.remote.failures import Stop, TransferStopped
 
 ATTEMPTS = 6

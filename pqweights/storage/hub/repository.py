@@ -2,93 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import re
-import urllib.parse
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from pqweights.checkpoint.storage import Origin
 from pqweights.checkpoint.writer import COPY_BYTES
-from pqweights.errors import OptionError
-
-# The form of a name, as in huggingface_hub.utils.validate_repo_id.
-_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
-_ID = re.compile(rf"(?:{_PART}/)?{_PART}")
-MAX_LENGTH = 96
-PREFIX = "hf://"
-HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co", "www.hf.co")
-# What follows the name of a repository in the addresses of its pages.
-PAGES = ("tree", "blob", "resolve", "raw", "commit", "commits", "edit")
-
-
-def is_repository_id(text: str, namespace: bool = True) -> bool:
-    """Return whether a text can name a repository.
-
-    namespace: whether to accept only ORG/NAME, not the bare NAME that some of the oldest models have
-    """
-    return (
-        _ID.fullmatch(text) is not None
-        and len(text) <= MAX_LENGTH
-        and "--" not in text
-        and ".." not in text
-        and not text.endswith(".git")
-        and ("/" in text or not namespace)
-    )
-
-
-class NamedRepository(NamedTuple):
-    """A repository that a user names, and the branch, tag or commit, if it is named, too."""
-
-    id: str
-    revision: str | None = None
-
-
-def repository_named(text: str) -> NamedRepository | None:
-    """Return the repository that a text names, or None for what is, or could only be, something else.
-
-    That is ORG/NAME, unless there is such a local path, hf://ORG/NAME[@REVISION], or the address of a page of it.
-
-    Raises OptionError for an address on the Hub that is not that of a model, or of a folder inside of it.
-    """
-    if text.startswith(PREFIX):
-        id, _, revision = text.removeprefix(PREFIX).removeprefix("models/").rstrip("/").partition("@")
-        return NamedRepository(id, revision or None)
-    with contextlib.suppress(ValueError):  # no address
-        bare = text.partition("/")[0].lower() in HOSTS and not Path(text).exists()
-        parts = urllib.parse.urlsplit(f"https://{text}" if bare else text)
-        if parts.scheme.lower() in ("http", "https"):
-            return _of_page(text, parts.path) if parts.netloc.lower() in _hosts() else None
-    id = text.rstrip("/")
-    return NamedRepository(id) if is_repository_id(id) and not Path(text).exists() else None
-
-
-def _hosts() -> set[str]:
-    """The hosts of the Hub, and of another one that HF_ENDPOINT names."""
-    own = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc.rpartition("@")[2]
-    return {*HOSTS, own.lower()} - {""}
-
-
-def _of_page(text: str, path: str) -> NamedRepository:
-    """Return the repository of a page: /ORG/NAME, /ORG/NAME/tree/REVISION, or /ORG/NAME/blob/REVISION/FILE."""
-    parts = [urllib.parse.unquote(part) for part in path.split("/") if part]
-    parts = parts[1:] if parts[:1] == ["models"] else parts
-    place = next((at for at in (1, 2) if len(parts) > at and parts[at] in PAGES), len(parts))
-    id, rest = "/".join(parts[:place]), parts[place:]
-    wanted = rest[1:4] if rest[1:2] == ["refs"] else rest[1:2]
-    inside = rest[1 + len(wanted) :]
-    if parts[:1] in (["datasets"], ["spaces"]) or not is_repository_id(id, namespace=False):
-        raise OptionError(f"{text[:200]}: expected the address of a model, such as https://huggingface.co/ORG/NAME")
-    if len(inside) > (rest[:1] != ["tree"]):
-        raise OptionError(
-            f"{text[:200]}: leads into a folder of the repository, of which models are not read; give {id} if its "
-            "model is at the top, or fetch the folder and give that"
-        )
-    return NamedRepository(id, "/".join(wanted) or None)
 
 
 @dataclass(frozen=True, kw_only=True)

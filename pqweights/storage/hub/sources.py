@@ -13,11 +13,10 @@ from pqweights.checkpoint.source import Checkpoint, needed_files, open_checkpoin
 from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.errors import OptionError, SourceError
+from pqweights.storage.addresses import HUB_PREFIX, Address, RepositoryName, parse_location
 from pqweights.storage.hub.client import Hub, Tell
-from pqweights.storage.hub.repository import PREFIX, repository_named
 from pqweights.storage.hub.storage import HubStorage
 from pqweights.storage.hub.transfers import fetch_to_cache
-from pqweights.storage.remote.addresses import Address, is_address, local_path, parse_address
 from pqweights.storage.remote.folder import RemoteFolder
 from pqweights.storage.remote.storage import RemoteStorage, open_address
 
@@ -63,36 +62,27 @@ class Fetched(NamedTuple):
     not_fetched: tuple[str, ...] = ()
 
 
-def repository_id(source: str | Path) -> str | None:
-    """Return the repository that is meant, or None for what is, or could only be, a local path.
+def _located(source: str | Path, access: Access, low_disk: bool = False) -> tuple[Path | Address | str, Access]:
+    """Return what a text means, of a repository its id, and how to read the revision that is meant.
 
-    Raises OptionError for an address on the Hub that is not that of a repository of a model.
+    Raises OptionError for two revisions, SourceError for options that mean something only for the Hub.
     """
-    named = repository_named(source) if isinstance(source, str) else None
-    return None if named is None else named.id
-
-
-def _named(source: str | Path, access: Access) -> tuple[str | None, Access]:
-    """Return the repository that is meant, as `repository_id` does, and how to read the revision that is meant.
-
-    Raises OptionError for two revisions.
-    """
-    named = repository_named(source) if isinstance(source, str) else None
-    if named is None or named.revision is None:
-        return None if named is None else named.id, access
-    if access.revision not in (None, named.revision):
-        raise OptionError(f"`revision` {access.revision}: {source} names {named.revision}; leave one of them out")
-    return named.id, replace(access, revision=named.revision)
-
-
-def address_of(source: str | Path) -> Address | None:
-    """Return the address in object storage that is meant, or None for anything else.
-
-    Raises OptionError for an address that cannot be one.
-    """
-    if not isinstance(source, str) or not is_address(source) or repository_named(source) is not None:
-        return None
-    return parse_address(source)
+    location = parse_location(source)
+    if isinstance(location, RepositoryName):
+        if location.revision is None or access.revision == location.revision:
+            return location.id, access
+        if access.revision is not None:
+            raise OptionError(
+                f"`revision` {access.revision}: {source} names {location.revision}; leave one of them out"
+            )
+        return location.id, replace(access, revision=location.revision)
+    for option, given in (("`revision`", access.revision is not None), ("`low_disk`", low_disk)):
+        if given:
+            raise SourceError(
+                f"{option}: expected a repository on the Hub (ORG/NAME), found {source}: leave the option out, or "
+                f"write {HUB_PREFIX}ORG/NAME if a local folder has the same name"
+            )
+    return location, access
 
 
 def open_source(
@@ -111,13 +101,11 @@ def open_source(
 
     Raises SourceError, HubError, StorageError.
     """
-    repository, access = _named(source, access)
-    if repository is None:
-        check_local(source, access, low_disk)
-        address = address_of(source)
-        if address is not None:
-            return open_address(address, allow_pickle, include=include)
-        return open_local_source(Path(local_path(source)), allow_pickle=allow_pickle, include=include)
+    repository, access = _located(source, access, low_disk)
+    if isinstance(repository, Address):
+        return open_address(repository, allow_pickle, include=include)
+    if isinstance(repository, Path):
+        return open_local_source(repository, allow_pickle=allow_pickle, include=include)
     hub = access.hub()
     storage = HubStorage(hub, hub.repository(repository, access.revision), low_disk)
     checkpoint = open_checkpoint(storage, allow_pickle, include=include)
@@ -140,11 +128,15 @@ def local_folder(
 
     Raises SourceError, HubError.
     """
-    repository, access = _named(source, access)
-    if repository is None:
-        check_local(source, access)
-        _refuse_address(source)
-        return Fetched(Path(local_path(source)))
+    repository, access = _located(source, access)
+    if isinstance(repository, Address):
+        copy = COPIES.get(repository.scheme, "the tool of that storage")
+        raise SourceError(
+            f"{repository}: expected a local folder or a repository on the Hub, found an address in object storage, "
+            f"which this command does not read: copy it to a folder first, with {copy}, and give that"
+        )
+    if isinstance(repository, Path):
+        return Fetched(repository)
     hub = access.hub()
     storage = HubStorage(hub, hub.repository(repository, access.revision))
     if ours and MANIFEST_FILE not in storage.files():
@@ -184,11 +176,10 @@ def find_result(
 
     Raises SourceError, HubError, StorageError.
     """
-    address = address_of(source)
-    if address is None:
-        return FoundResult(*local_folder(source, access, only=only, ours=ours, progress=progress))
-    check_local(source, access)
-    return FoundResult(RemoteStorage(RemoteFolder(address)))
+    address, _ = _located(source, access)
+    if isinstance(address, Address):
+        return FoundResult(RemoteStorage(RemoteFolder(address)))
+    return FoundResult(*local_folder(source, access, only=only, ours=ours, progress=progress))
 
 
 def find_original(
@@ -198,19 +189,8 @@ def find_original(
 
     Raises SourceError, HubError.
     """
-    address = address_of(source)
-    return address or local_folder(source, access, progress=progress).path
-
-
-def _refuse_address(source: str | Path) -> None:
-    """Raise SourceError for an address in object storage."""
-    address = address_of(source)
-    if address is not None:
-        copy = COPIES.get(address.scheme, "the tool of that storage")
-        raise SourceError(
-            f"{address}: expected a local folder or a repository on the Hub, found an address in object storage, which "
-            f"this command does not read: copy it to a folder first, with {copy}, and give that"
-        )
+    address = parse_location(source)
+    return address if isinstance(address, Address) else local_folder(source, access, progress=progress).path
 
 
 def _fetch(storage: HubStorage, names: Sequence[str], progress: Progress) -> Path:
@@ -241,13 +221,3 @@ def _remember(snapshot: Path, revision: str) -> None:
         with disk_errors(ref):
             ref.parent.mkdir(parents=True, exist_ok=True)
             ref.write_text(snapshot.name)
-
-
-def check_local(source: str | Path, access: Access, low_disk: bool = False) -> None:
-    """Refuse options that mean something only for the Hub. Raises SourceError."""
-    for option, given in (("`revision`", access.revision is not None), ("`low_disk`", low_disk)):
-        if given:
-            raise SourceError(
-                f"{option}: expected a repository on the Hub (ORG/NAME), found {source}: leave the option out, or "
-                f"write {PREFIX}ORG/NAME if a local folder has the same name"
-            )

@@ -26,6 +26,7 @@ from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.checkpoint.writer import DiskNeed, free_bytes
 from pqweights.common.threads import ProcessLock
 from pqweights.errors import HubError, OutputError, SourceError
+from pqweights.storage.addresses import is_inside
 from pqweights.storage.hub.client import Hub
 from pqweights.storage.hub.repository import RemoteFile, Repository
 from pqweights.storage.hub.transfers import (
@@ -37,7 +38,6 @@ from pqweights.storage.hub.transfers import (
     read_whole,
     refuse_offline,
 )
-from pqweights.storage.remote.addresses import is_inside
 from pqweights.storage.remote.failures import Stop, TransferStopped
 
 # Files up to this size come whole in one request: configurations, indices, cards.

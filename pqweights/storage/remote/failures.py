@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pqweights.errors import StorageError
-from pqweights.storage.remote.addresses import SAME_SCHEMES, Address
+from pqweights.storage.addresses import SAME_SCHEMES, Address
 
 Stop = Callable[[], bool]  # whether to stop
 
@@ -101,7 +101,7 @@ def explained(error: Exception, address: Address, action: str, endpoint: str = "
     endpoint: the server as far as it is known, without credentials
     """
     family, at = SAME_SCHEMES.get(address.scheme, address.scheme), f" at {endpoint}" if endpoint else ""
-    problem = _refusal(error, str(Address(address.scheme, address.place)), family=family, action=action, at=at)
+    problem = _refusal(error, str(Address(address.scheme, address.bucket)), family=family, action=action, at=at)
     if problem is None:
         status, code = status_and_code(error)
         shown = _shown(error)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.common.advice import pip_install
 from pqweights.errors import MissingDependencyError, OptionError, SourceChangedError, StorageError
-from pqweights.storage.remote.addresses import NOT_STORAGE, Address
+from pqweights.storage.addresses import Address
 from pqweights.storage.remote.failures import (
     Stop,
     TransferStopped,
@@ -27,6 +27,9 @@ from pqweights.storage.remote.failures import (
     explained,
     status_and_code,
 )
+
+# Schemes that fsspec knows, and that cannot list a folder or are not a place for models.
+NOT_STORAGE = ("http", "https", "hf", "data", "file", "local", "reference", "zip", "tar", "git", "github")
 
 # A part of an upload to S3, of which few wait in memory, and of a copy on the server.
 PART_BYTES = 16_000_000

@@ -28,7 +28,7 @@ from pqweights.checkpoint.source import Checkpoint, open_checkpoint, open_folder
 from pqweights.checkpoint.storage import Storage, WorkFolder, check_not_interrupted
 from pqweights.common.threads import ProcessLock
 from pqweights.errors import SourceError
-from pqweights.storage.remote.addresses import Address, is_inside
+from pqweights.storage.addresses import Address, is_inside
 from pqweights.storage.remote.failures import TransferStopped
 from pqweights.storage.remote.folder import RemoteFolder
 
