@@ -44,7 +44,7 @@ OF_GPT_OSS = replace(gguf_cases.CASES["gpt-oss"], rope=gguf_cases.YARN | {"trunc
 # What has no meaning for what a model computes, or is in the tokenizer's files, which these models have none of.
 APART = (
     *("architectures", "transformers_version", "initializer_range", "_name_or_path", "dtype", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id"),
     *("moe_intermediate_size", "rotary_dim"),  # of types that have these beside what they read
 )
 
@@ -190,8 +190,12 @@ def converted_of(source: Checkpoint) -> Any:
     return gguf_model(source, name="tiny")
 
 
-def edited(file: Path, out: Path, split_max_tensors: int = 0, **changed: Any) -> Path:
-    """A copy of a file with other metadata; None drops a key. `__` stands for the dots of its name."""
+def edited(file: Path, out: Path, split_max_tensors: int = 0, dropped: str = "", **changed: Any) -> Path:
+    """A copy of a file with other metadata; None drops a key. `__` stands for the dots of its name.
+
+    dropped: the name of a tensor that it lacks
+    """
+    out.parent.mkdir(exist_ok=True)
     reader = gguf.GGUFReader(file)
     changed = {key.replace("__", "."): value for key, value in changed.items()}
     architecture = reader.fields["general.architecture"].contents()
@@ -206,7 +210,7 @@ def edited(file: Path, out: Path, split_max_tensors: int = 0, **changed: Any) ->
             {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[
                 type(value)
             ](key, value)
-    for tensor in reader.tensors:
+    for tensor in (tensor for tensor in reader.tensors if tensor.name != dropped):
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     finish(writer)
     return out

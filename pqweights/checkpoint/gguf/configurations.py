@@ -8,29 +8,33 @@ configuration is named.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.contents import GgufContents, MetadataList
+from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents, MetadataList
 from pqweights.checkpoint.gguf.model import add_hyper_parameters, architecture_name
 from pqweights.checkpoint.gguf.rope import Factors, add_rope, read_rope
 from pqweights.checkpoint.gguf.settings import MOST_OF_ANY, Settings, settings_of
 from pqweights.checkpoint.models import described
 from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
-from pqweights.checkpoint.models.llama_cpp import FULL, LAYERS, LINEAR_ATTENTION, SLIDING, Architecture, Setting
+from pqweights.checkpoint.models.llama_cpp import FULL, LAYERS, LINEAR_ATTENTION, RMS, SLIDING, Architecture, Setting
 from pqweights.checkpoint.models.llama_cpp_names import CLASSES, NATIVE_KEYS, PRESENT
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.errors import ExportError
 
 # What llama.cpp assumes of keys that a file lacks is put in their place first; these may stay away.
-ASSUMED = ("key_length", "value_length", "head_count_kv")
-MAY_BE_MISSING = ("vocab_size", "rope.dimension_count", "rope.freq_base", "rope.freq_base_swa")
+ASSUMED = ("key_length", "value_length", "head_count_kv", "decoder_block_count", "token_type_count")
+MAY_BE_MISSING = ("vocab_size", "decoder_block_count", "rope.dimension_count", "rope.freq_base", "rope.freq_base_swa")
 # Keys of the architecture that say nothing of the computation, or nothing that the tensors do not say.
-SAY_NOTHING = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "attention.sliding_window_pattern")
+SAY_NOTHING = (
+    *("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "attention.sliding_window_pattern"),
+    "classifier.output_labels",
+)
+MOST_SCORES = 1 << 16
 DTYPES = {"F16": "float16", "F32": "float32"}
 
 
@@ -42,8 +46,7 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
     Raises ExportError, which names the key, for what no configuration of this type says.
     """
     model = described(model_type)
-    architecture = model.llama_cpp
-    assert architecture is not None
+    architecture, _ = _architectures(contents, model)
     values: dict[str, Any] = {"model_type": model_type}
     if architecture.dense is not None and not _value(contents, "expert_count"):
         architecture = architecture.dense
@@ -88,6 +91,23 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
     return _named(contents, values)
 
 
+def _architectures(contents: GgufContents, model: ModelDescription) -> tuple[Architecture, Architecture]:
+    """Return how llama.cpp runs the model of a file, and how others of its type."""
+    usual = model.llama_cpp
+    assert usual is not None
+    fitting = [of for of in usual.variants.values() if architecture_name(of) == contents.architecture]
+    return next((of for of in fitting if of.pooling in ("", pooling_of(contents))), usual), usual
+
+
+def pooling_of(contents: GgufContents) -> str | None:
+    """Return how a file says that vectors are pooled, of gguf.PoolingType; None if it does not."""
+    number = _scalar(contents, "pooling_type", real=False)
+    names = {int(kind): kind.name for kind in gguf_package().PoolingType if kind.name != "NONE"}
+    if number and number not in names:
+        raise ExportError(f"{contents.architecture}.pooling_type is {number}, which is not known")
+    return names.get(number or 0)
+
+
 def _multipliers(architecture: Architecture) -> dict[str, Any]:
     """Return the multipliers of a model whose weights are multiplied already: 1."""
     values: dict[str, Any] = {}
@@ -104,7 +124,7 @@ def _is_usual(values: Mapping[str, Any]) -> bool:
 
 def _value(contents: GgufContents, key: str) -> Any:
     """Return the value of a key of the architecture, a list of one for each layer as a list; None if it is absent."""
-    value = contents.metadata.get(f"{contents.architecture}.{key}")
+    value = contents.metadata.get(key if key.startswith("tokenizer.") else f"{contents.architecture}.{key}")
     if isinstance(value, MetadataList):
         return [*map(_shortest, value.first)] if value.length == len(value.first) else None
     return _shortest(value)
@@ -251,9 +271,11 @@ def _state_windows(contents: GgufContents, architecture: Architecture, values: d
         return
     values["sliding_window"] = window
     if architecture.windows == LAYERS:
-        pattern = _number(contents, "attention.sliding_window_pattern", real=False) or architecture.window_period
+        pattern = _number(contents, "attention.sliding_window_pattern", real=False)
+        pattern = pattern or architecture.first_period or architecture.window_period
         if isinstance(pattern, int):
-            pattern = [(layer + 1) % pattern != 0 for layer in range(layers)]
+            place = 0 if architecture.first_period else 1
+            pattern = [(layer + place) % pattern != 0 for layer in range(layers)]
         values["layer_types"] = [SLIDING if windowed else FULL for windowed in pattern[:layers]]
 
 
@@ -290,27 +312,47 @@ def _named(contents: GgufContents, values: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration by the names of transformers, with what its tensors and its tokenizer say."""
     model_type, held = values["model_type"], {tensor.name: tensor for tensor in contents.tensors}
     names = NATIVE_KEYS.get(model_type, {})
-    config = {names.get(key, key): value for key, value in values.items()}
+    config = {names.get(key, key): value for key, value in values.items() if names.get(key, key)}
     defaults = described(model_type).defaults
     config = {
         key: value
         for key, value in config.items()
         if value is not None or key == "sliding_window" or defaults.get(key) is not None
     }
-    config["tie_word_embeddings"] = "output.weight" not in held
+    architecture, usual = _architectures(contents, described(model_type))
+    if not architecture.encoder:
+        config["tie_word_embeddings"] = "output.weight" not in held
     config |= {key: f"blk.0.{name}" in held for key, name in PRESENT.get(model_type, ())}
-    for name, key in {"token_embd": "vocab_size", "per_layer_token_embd": "vocab_size_per_layer_input"}.items():
+    rows = {"token_embd": "vocab_size", "per_layer_token_embd": "vocab_size_per_layer_input"}
+    for name, key in (rows | {"token_types": "type_vocab_size"}).items():
         embeddings = held.get(f"{name}.weight")
         if embeddings is not None and embeddings.shape:
             config[key] = embeddings.shape[0]
-    if (restate := _NATIVE.get(model_type)) is not None:
-        restate(config, held.keys())
     for name, key in {"bos": "bos", "eos": "eos", "padding": "pad"}.items():
         number = contents.number(f"tokenizer.ggml.{name}_token_id")
         config[f"{key}_token_id"] = number if number is not None and number < config.get("vocab_size", 0) else None
+    if (restate := _NATIVE.get(model_type)) is not None:
+        restate(config, held.keys())
     matrices = {tensor.type for tensor in contents.tensors if len(tensor.shape) > 1}
     config["dtype"] = DTYPES.get(next(iter(matrices)), "bfloat16") if len(matrices) == 1 else "bfloat16"
-    return {"architectures": [CLASSES[model_type]], **config}
+    named = CLASSES[model_type]
+    if architecture is not usual:
+        named = re.sub("(Model|For[A-Z].*)$", architecture.classes[0], named)
+    if architecture.pooling:
+        config |= _labels(contents, held)
+    return {"architectures": [named], **config}
+
+
+def _labels(contents: GgufContents, held: Mapping[str, FileTensor]) -> dict[str, Any]:
+    """Return the names of the scores."""
+    matrix, named = held.get("cls.output.weight"), _value(contents, "classifier.output_labels")
+    rows = matrix.shape[0] if matrix is not None and matrix.shape else 0
+    if rows > MOST_SCORES:
+        raise ExportError(f"tensor 'cls.output.weight': expected at most {MOST_SCORES} rows, found {rows}")
+    whole = isinstance(named, list) and len(named) == rows and all(isinstance(name, str) for name in named)
+    labels = named if whole else [f"LABEL_{number}" for number in range(rows)]
+    ids = {label: number for number, label in enumerate(labels)}
+    return {"id2label": {str(number): label for number, label in enumerate(labels)}, "label2id": ids}
 
 
 def _name_jamba(config: dict[str, Any], held: Set[str]) -> None:
@@ -349,6 +391,19 @@ def _name_lfm2(config: dict[str, Any], held: Set[str]) -> None:
     config["block_auto_adjust_ff_dim"] = False
 
 
+def _name_nomic(config: dict[str, Any], held: Set[str]) -> None:
+    """Its configuration takes a number only."""
+    if config["pad_token_id"] is None:
+        del config["pad_token_id"]
+
+
+def _name_t5(config: dict[str, Any], held: Set[str]) -> None:
+    """State whether there are gates and a decoder, and that what goes into the head is not scaled: the norm is."""
+    config["feed_forward_proj"] = "gated-gelu" if "enc.blk.0.ffn_gate.weight" in held else "relu"
+    if config["model_type"] == "t5":
+        config |= {"is_encoder_decoder": "dec.output_norm.weight" in held, "scale_decoder_outputs": False}
+
+
 # How types state what follows from others, or from the names of the tensors in the file.
 _NATIVE: dict[str, Callable[[dict[str, Any], Set[str]], None]] = {
     "jamba": _name_jamba,
@@ -356,6 +411,8 @@ _NATIVE: dict[str, Callable[[dict[str, Any], Set[str]], None]] = {
     "gemma4_text": _name_gemma4,
     "nemotron_h": _name_nemotron_h,
     "lfm2": _name_lfm2,
+    "nomic_bert": _name_nomic,
+    **dict.fromkeys(("t5", "umt5"), _name_t5),
 }
 
 
@@ -377,8 +434,13 @@ def check_configuration(
     written = {key.removeprefix(prefix): value.value for key, value in writer.kv_data[0].items() if prefix in key}
     stated = [key.removeprefix(prefix) for key in contents.metadata if key.startswith(prefix)]
     for key in dict.fromkeys((*written, *stated)):
-        found = _value(contents, key)
-        if key in SAY_NOTHING or _same(written.get(key), found) or (found is None and _assumed(key, settings)):
+        found = None if (value := _value(contents, key)) == "none" else value
+        if (
+            key in SAY_NOTHING
+            or key in _unread(settings, found)
+            or _same(written.get(key), found)
+            or (found is None and _assumed(key, settings))
+        ):
             continue
         raise ExportError(
             f"{prefix}{key} is {found!r:.80}, and the model of that architecture has {written.get(key)!r:.80}"
@@ -400,6 +462,14 @@ def _same(written: Any, found: Any) -> bool:
     if isinstance(written, float) and isinstance(found, float | int):
         return bool(np.isclose(np.float32(written), np.float32(found), rtol=1e-6, atol=0))
     return bool(written == found) or not (written or found)
+
+
+def _unread(settings: Settings, found: Any) -> Iterator[str]:
+    """Yield the keys that llama.cpp does not read for an architecture, or that say what it computes anyway."""
+    if settings.architecture.norm is RMS:
+        yield "attention.layer_norm_epsilon"
+    if found == settings.get("hidden_activation"):
+        yield "hidden_act"
 
 
 def _assumed(key: str, settings: Settings) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.gguf.drafts import name_behind
 from pqweights.checkpoint.gguf.regrouped import of_layer, rows_of_parts
+from pqweights.checkpoint.gguf.restated import first_class
 from pqweights.checkpoint.gguf.settings import Settings
 from pqweights.checkpoint.gguf.tensors import known_name, tensor_in_file
 from pqweights.checkpoint.gguf.views import (
@@ -63,13 +65,17 @@ def absent_tensors(
     names: the TensorNameMap of the architecture
     drafts: how many layers of the file predict further tokens
     """
-    in_layers, prefix = names_in_layers(settings.model_type), settings.architecture.layers_below
-    layers = settings.number("num_hidden_layers")
-    for name in (
-        *names_outside(settings.model_type),
-        *(f"{prefix}layers.{layer}.{name}" for layer in range(layers) for name in in_layers),
-        *(names_of_drafts(settings.model_type, range(layers, layers + drafts), prefix) if drafts else ()),
-    ):
+    model_type, layers = settings.model_type, settings.number("num_hidden_layers")
+    every = [
+        *names_outside(model_type),
+        *names_in_layers(model_type, range(layers)),
+        *(names_of_drafts(model_type, range(layers, layers + drafts)) if drafts else ()),
+    ]
+    if first_class(settings.values).endswith("Model"):  # which has no other model around it
+        every = [re.sub(f"^{settings.architecture.prefix or 'model[.]'}", "", name) for name in every]
+    # T5 calls the same matrix otherwise if it has gates.
+    other = ".wi." if any(".ffn_gate." in name for name in shapes) else ".wi_1."
+    for name in (name for name in every if other not in name):
         behind = name_behind(name, layers, settings.architecture.folded_drafts) or name
         if "{}" not in name:
             if (shape := _shape_of(behind, shapes, settings, names)) and 0 not in shape:
@@ -86,7 +92,8 @@ def _shape_of(
     name: str, shapes: Mapping[str, tuple[int, ...]], settings: Settings, names: Any
 ) -> tuple[int, ...] | None:
     """Return the shape of a tensor of the model by those in the file; None if it is not there."""
-    known, architecture = known_name(name, settings.architecture.modules), settings.architecture
+    architecture = settings.architecture
+    known = known_name(re.sub(f"^{architecture.prefix}", "", name), architecture.modules)
 
     def in_file(other: str) -> tuple[int, ...]:
         return shapes.get(tensor_in_file(other, settings, names)[1], ())

@@ -6,13 +6,18 @@ that, and whether the result gets length 1, which llama.cpp's users choose.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.settings import Settings
 from pqweights.checkpoint.gguf.tokens import read_json
+from pqweights.checkpoint.header import TensorSpec, encode_header
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import read_header
 from pqweights.checkpoint.storage import Storage, read_file
@@ -26,6 +31,7 @@ MODES = {
     "mean": "MEAN", "cls": "CLS", "lasttoken": "LAST",
 }  # fmt: skip
 RANK = "RANK"
+POOLING = "1_Pooling"
 WEIGHTS, IDENTITY = "model.safetensors", "torch.nn.modules.linear.Identity"
 DENSE = re.compile(r"dense_\d\.weight")
 
@@ -83,6 +89,33 @@ def dense_tensors(storage: Storage, pooling: Pooling, settings: Settings) -> lis
             raise ExportError(f"{path}: llama.cpp computes a matrix behind the model only, found {activation}")
         tensors.append(PlainTensor.of(storage, stored[0])._replace(name=f"dense_{number}.weight"))
     return tensors
+
+
+def module_files(mode: str, width: int, dense: Sequence[npt.NDArray[np.float32]]) -> dict[str, bytes]:
+    """Return the files of sentence-transformers by their paths: the inverse of read_pooling and dense_tensors.
+
+    mode: see Pooling.type
+    width: that of the vectors
+    dense: the matrices behind them
+    """
+    modes = {key: of == mode for key, of in MODES.items() if key.startswith("pooling_mode_")}
+    files = {f"{POOLING}/config.json": _json({"word_embedding_dimension": width, **modes})}
+    kinds = {"": "Transformer", POOLING: "Pooling"}
+    for number, matrix in enumerate(dense, 2):
+        kinds[f"{number}_Dense"] = "Dense"
+        shape = {"in_features": matrix.shape[1], "out_features": matrix.shape[0]}
+        files[f"{number}_Dense/config.json"] = _json(shape | {"bias": False, "activation_function": IDENTITY})
+        header = encode_header([TensorSpec("linear.weight", "F32", matrix.shape)], {"format": "pt"})
+        files[f"{number}_Dense/{WEIGHTS}"] = header + matrix.tobytes()
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(kinds.items())
+    ]
+    return {MODULES: _json(modules), **files}
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, indent=2).encode()
 
 
 def computes_dense(settings: Settings) -> bool:

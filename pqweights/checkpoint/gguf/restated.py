@@ -81,10 +81,11 @@ def _restate_positions(values: dict[str, Any], config: Mapping[str, Any]) -> Non
 def _restate_t5(values: dict[str, Any], width: int) -> None:
     """State the layers of the decoder, and how the head is scaled: the original T5 has it tied and scaled.
 
-    Later versions of transformers always write that it is tied: what is stored decides.
+    Later versions of transformers always write that it is tied: what is stored decides. They scale that of every UMT5.
     """
     tied = values.get("tie_word_embeddings")
-    values["decoder_scale"] = width**-0.5 if values.get("scale_decoder_outputs", tied is not False) else 1.0
+    scaled = values.get("scale_decoder_outputs", tied is not False or values.get("model_type") == "umt5")
+    values["decoder_scale"] = width**-0.5 if scaled else 1.0
     values["tie_word_embeddings"] = None if tied else tied
     values.setdefault("num_decoder_layers", values.get("num_layers"))
 

@@ -20,11 +20,12 @@ from pqweights.checkpoint.companions import check_links, companions, top_level_f
 from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.config_schema import check_layers, model_config
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.configurations import check_configuration, read_configuration
+from pqweights.checkpoint.gguf.configurations import check_configuration, pooling_of, read_configuration
 from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents, MetadataValue
 from pqweights.checkpoint.gguf.file import SUFFIX, is_gguf, open_gguf, whole_metadata
-from pqweights.checkpoint.gguf.inverse import Piece, absent_tensors, assembled, pieces_of
+from pqweights.checkpoint.gguf.inverse import AbsentTensor, Piece, absent_tensors, assembled, pieces_of
 from pqweights.checkpoint.gguf.model import architecture_name
+from pqweights.checkpoint.gguf.pooling import DENSE, MODULES, RANK, computes_dense, module_files
 from pqweights.checkpoint.gguf.rope import Factors, add_rope
 from pqweights.checkpoint.gguf.settings import Settings, read_settings
 from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
@@ -47,8 +48,10 @@ from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.workers import scratch
 
 # The types of models whose files are read: those whose tensors have these names.
-MODEL_TYPES = (*CLASSES, "mistral")
+MODEL_TYPES = (*CLASSES, "mistral", "mt5")
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# Numbers of a dense layer behind a model, which is read when a file is opened; EmbeddingGemma's have 2.4 million.
+MOST_DENSE = 1 << 26
 FOLLOWS = "follows from the configuration"
 
 
@@ -77,6 +80,8 @@ def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:
     check_not_interrupted(storage)
     check_links(storage.links.broken, storage.links.outside)
     made = {} if any(name in storage.files() for name in (FAST, *OTHERS)) else _tokenizer(contents)
+    if MODULES not in storage.files():
+        made |= _modules(storage, contents)
     if CONFIG_FILE not in storage.files():
         made[CONFIG_FILE] = json.dumps(_configuration(storage, contents), indent=2).encode()
     storage = StorageWithMade(contents.folder, only, made)
@@ -121,6 +126,29 @@ def _tokenizer(contents: GgufContents) -> dict[str, bytes]:
     return tokenizer_files(str(contents.path), whole_metadata(contents), contents.context)
 
 
+def _modules(storage: LocalStorage, contents: GgufContents) -> dict[str, bytes]:
+    """Return the files that say how vectors of tokens become one, if the file says it."""
+    try:
+        mode = pooling_of(contents)
+    except ExportError as error:
+        raise _refused(contents, error, "not read") from None
+    dense = sorted((tensor for tensor in contents.tensors if DENSE.fullmatch(tensor.name)), key=lambda of: of.name)
+    width = contents.number(f"{contents.architecture}.embedding_length")
+    if mode in (None, RANK) or width is None:
+        return {}
+    matrices = []
+    for tensor in dense:
+        if len(tensor.shape) != 2 or not 0 < tensor.weights <= MOST_DENSE:
+            raise SourceError(
+                f"{tensor.file}: tensor {tensor.name!r}: expected a matrix of at most {MOST_DENSE} numbers, found "
+                f"shape {list(tensor.shape)}"
+            )
+        raw = np.empty(4 * tensor.weights, dtype=np.uint8)
+        _read_as(storage, tensor, _stored(tensor), "BF16").read(0, tensor.weights, "F32", raw)
+        matrices.append(raw.view(np.float32).reshape(tensor.shape))
+    return module_files(mode, width, matrices)
+
+
 def _configuration(storage: LocalStorage, contents: GgufContents) -> dict[str, Any]:
     """Return the config.json that the metadata state, as the first type of the architecture that has all of them."""
     names = [name for name in CLASSES if contents.architecture in _labels(_architecture(name))]
@@ -148,8 +176,9 @@ def _configuration(storage: LocalStorage, contents: GgufContents) -> dict[str, A
 
 
 def _labels(architecture: Architecture) -> set[str]:
-    """Return what files call an architecture, and the one that models of its type without experts have."""
-    return {architecture_name(of) for of in (architecture, architecture.dense) if of is not None}
+    """Return what files call an architecture, and those that other models of its type have."""
+    every = (architecture, architecture.dense, *architecture.variants.values())
+    return {architecture_name(of) for of in every if of is not None}
 
 
 def _architecture(model_type: str) -> Architecture:
@@ -203,6 +232,9 @@ def _model_tensors(
     left_out = {}
     for tensor in contents.tensors:
         view = views.get(tensor.name)
+        if DENSE.fullmatch(tensor.name) and view is not None:
+            left_out[tensor.name] = f"in {MODULES}'s dense layers"
+            continue
         if view is None or view.shape != tensor.shape:
             expected = "no such tensor" if view is None else f"shape {list(view.shape)}"
             raise SourceError(
@@ -225,7 +257,7 @@ def _model_tensors(
 
 def _views(contents: GgufContents, config: dict[str, Any]) -> tuple[Settings, dict[str, LogicalTensor]]:
     """Return what the gguf target makes of the model, by names in the file, as views on tensors without values."""
-    package, settings = gguf_package(), read_settings(config)
+    package, settings = gguf_package(), read_settings(config, pooling=pooling_of(contents))
     architecture = architecture_name(settings.architecture)
     if contents.architecture != architecture:
         raise ExportError(f"it has the architecture {architecture}, and the file has {contents.architecture!r}")
@@ -234,6 +266,8 @@ def _views(contents: GgufContents, config: dict[str, Any]) -> tuple[Settings, di
     layers = settings.number("num_hidden_layers") + drafts
     names = package.get_tensor_name_map(package.MODEL_ARCH[settings.architecture.name], layers)
     tensors = [*absent_tensors(shapes, settings, names, drafts)]
+    if computes_dense(settings):
+        tensors += [AbsentTensor(name=name, shape=shape) for name, shape in shapes.items() if DENSE.fullmatch(name)]
     settings = with_draft_layers(settings, tensors)
     views, _ = gguf_tensors(tensors, settings, add_rope(settings, package.GGUFWriter(None, architecture)))
     return settings, {view.name: view for view in views}

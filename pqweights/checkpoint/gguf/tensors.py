@@ -240,7 +240,7 @@ def _check_complete(held: dict[str, Any], settings: Settings) -> None:
     kinds = layer_kinds(settings)
     blocks = [match for match in map(BLOCK.fullmatch, held) if match]
     tensors = {(match[1], kinds[int(match[2])], match[3]) for match in blocks}
-    needed = {"token_embd.weight", settings.architecture.final_norm}
+    needed = {"token_embd.weight", *settings.architecture.needed}
     for stack, of, rest in tensors:
         if not re.fullmatch(settings.architecture.uneven, rest):
             needed |= {f"{stack}.{layer}.{rest}" for layer, kind in enumerate(kinds) if kind == of}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from pqweights.errors import SourceError
 GENERATION = "generation_config.json"
 # Other names for ways to split text, in src/llama-vocab.cpp.
 SAME_PRE = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+SAME_PRE |= {"roberta-bpe": "gpt-2", "modern-bert": "gpt-2"}
 # Tokenizers with a normalizer, which llama.cpp does without, by the way to split text.
 NORMALIZED = ("qwen2", "qwen35")
 # Ways to split text for which llama.cpp begins texts with a token unless it is told otherwise.
@@ -37,6 +39,7 @@ SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 TEMPLATE = "tokenizer.chat_template"
+PADDING = re.compile(r"\[PAD\d+\]")
 ELSEWHERE = "put the tokenizer's files beside it"
 
 
@@ -75,7 +78,8 @@ def tokenizer_files(file: str, metadata: Mapping[str, MetadataValue], context: i
     types = types or [_types().NORMAL] * len(tokens)
     if len(types) != len(tokens) or not all(isinstance(token, str) for token in tokens):
         raise values.refusal("token_type", f"expected one for each of {len(tokens)} tokens, found {len(types)}")
-    held = {n: t for n, t in enumerate(tokens) if not (types[n] == _types().UNUSED and t == f"[PAD{n}]")}
+    # Those of XLM-RoBERTa are moved by one, and not all numbers are those of the places.
+    held = {n: t for n, t in enumerate(tokens) if not (types[n] == _types().UNUSED and PADDING.fullmatch(t))}
     if len({*held.values()}) < len(held):
         raise values.refusal("tokens", "two tokens have the same text")
     named = _named_tokens(values, tokens)
@@ -250,8 +254,9 @@ def _around(values: _Metadata, tokens: Sequence[str]) -> dict[str, Any] | None:
         "eos": values.of("add_eos_token", bool, kind in ("bert", "t5")),
     }
     ids = {name: values.of(f"{name}_token_id", int) for name in added}
-    if kind == "bert" and ids["eos"] is None:
-        ids["eos"] = values.of("seperator_token_id", int)
+    if kind == "bert":
+        others = {"bos": "cls", "eos": "seperator"}
+        ids = {name: values.of(f"{others[name]}_token_id", int) if n is None else n for name, n in ids.items()}
     texts = {name: tokens[n] for name, n in ids.items() if added[name] and n is not None and 0 <= n < len(tokens)}
     if not texts:
         return None
@@ -262,11 +267,15 @@ def _around(values: _Metadata, tokens: Sequence[str]) -> dict[str, Any] | None:
         )
         return [*before, {"Sequence": {"id": of, "type_id": kind}}, *behind]
 
-    first, second = around("A", 0), around("B", 1)
+    first, second = around("A", 0), around("B", int(kind == "bert"))
+    if len(texts) == 2:  # a second text goes on from the end of the first, which may be repeated
+        second[:1] = (
+            first[2:] if pre != "modern-bert" and values.of("add_sep_token", bool, pre == "roberta-bpe") else []
+        )
     return {
         "type": "TemplateProcessing",
         "single": first,
-        "pair": first + (second[1:] if kind == "bert" else second),
+        "pair": first + second,
         "special_tokens": {text: {"id": text, "ids": [ids[name]], "tokens": [text]} for name, text in texts.items()},
     }
 
@@ -277,6 +286,8 @@ def _about(
     """Return tokenizer_config.json."""
     about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     about |= {f"{name}_token": text for name, text in named.items()}
+    types = values.of("token_type_count", int, 2 if values.of("model", str) == "bert" else 1)
+    about["model_input_names"] = ["input_ids", *["token_type_ids"] * (types > 1), "attention_mask"]
     if context:
         about["model_max_length"] = context
     template, others = metadata.get(TEMPLATE), metadata.get(f"{TEMPLATE}s")
@@ -295,6 +306,9 @@ def _generation(values: _Metadata, metadata: Mapping[str, MetadataValue], tokens
     ends = dict.fromkeys(values.of(f"{name}_token_id", int) for name in ENDS)
     ids: list[int] = [number for number in ends if number is not None and 0 <= number < len(tokens)]
     stated: dict[str, Any] = {"eos_token_id": ids[0] if len(ids) == 1 else ids} if ids else {}
+    first = metadata.get(f"{metadata.get('general.architecture')}.decoder_start_token_id")
+    if isinstance(first, int):
+        stated["decoder_start_token_id"] = first
     for key, name in (("bos", "bos"), ("padding", "pad")):
         if (number := values.of(f"{key}_token_id", int)) is not None and 0 <= number < len(tokens):
             stated[f"{name}_token_id"] = number

@@ -100,7 +100,6 @@ class Architecture:
     name: its name in gguf.MODEL_ARCH
     label: its name in files, if the package does not have it; name is then that of one with the same tensors
     prefix: an expression for what the names of the checkpoint have before those that the gguf package knows
-    layers_below: what the names of layers begin with, in models of their own
     unused: an expression for tensors that it does without, by their names without the prefix
     unused_why: the reason
     modules: expressions for modules or parameters of a layer that the gguf package does not know, or whole names
@@ -114,7 +113,7 @@ class Architecture:
     settings: the hyper-parameters that it has beside those of all models, or instead of them
     shapes: the rows and columns of tensors, as in gguf.MODEL_TENSOR, where they are not those of SHAPES
     reshaped: the shapes of parameters that it holds with other dimensions
-    final_norm: the name of the last norm
+    needed: the tensors outside of layers that it needs beside the embeddings
     layer_types: the kinds of layers that it has, and beside them
     needed_types: those of which it needs at least one
     with_experts: the kind that layers with experts have, and no others
@@ -141,6 +140,7 @@ class Architecture:
         longer than the model's
     window_listed: whether the file lists the layers with windows in any case
     window_period: the period in which llama.cpp has one layer with full attention, if the file does not say
+    first_period: the same where it is the first of each period
     forced_window: with LAYERS, whether llama.cpp has windows even if the file names none
     layers_with_windows: how many layers the only model has for which llama.cpp has windows
     window_base: whether layers with a window may have a base of rotary embeddings of their own
@@ -167,7 +167,6 @@ class Architecture:
     name: str
     label: str = ""
     prefix: str = ""
-    layers_below: str = "model."
     unused: str = ""
     unused_why: str = "not needed for the vectors of tokens"
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -179,7 +178,7 @@ class Architecture:
     settings: tuple[Setting, ...] = ()
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     reshaped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    final_norm: str = "output_norm.weight"
+    needed: tuple[str, ...] = ("output_norm.weight",)
     layer_types: frozenset[str] = frozenset({FULL, SLIDING})
     needed_types: frozenset[str] = frozenset()
     with_experts: str = ""
@@ -205,6 +204,7 @@ class Architecture:
     windows: str | None = None
     window_listed: bool = False
     window_period: int = 0
+    first_period: int = 0
     forced_window: bool = False
     layers_with_windows: int | None = None
     window_base: bool = True

@@ -32,7 +32,7 @@ _BERT = Architecture(
     norm=LAYER_NORM,
     settings=(Setting("token_type_count", "type_vocab_size"),),
     shapes={"POS_EMBD": ("max_position_embeddings", "hidden_size")},
-    final_norm="token_embd_norm.weight",
+    needed=("token_embd_norm.weight", "position_embd.weight", "token_types.weight"),
     rope=frozenset(),
     free_head_dim=False,
     classes=PRETRAINED,
@@ -44,7 +44,8 @@ _BERT = Architecture(
 
 def _with_scores(model: Architecture, **changed: Any) -> Architecture:
     """Return an architecture that also has a head for classes. changed: what differs with that"""
-    ranks = replace(model, classes=RANKS, pooling="RANK", biases=model.biases | _SCORES, **changed)
+    needed = (*model.needed, "cls.weight", "cls.output.weight")
+    ranks = replace(model, classes=RANKS, pooling="RANK", biases=model.biases | _SCORES, needed=needed, **changed)
     return replace(model, variants={"ranks": ranks})
 
 
@@ -53,10 +54,23 @@ BERT = _with_scores(
     unused=r"embeddings\.position_ids",
     modules={r"pooler\.dense": "classifier.dense", "classifier": "classifier.out_proj"},
 )
-DISTILBERT = replace(_BERT, settings=(Setting("token_type_count", "1"),), values={"activation": ("gelu",)})
+# It has no types of tokens, and norms whose epsilon no configuration states.
+DISTILBERT = replace(
+    _BERT,
+    settings=(Setting("token_type_count", "1"),),
+    needed=("token_embd_norm.weight", "position_embd.weight"),
+    values={"activation": ("gelu",), "layer_norm_eps": (1e-12,)},
+)
 # Positions are numbered from that of padding on.
 ROBERTA = _with_scores(replace(_BERT, first_position="pad_token_id"))
-JINA_BERT_V3 = replace(_BERT, name="JINA_BERT_V3", shapes={}, rope=frozenset({"default"}), values=GELU)
+JINA_BERT_V3 = replace(
+    _BERT,
+    name="JINA_BERT_V3",
+    shapes={},
+    needed=("token_embd_norm.weight", "token_types.weight"),
+    rope=frozenset({"default"}),
+    values=GELU,
+)
 NOMIC_BERT = replace(
     JINA_BERT_V3,
     name="NOMIC_BERT",
@@ -78,6 +92,7 @@ _MODERN_BERT = Architecture(
     free_head_dim=False,
     windows=LAYERS,
     window_listed=True,
+    first_period=3,
     classes=PRETRAINED,
     encoder=True,
     values={"hidden_activation": ("gelu",)},
@@ -99,7 +114,7 @@ EUROBERT = Architecture(
 _GEMMA_EMBEDDING = replace(
     llama_cpp.GEMMA3,
     name="GEMMA_EMBEDDING",
-    classes=(),
+    classes=("TextModel",),
     encoder=True,
     layers_of_27b=None,
     values={**llama_cpp.GEMMA3.values, "use_bidirectional_attention": (True,)},
@@ -115,14 +130,21 @@ _T5 = Architecture(
         Setting("decoder_start_token_id", "decoder_start_token_id", zero=True),
     ),
     scaled={r"decoder\.final_layer_norm": Scaled(("decoder_scale",))},
-    final_norm="enc.output_norm.weight",
+    needed=("enc.output_norm.weight", "dec.output_norm.weight"),
     uneven=r"attn_rel_b\.weight",
     equal=(("num_decoder_layers", "num_hidden_layers"),),
     rope=frozenset(),
     values={"feed_forward_proj": ("relu", "gated-gelu"), "relative_attention_max_distance": (128, None)},
 )
 _T5_ENCODER = replace(
-    _T5, name="T5ENCODER", settings=_T5.settings[:1], scaled={}, equal=(), classes=("EncoderModel",), encoder=True
+    _T5,
+    name="T5ENCODER",
+    settings=_T5.settings[:1],
+    scaled={},
+    needed=_T5.needed[:1],
+    equal=(),
+    classes=("EncoderModel",),
+    encoder=True,
 )
 T5 = replace(_T5, variants={"encodes": _T5_ENCODER})
 MT5 = replace(T5, scaled={})

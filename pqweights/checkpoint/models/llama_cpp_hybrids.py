@@ -94,7 +94,7 @@ QWEN3_5 = replace(
 LFM2 = Architecture(
     name="LFM2",
     settings=(SOME_HEADS, Setting("shortconv_l_cache", "conv_L_cache")),
-    final_norm="token_embd_norm.weight",
+    needed=("token_embd_norm.weight",),
     layer_types=frozenset({FULL, "conv"}),
     free_head_dim=False,
     values={"conv_bias": (False, None)},
@@ -181,7 +181,6 @@ JAMBA = Architecture(
 _NEMOTRON_WIDTH = "mamba_num_heads * mamba_head_dim"
 _DENSE_NEMOTRON_H = Architecture(
     name="NEMOTRON_H",
-    layers_below="backbone.",
     modules={
         r"mixer\.dt_bias": "mixer.dt_proj.bias",
         r"mixer\.experts\.(\d+)\.(up|down)_proj": r"mlp.experts.\1.\2_proj",

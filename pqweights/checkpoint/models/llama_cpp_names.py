@@ -22,6 +22,9 @@ CLASSES = {
     "gemma4_text": "Gemma4ForCausalLM", "gemma3n_text": "Gemma3nForCausalLM", "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "nemotron_h": "NemotronHForCausalLM", "falcon_h1": "FalconH1ForCausalLM", "jamba": "JambaForCausalLM",
+    "bert": "BertModel", "distilbert": "DistilBertModel", "jina_embeddings_v3": "JinaEmbeddingsV3Model",
+    "nomic_bert": "NomicBertModel", "modernbert": "ModernBertModel", "eurobert": "EuroBertModel",
+    "t5": "T5ForConditionalGeneration", "umt5": "UMT5ForConditionalGeneration",
 }  # fmt: skip
 
 # Models of images and text whose files hold the text model alone, and those that compute the same of texts: positions
@@ -64,6 +67,15 @@ _PER_LAYER = (
     "post_per_layer_input_norm"
 )
 _MLA = _below("self_attn", "q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm kv_b_proj")
+_T5_PARTS = {part: f"{part}.q {part}.k {part}.v {part}.o" for part in ("SelfAttention", "EncDecAttention")}
+_T5_PARTS["DenseReluDense"] = "".join(_below("DenseReluDense", "wi wi_0 wi_1 wo"))
+_T5_STACKS = {"encoder": ("SelfAttention", "DenseReluDense"), "decoder": tuple(_T5_PARTS)}
+_T5 = "".join(
+    _below(f"{stack}.block.#.layer.{place}", f"layer_norm {_T5_PARTS[part]}")
+    for stack, parts in _T5_STACKS.items()
+    for place, part in enumerate(parts)
+)
+_T5_BIASES = "".join(f" {stack}.block.{{}}.layer.0.SelfAttention.relative_attention_bias" for stack in _T5_STACKS)
 _OWN_MODULES = {
     "gpt_oss": f"{_ATTENTION} self_attn.sinks mlp.router"
     + _below("mlp.experts", "gate_up_proj down_proj gate_up_proj_bias down_proj_bias"),
@@ -126,14 +138,53 @@ _OWN_MODULES = {
     "exaone_moe": _SHARED + " mlp.e_score_correction_bias",
     "minimax_m2": f"{_ATTENTION} block_sparse_moe.gate block_sparse_moe.e_score_correction_bias {_W123}",
     "hy_v3": _SHARED_MLP + " mlp.router.gate mlp.expert_bias",
+    "bert": "attention.self.query attention.self.key attention.self.value attention.output.dense "
+    "attention.output.LayerNorm intermediate.dense output.dense output.LayerNorm",
+    "distilbert": "attention.q_lin attention.k_lin attention.v_lin attention.out_lin sa_layer_norm ffn.lin1 ffn.lin2 "
+    "output_layer_norm",
+    "jina_embeddings_v3": "mixer.Wqkv mixer.out_proj mlp.fc1 mlp.fc2 norm1 norm2",
+    "nomic_bert": "attn.Wqkv attn.out_proj mlp.fc11 mlp.fc12 mlp.fc2 norm1 norm2",
+    "modernbert": "attn.Wqkv attn.Wo attn_norm mlp.Wi mlp.Wo mlp_norm",
+    "t5": _T5,
+    "umt5": _T5 + _T5_BIASES.format("#", "#").replace("_bias", "_bias.weight"),
+}
+# What stands before these names; # is the number of the layer.
+_BEFORE = {
+    "nemotron_h": "backbone.layers.#.",
+    "bert": "bert.encoder.layer.#.",
+    "distilbert": "distilbert.transformer.layer.#.",
+    **dict.fromkeys(("jina_embeddings_v3", "nomic_bert"), "encoder.layers.#."),
+    **dict.fromkeys(("t5", "umt5"), ""),
 }
 # The ends of names of parameters.
-_NO_MODULE = ("_bias", "sinks", "A_log", ".D", "scale", "_scalar", ".experts.gate_up_proj", ".experts.down_proj")
+_NO_MODULE = (
+    ".weight",
+    "_bias",
+    "sinks",
+    "A_log",
+    ".D",
+    "scale",
+    "_scalar",
+    ".experts.gate_up_proj",
+    ".experts.down_proj",
+)
 _OUTSIDE = "model.embed_tokens model.norm lm_head"
 _OWN_OUTSIDE = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), "model.embed_tokens model.embedding_norm lm_head"),
     **dict.fromkeys(("falcon_h1", "jamba"), "model.embed_tokens model.final_layernorm lm_head"),
     "nemotron_h": "backbone.embeddings backbone.norm_f lm_head",
+    "bert": "bert.embeddings.word_embeddings bert.embeddings.position_embeddings bert.embeddings.token_type_embeddings "
+    "bert.embeddings.LayerNorm bert.pooler.dense classifier",
+    "distilbert": "distilbert.embeddings.word_embeddings distilbert.embeddings.position_embeddings "
+    "distilbert.embeddings.LayerNorm",
+    **dict.fromkeys(
+        ("jina_embeddings_v3", "nomic_bert"),
+        "embeddings.word_embeddings embeddings.token_type_embeddings emb_ln",
+    ),
+    "modernbert": "model.embeddings.tok_embeddings model.embeddings.norm model.final_norm head.dense head.norm "
+    "classifier",
+    "t5": "shared encoder.final_layer_norm decoder.final_layer_norm lm_head" + _T5_BIASES.format(0, 0),
+    "umt5": "shared encoder.final_layer_norm decoder.final_layer_norm lm_head",
     **dict.fromkeys(
         ("gemma4_text", "gemma3n_text"),
         f"{_OUTSIDE} model.embed_tokens_per_layer model.per_layer_model_projection model.per_layer_projection_norm "
@@ -142,9 +193,21 @@ _OWN_OUTSIDE = {
 }
 
 
-def names_in_layers(model_type: str) -> list[str]:
-    """Return what tensors of a layer may be called; {} stands for the number of an expert."""
+def names_in_layers(model_type: str, layers: range) -> list[str]:
+    """Return what tensors of layers may be called; {} stands for the number of an expert."""
+    return _numbered(_before(model_type), _of_layer(model_type), layers)
+
+
+def _of_layer(model_type: str) -> list[str]:
     return _parameters(_OWN_MODULES.get(model_type, f"{_USUAL} {_EXPERTS}"))
+
+
+def _before(model_type: str) -> str:
+    return _BEFORE.get(model_type, "model.layers.#.")
+
+
+def _numbered(before: str, names: list[str], layers: range) -> list[str]:
+    return [(before + name).replace("#", str(layer)) for layer in layers for name in names]
 
 
 def _parameters(modules: str) -> list[str]:
@@ -169,18 +232,17 @@ _FOLDED_DRAFTS = (
 )  # fmt: skip
 
 
-def names_of_drafts(model_type: str, layers: range, prefix: str) -> list[str]:
+def names_of_drafts(model_type: str, layers: range) -> list[str]:
     """Return what tensors of layers that predict further tokens may be called, as published files have them.
 
     layers: the numbers of these layers in a GGUF file, behind those of the model
-    prefix: what the names of layers begin with
     """
     if model_type == "nemotron_h":
         return [f"mtp.layers.{n}.{name}" for n, names in enumerate(_FOLDED_DRAFTS) for name in _parameters(names)]
     own = _parameters(_OF_DRAFTS.get(model_type, "eh_proj enorm hnorm embed_tokens shared_head.norm shared_head.head"))
     if not own[0].startswith("mtp."):
-        return [f"{prefix}layers.{n}.{name}" for n in layers for name in (*names_in_layers(model_type), *own)]
-    return [f"mtp.layers.{n}.{name}" for n in range(len(layers)) for name in names_in_layers(model_type)] + own
+        return _numbered(_before(model_type), [*_of_layer(model_type), *own], layers)
+    return _numbered("mtp.layers.#.", _of_layer(model_type), range(len(layers))) + own
 
 
 def names_outside(model_type: str) -> list[str]:
@@ -191,7 +253,8 @@ def names_outside(model_type: str) -> list[str]:
 _NORM_EPS = {"rms_norm_eps": "norm_eps"}
 _LOCAL, _ROUTED = {"num_experts": "num_local_experts"}, {"num_experts": "n_routed_experts"}
 _MTP = {"num_nextn_predict_layers": "mtp_num_hidden_layers"}
-# What a type calls keys that are called otherwise in most.
+_NO_GROUPS = {"num_key_value_heads": ""}
+# What a type calls keys that are called otherwise in most, "" for those that it does without.
 NATIVE_KEYS = {
     **dict.fromkeys(("mixtral", "gpt_oss", "llama4_text", "granitemoe", "granitemoeshared"), _LOCAL),
     "granitemoehybrid": _LOCAL,
@@ -205,6 +268,20 @@ NATIVE_KEYS = {
     "dots1": _ROUTED,
     "glm4_moe": _ROUTED,
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _MTP),
+    **dict.fromkeys(("bert", "jina_embeddings_v3", "nomic_bert"), _NO_GROUPS),
+    "distilbert": _NO_GROUPS
+    | {"hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers"}
+    | {"num_attention_heads": "n_heads", "layer_norm_eps": ""},
+    "modernbert": _NO_GROUPS
+    | {"sliding_window": "local_attention", "layer_norm_eps": "norm_eps"}
+    | {"rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta"},
+    **dict.fromkeys(
+        ("t5", "umt5"),
+        _NO_GROUPS
+        | {"hidden_size": "d_model", "intermediate_size": "d_ff", "num_hidden_layers": "num_layers"}
+        | {"num_attention_heads": "num_heads", "head_dim": "d_kv", "rms_norm_eps": "layer_norm_epsilon"}
+        | {"max_position_embeddings": "n_positions", "decoder_scale": ""},
+    ),
 }
 # Keys that say which tensors there are, and what one of these is called in the first layer of a file.
 _BIASED, _MLP_BIAS = (("attention_bias", "attn_q.bias"),), (("mlp_bias", "ffn_up.bias"),)
