@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shutil
@@ -13,17 +14,21 @@ from typing import Any
 
 import gguf
 import gguf_cases
+import numpy as np
 import pytest
 import trained_tokenizers as trained
 from closeness import F32_MATRIX, F32_SUM, approx, each_near, rounding
 from commands import done, refused
 from export_decoders import values_of
 from gguf_files import converted, metadata, write_gguf, write_llama
-from helpers import write_checkpoint
+from helpers import Tensor, write_checkpoint
 from tiny_gguf import finish
 
 from pqweights.checkpoint.gguf.contents import MetadataList
 from pqweights.checkpoint.gguf.file import open_gguf, whole_metadata
+from pqweights.checkpoint.gguf.model import architecture_name
+from pqweights.checkpoint.models.llama_cpp_names import CLASSES, TEXT_PARTS
+from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import LocalStorage, read_file
 from pqweights.checkpoint.weight_files import find_weight_files
@@ -37,7 +42,8 @@ FAMILIES = (
     *("starcoder2", "stablelm", "cohere", "cohere2", "glm4", "ernie4_5", "olmoe", "hunyuan moe", "ernie4_5 moe"),
     *("dots1", "glm4 moe", "exaone moe", "minimax m2", "hy v3", "gpt-oss", "qwen3 next", "qwen3_5", "qwen3_5 moe"),
     *("llama4", "lfm2 moe", "granite moe", "granite moe shared", "granite hybrid", "gemma3n", "gemma4", "gemma4 moe"),
-    *("deepseek v2 lite", "deepseek v3", "deepseek v3 yarn"),
+    *("deepseek v2 lite", "deepseek v3", "deepseek v3 yarn", "deepseek v3.2", "deepseek v4", "deepseek v4 yarn"),
+    *("glm dsa", "mistral4"),
 )
 # As it is published, and llama.cpp rounds the bounds of YaRN all the same.
 OF_GPT_OSS = replace(gguf_cases.CASES["gpt-oss"], rope=gguf_cases.YARN | {"truncate": False})
@@ -66,6 +72,15 @@ def resolved(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in whole.items() if key in known and key not in APART}
 
 
+def plain(tensor: Any) -> Tensor:
+    """The dtype and the values of a tensor, whole numbers as they are."""
+    if tensor.dtype != "I64":
+        return "F32", values_of(tensor)
+    raw = np.empty(8 * math.prod(tensor.shape), dtype=np.uint8)
+    tensor.read(0, math.prod(tensor.shape), "I64", raw)
+    return "I64", raw.view(np.int64).reshape(tensor.shape)
+
+
 def assert_same(found: Any, expected: Any, key: str) -> None:
     """Numbers of a file are in float32."""
     if isinstance(expected, dict):  # keys that the class does not know have no meaning
@@ -91,7 +106,9 @@ def test_the_model_of_a_file_alone_is_the_original(name: str, tmp_path: Path) ->
         original.pop("lm_head.weight", None)
     assert {tensor.name for tensor in source.tensors} == original.keys()
     for tensor in source.tensors:
-        assert each_near(values_of(tensor), values_of(original[tensor.name]), 0, rounding("F32", 2)), tensor.name
+        (dtype, found), (_, expected) = plain(tensor), plain(original[tensor.name])
+        assert each_near(found, expected, 0, rounding("F32", 2)), tensor.name
+        assert (dtype == "I64") == (original[tensor.name].dtype == "I64")
 
 
 @pytest.mark.parametrize(
@@ -117,6 +134,13 @@ def test_the_model_of_a_file_alone_is_the_original(name: str, tmp_path: Path) ->
         ("nemotron h", {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}),
         ("nemotron h moe", {"layers_block_type": ["linear_attention", "full_attention", "moe"]}),
         ("nemotron h latent", {"moe_latent_size": 32}),
+        # A type whose class is that of DeepSeek, and text parts.
+        ("kimi k2", {"model_type": "deepseek_v3"}),
+        ("minimax m3", {"model_type": "minimax_m3_vl_text", "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+        ("step3p5", {"model_type": "step3p5", "moe_layers_enum": "1,2,3", "rope_theta": [5e5, 1e4, 1e4, 1e4]}),
+        # As published files have them, and transformers writes them otherwise.
+        ("kimi linear", {"model_max_length": 512, "num_experts_per_token": 2}),
+        ("mimo v2", {"sliding_window": 33, "swa_num_key_value_heads": 4, "attention_value_scale": 0.707}),
         # The text models of models that also see or hear.
         ("qwen2 vl", {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 2}),
         ("qwen2_5 vl", {"model_type": "qwen2"}),
@@ -135,10 +159,11 @@ def test_what_a_file_does_not_say_is_computed_alike(name: str, differs: dict[str
     assert source.config is not None and differs.items() <= source.config.items()
     of_model = getattr(original.config, "time_step_min", None)
     config = {**source.config, **({} if of_model is None else {"time_step_min": of_model}), "dtype": "float32"}
-    write_checkpoint(
-        tmp_path / "read", {tensor.name: ("F32", values_of(tensor)) for tensor in source.tensors}, config=config
-    )
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "read", dtype="float32").eval()
+    of_class = getattr(transformers, config["architectures"][0], None)
+    if of_class is None:  # in transformers, the text model alone has no head
+        of_class, config = type(original), original.config.to_dict() | {"text_config": config}
+    write_checkpoint(tmp_path / "read", {tensor.name: plain(tensor) for tensor in source.tensors}, config=config)
+    again = of_class.from_pretrained(tmp_path / "read", dtype="float32").eval()
     ids = gguf_cases.token_ids(40)
     expected = gguf_cases.logits(original, ids)
     assert each_near(gguf_cases.logits(again, ids), expected, 0, F32_MATRIX * abs(expected).max())
@@ -149,6 +174,15 @@ def test_of_a_text_part_it_is_said_what_it_is_read_as(tmp_path: Path) -> None:
     made = json.loads(done("plan", alone(write_gguf(tmp_path / "model"), tmp_path / "src"), "--json").stdout)
     (remark,) = made["warnings"]
     assert "m.gguf" in remark and "qwen3vl" in remark and "images" in remark
+
+
+@pytest.mark.parametrize("model_type", [name for name, row in MODELS.items() if row.llama_cpp is not None])
+def test_every_type_that_can_be_written_can_be_read(model_type: str) -> None:
+    row = MODELS[model_type].llama_cpp
+    assert row is not None
+    written = architecture_name(row)
+    rows = filter(None, (MODELS[name].llama_cpp for name in CLASSES))
+    assert TEXT_PARTS.get(written, written) in {architecture_name(of) for of in rows}
 
 
 def tokenizer_of(source: Checkpoint, folder: Path) -> Any:

@@ -17,12 +17,14 @@ import numpy as np
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents, MetadataList
 from pqweights.checkpoint.gguf.model import add_hyper_parameters, architecture_name
+from pqweights.checkpoint.gguf.restated import name_deepseek_v4, name_kimi_linear, name_step
 from pqweights.checkpoint.gguf.rope import Factors, add_rope, read_rope
 from pqweights.checkpoint.gguf.settings import MOST_OF_ANY, Settings, settings_of
 from pqweights.checkpoint.models import described
 from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
 from pqweights.checkpoint.models.llama_cpp import FULL, LAYERS, LINEAR_ATTENTION, RMS, SLIDING, Architecture, Setting
-from pqweights.checkpoint.models.llama_cpp_names import CLASSES, NATIVE_KEYS, PRESENT
+from pqweights.checkpoint.models.llama_cpp_names import CLASSES, MLP_TYPES, NATIVE_KEYS, PRESENT
+from pqweights.checkpoint.models.rotary import NEW_KEYS_ALONE
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.errors import ExportError
 
@@ -35,6 +37,12 @@ SAY_NOTHING = (
     "classifier.output_labels",
 )
 MOST_SCORES = 1 << 16
+# Tensors that say what kind of layer it is, the first ones first.
+KINDS = {
+    "ssm_f_a.weight": LINEAR_ATTENTION, "indexer.attn_k.weight": "indexed_attention",
+    "indexer.q_proj.weight": "minimax_m3_sparse", "attn_k.weight": FULL, "ssm_in.weight": LINEAR_ATTENTION,
+    "shortconv.in_proj.weight": "conv", "ffn_gate_inp.weight": "moe", "ffn_up.weight": "mlp",
+}  # fmt: skip
 DTYPES = {"F16": "float16", "F32": "float32"}
 
 
@@ -63,12 +71,16 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
     values |= {"num_hidden_layers": layers - (drafts or 0), "num_nextn_predict_layers": drafts}
     del values["block_count"]
     _assume_sizes(contents, values)
+    for key, other in architecture.equal:
+        values.setdefault(key, values.get(other))
     _state_windows(contents, architecture, values)
     _state_layers(contents, architecture, values)
     _state_optional(architecture, model, values)
     missing = [key for key in architecture.rotated.split(" + ") if not isinstance(values.get(key), int)]
     if missing or (rotated := _computed(architecture.rotated, values)) < 1:
         raise ExportError(f"the file does not say a positive number as {' + '.join(missing) or architecture.rotated}")
+    if architecture.rotated.startswith("qk_"):  # of latent attention
+        values["head_dim"] = int(rotated)
     values |= read_rope(
         lambda key: (_value if key.endswith("type") else _scalar)(contents, key),
         architecture,
@@ -294,9 +306,7 @@ def _state_layers(contents: GgufContents, architecture: Architecture, values: di
 
 def _kind(held: set[str], architecture: Architecture) -> str:
     """Return the kind of a layer. held: the names of its tensors"""
-    kinds = {"ssm_in.weight": LINEAR_ATTENTION, "shortconv.in_proj.weight": "conv", "ffn_gate_inp.weight": "moe"}
-    named = {"attn_k.weight": FULL, **kinds, "ffn_up.weight": "mlp"}
-    found = next((kind for name, kind in named.items() if name in held and kind in architecture.layer_types), FULL)
+    found = next((kind for name, kind in KINDS.items() if name in held and kind in architecture.layer_types), FULL)
     sparse = f"{found} moe"
     return sparse if sparse in architecture.layer_types and "ffn_gate_inp.weight" in held else found
 
@@ -331,6 +341,11 @@ def _named(contents: GgufContents, values: dict[str, Any]) -> dict[str, Any]:
     for name, key in {"bos": "bos", "eos": "eos", "padding": "pad"}.items():
         number = contents.number(f"tokenizer.ggml.{name}_token_id")
         config[f"{key}_token_id"] = number if number is not None and number < config.get("vocab_size", 0) else None
+    if model_type in NEW_KEYS_ALONE and "rope_parameters" not in config:
+        config["rope_parameters"] = _by_kind(config)
+    if model_type in MLP_TYPES:
+        dense, layers = config.get("first_k_dense_replace", 0), config["num_hidden_layers"]
+        config["mlp_layer_types"] = ["dense" if layer < dense else "sparse" for layer in range(layers)]
     if (restate := _NATIVE.get(model_type)) is not None:
         restate(config, held.keys())
     matrices = {tensor.type for tensor in contents.tensors if len(tensor.shape) > 1}
@@ -353,6 +368,15 @@ def _labels(contents: GgufContents, held: Mapping[str, FileTensor]) -> dict[str,
     labels = named if whole else [f"LABEL_{number}" for number in range(rows)]
     ids = {label: number for number, label in enumerate(labels)}
     return {"id2label": {str(number): label for number, label in enumerate(labels)}, "label2id": ids}
+
+
+def _by_kind(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rotary embeddings of layers with and without a window, of which the two kinds have other bases."""
+    base, share = config.pop("rope_theta"), config.pop("partial_rotary_factor", 1.0)
+    bases = {FULL: base, SLIDING: config.pop("rope_local_base_freq", base)}
+    return {
+        kind: {"rope_type": "default", "rope_theta": of, "partial_rotary_factor": share} for kind, of in bases.items()
+    }
 
 
 def _name_jamba(config: dict[str, Any], held: Set[str]) -> None:
@@ -413,6 +437,9 @@ _NATIVE: dict[str, Callable[[dict[str, Any], Set[str]], None]] = {
     "lfm2": _name_lfm2,
     "nomic_bert": _name_nomic,
     **dict.fromkeys(("t5", "umt5"), _name_t5),
+    "kimi_linear": name_kimi_linear,
+    "deepseek_v4": name_deepseek_v4,
+    "step3p5": name_step,
 }
 
 

@@ -20,11 +20,12 @@ from pqweights.checkpoint.gguf.drafts import name_behind
 from pqweights.checkpoint.gguf.regrouped import of_layer, rows_of_parts
 from pqweights.checkpoint.gguf.restated import first_class
 from pqweights.checkpoint.gguf.settings import Settings
-from pqweights.checkpoint.gguf.tensors import known_name, tensor_in_file
+from pqweights.checkpoint.gguf.tensors import NUMBERS, known_name, tensor_in_file
 from pqweights.checkpoint.gguf.views import (
     ConstantTensor,
     DecayTensor,
     InterleavedTensor,
+    NumbersTensor,
     OffsetTensor,
     PaddedTensor,
     RenamedTensor,
@@ -48,8 +49,14 @@ class AbsentTensor:
     name: str
     shape: tuple[int, ...]
 
-    dtype = plain_dtype = "BF16"
     parts: tuple[StoredTensor, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        """That of weights, or of whole numbers."""
+        return "I64" if self.name.upper().endswith(NUMBERS) else "BF16"
+
+    plain_dtype = dtype
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Never called: the tensor stands for one whose values are only found by the views on it."""
@@ -175,6 +182,8 @@ def _unchanged(view: RenamedTensor, held: LogicalTensor) -> LogicalTensor:
         return DecayTensor.of(source.name, held, dtype="F32", plain_dtype="F32", shape=source.shape, rates=False)
     if isinstance(view, ReorderedTensor):
         return ReorderedTensor.of(source.name, held, order=np.argsort(view.order), shape=source.shape)
+    if isinstance(view, NumbersTensor):
+        return NumbersTensor.of(source.name, held, dtype=source.dtype, plain_dtype=source.dtype)
     if isinstance(view, PaddedTensor):
         return _rows(source.name, source.shape, held, [(0, 1, source.shape[0])])
     if type(view) is not RenamedTensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from pqweights.checkpoint.models import text_config
@@ -38,14 +38,8 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
     vision = config.get("vision_config")
     if isinstance(vision, dict) and isinstance(layers := vision.get("deepstack_visual_indexes"), list):
         values["deepstack_layers"] = len(layers)
-    if isinstance(linear := values.get("linear_attn_config"), dict):  # of Kimi Linear
-        layers = linear.get("full_attn_layers")
-        number = values.get("num_hidden_layers")
-        if isinstance(layers, list) and isinstance(number, int):
-            values["layer_types"] = [FULL if 1 + n in layers else LINEAR_ATTENTION for n in range(min(number, 512))]
-        keys = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
-        keys |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
-        values |= {keys[key]: value for key, value in linear.items() if key in keys}
+    if isinstance(linear := values.get("linear_attn_config"), dict):
+        _restate_kimi_linear(values, linear)
     _restate_periods(values)
     if "laurel_rank" in values or values.get("model_type") in ("gemma3n", "gemma3n_text"):
         _restate_gemma3n(values)
@@ -148,6 +142,30 @@ def _restate_gemma3n(values: dict[str, Any]) -> None:
         values["intermediate_size"] = widths[0]
 
 
+# What linear_attn_config of Kimi Linear calls sizes.
+LINEAR_KEYS = {
+    "head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim",
+}  # fmt: skip
+
+
+def _restate_kimi_linear(values: dict[str, Any], linear: Mapping[str, Any]) -> None:
+    """State the kinds and sizes of the layers of Kimi Linear, whose numbers begin with 1."""
+    layers, number = linear.get("full_attn_layers"), values.get("num_hidden_layers")
+    if isinstance(layers, list) and isinstance(number, int):
+        values["layer_types"] = [FULL if 1 + n in layers else LINEAR_ATTENTION for n in range(min(number, 512))]
+    values |= {LINEAR_KEYS[key]: value for key, value in linear.items() if key in LINEAR_KEYS}
+
+
+def name_kimi_linear(config: dict[str, Any], held: Set[str]) -> None:
+    """State the layers of Kimi Linear as published configurations do."""
+    types = [*enumerate(config.pop("layer_types"), 1)]
+    kinds = {"full_attn_layers": FULL, "kda_layers": LINEAR_ATTENTION}
+    config["linear_attn_config"] = {
+        **{key: [number for number, of in types if of == kind] for key, kind in kinds.items()},
+        **{key: config.pop(name) for key, name in LINEAR_KEYS.items()},
+    }
+
+
 def _restate_mimo(values: dict[str, Any]) -> None:
     """State the layers of MiMo V2, of which published configurations list the kinds as 0 and 1."""
     layers = values.get("num_hidden_layers", 48)
@@ -181,6 +199,21 @@ def _restate_step(values: dict[str, Any]) -> None:
     heads = other.get("num_attention_heads") if isinstance(other, dict) else None
     if values.get("num_sliding_attention_heads") is None:
         values["num_sliding_attention_heads"] = heads or values.get("num_attention_heads", 64)
+
+
+def name_step(config: dict[str, Any], held: Set[str]) -> None:
+    """State the layers of Step 3.5 one by one, as published configurations do."""
+    windowed = [kind == SLIDING for kind in config["layer_types"]]
+    base = config["rope_theta"]
+    config["rope_theta"] = [config.get("rope_local_base_freq", base) if of else base for of in windowed]
+    config["partial_rotary_factors"] = [1.0 if of else 0.5 for of in windowed]
+    config["attention_other_setting"] = {"num_attention_heads": config.pop("num_sliding_attention_heads")}
+    sparse = range(config.get("first_k_dense_replace", 0), config["num_hidden_layers"])
+    config["moe_layers_enum"] = ",".join(map(str, sparse))
+    if "rope_scaling" in config:
+        config["yarn_only_types"] = [FULL]  # for MLX, whatever its type
+    if config["pad_token_id"] is None:  # which its class does not take
+        del config["pad_token_id"]
 
 
 def _restate_minimax_m3(values: dict[str, Any]) -> None:
@@ -223,6 +256,13 @@ def _restate_deepseek_v4(values: dict[str, Any]) -> None:
     # llama.cpp does not scale queries and keys by the factor of YaRN, as the model does not.
     scaled = {key: value for key, value in rope["compress"].items() if key != "attention_factor"}
     values["rope_parameters"] = scaled | {"rope_theta": rope["main"]["rope_theta"]}
+
+
+def name_deepseek_v4(config: dict[str, Any], held: Set[str]) -> None:
+    """State the layers of DeepSeek V4 as published configurations do."""
+    config.pop("layer_types", None)
+    config["qk_rope_head_dim"] = int(config["head_dim"] * config.pop("partial_rotary_factor", 1.0))
+    config["swiglu_limit"] = next(iter(config.pop("swiglu_limits", ())), 0.0)
 
 
 _BY_TYPE = {"mimo_v2_flash": _restate_mimo, "step3p5": _restate_step, "step3p7": _restate_step}

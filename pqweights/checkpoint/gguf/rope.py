@@ -114,7 +114,9 @@ def read_rope(
     rotated = value("rope.dimension_count") or whole
     if rotated > whole or rotated % 2:
         raise ExportError(f"rope.dimension_count: expected an even number of at most {whole}, found {rotated}")
-    if rotated != whole:
+    if architecture.half_rotated:
+        rotated //= 2
+    elif rotated != whole:
         stated["partial_rotary_factor"] = rotated / whole
     if local is not None and architecture.windows == LAYERS and architecture.window_base:
         stated["rope_local_base_freq"] = local

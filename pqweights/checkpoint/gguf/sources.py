@@ -24,6 +24,7 @@ from pqweights.checkpoint.gguf.configurations import check_configuration, poolin
 from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents, MetadataValue
 from pqweights.checkpoint.gguf.file import SUFFIX, is_gguf, open_gguf, whole_metadata
 from pqweights.checkpoint.gguf.inverse import AbsentTensor, Piece, absent_tensors, assembled, pieces_of
+from pqweights.checkpoint.gguf.mixes import INTEGERS
 from pqweights.checkpoint.gguf.model import architecture_name
 from pqweights.checkpoint.gguf.pooling import DENSE, MODULES, RANK, computes_dense, module_files
 from pqweights.checkpoint.gguf.rope import Factors, add_rope
@@ -49,6 +50,7 @@ from pqweights.kernels.workers import scratch
 
 # The types of models whose files are read: those whose tensors have these names.
 MODEL_TYPES = (*CLASSES, "mistral", "mt5")
+PLAIN = (*FLOAT_DTYPES, INTEGERS)
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Numbers of a dense layer behind a model, which is read when a file is opened; EmbeddingGemma's have 2.4 million.
 MOST_DENSE = 1 << 26
@@ -211,7 +213,7 @@ def _original(contents: GgufContents) -> str:
 
 def _stored(tensor: FileTensor) -> StoredTensor:
     """The place of a tensor in its file; blocks are bytes."""
-    is_plain = tensor.type in FLOAT_DTYPES
+    is_plain = tensor.type in PLAIN
     shape = tensor.shape if is_plain else (tensor.byte_count,)
     dtype = tensor.type if is_plain else "U8"
     return StoredTensor(tensor.name, dtype, shape, tensor.file, tensor.offset, tensor.byte_count)
@@ -275,7 +277,7 @@ def _views(contents: GgufContents, config: dict[str, Any]) -> tuple[Settings, di
 
 def _read_as(storage: ByteReads, tensor: FileTensor, stored: StoredTensor, dtype: str) -> LogicalTensor:
     """Return a tensor of the file with its own shape. dtype: in which blocks are stored plainly"""
-    if tensor.type in FLOAT_DTYPES:
+    if tensor.type in PLAIN:
         return PlainTensor.of(storage, stored)
     if tensor.type not in BLOCK_TYPES:
         raise SourceError(f"{tensor.file}: tensor {tensor.name!r}: the type {tensor.type} cannot be decoded")

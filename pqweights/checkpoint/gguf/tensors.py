@@ -15,6 +15,7 @@ import numpy as np
 
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.drafts import name_behind, nextn_tensor, whole_draft_layers
+from pqweights.checkpoint.gguf.mixes import INTEGERS
 from pqweights.checkpoint.gguf.regrouped import (
     NamedTensor,
     cut,
@@ -193,7 +194,7 @@ def _view(tensor: NamedTensor, tensor_type: str, name: str, settings: Settings) 
     if architecture.first_position and tensor_type == "POS_EMBD":
         reads = rows_from(unused_positions(settings), reads)
     if reads.dtype == "I64" and tensor_type.endswith(NUMBERS):
-        return NumbersTensor.of(name, reads)
+        return NumbersTensor.of(name, reads, dtype=INTEGERS, plain_dtype=INTEGERS)
     if reads.plain_dtype not in FLOAT_DTYPES:
         raise ExportError(
             f"tensor {reads.name!r}: expected floats, which llama.cpp computes with here, found {reads.plain_dtype}; "

@@ -16,6 +16,8 @@ from pqweights.checkpoint.views import Segment, View, sources_of
 from pqweights.common.dtypes import convert, item_bytes
 from pqweights.kernels.workers import scratch
 
+WHOLE_NUMBERS = {"I64": np.int64, INTEGERS: np.int32}
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RenamedTensor:
@@ -193,18 +195,14 @@ class PaddedTensor(RenamedTensor):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NumbersTensor(RenamedTensor):
-    """A tensor of whole numbers that the checkpoint holds in 64 bits, in 32."""
-
-    @classmethod
-    def of(cls, name: str, source: LogicalTensor, **fields: Any) -> Self:
-        """See RenamedTensor."""
-        return super().of(name, source, **{"dtype": INTEGERS, "plain_dtype": INTEGERS} | fields)
+    """A tensor of whole numbers far below 2^31: what the checkpoint holds in 64 bits, in 32, or the other way round."""
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Read elements of the source, which are far below 2^31."""
-        raw = np.empty(count * 8, dtype=np.uint8)
-        self.source.read(start, count, "I64", raw)
-        out[: count * 4] = raw.view(np.int64).astype(np.int32).view(np.uint8)
+        """Read elements of the source."""
+        raw = np.empty(count * item_bytes(self.source.dtype), dtype=np.uint8)
+        self.source.read(start, count, self.source.dtype, raw)
+        numbers = raw.view(WHOLE_NUMBERS[self.source.dtype]).astype(WHOLE_NUMBERS[dtype])
+        out[: count * item_bytes(dtype)] = numbers.view(np.uint8)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

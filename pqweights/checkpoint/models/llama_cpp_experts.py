@@ -248,7 +248,13 @@ MINIMAX_M3 = Architecture(
     name="DOTS1",
     label="minimax-m3",
     modules={**ROUTER_BIAS, r"block_sparse_moe\.shared_experts\.(\w+)": r"mlp.shared_experts.\1"},
-    tensors={r"self_attn\.index_([qk])_(proj|norm)\.weight": r"indexer.\1_\2.weight"},
+    tensors={r"self_attn\.index(?:_|er\.)([qk])_(proj|norm)\.weight": r"indexer.\1_\2.weight"},
+    cuts={  # of the text model alone
+        rf"{module}\.gate_up_proj": Cut(
+            parts={f"{module}.gate_proj": (0,), f"{module}.up_proj": (1,)}, blocks=(width, width)
+        )
+        for module, width in (("mlp", "dense_intermediate_size"), ("mlp.shared_experts", "shared_intermediate_size"))
+    },
     settings=(
         *EXPERTS, DENSE_FIRST, SIGMOID, SCALED, NORMED,
         Setting("feed_forward_length", "dense_intermediate_size"),

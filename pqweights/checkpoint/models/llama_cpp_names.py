@@ -25,6 +25,11 @@ CLASSES = {
     "bert": "BertModel", "distilbert": "DistilBertModel", "jina_embeddings_v3": "JinaEmbeddingsV3Model",
     "nomic_bert": "NomicBertModel", "modernbert": "ModernBertModel", "eurobert": "EuroBertModel",
     "t5": "T5ForConditionalGeneration", "umt5": "UMT5ForConditionalGeneration",
+    "kimi_k2": "DeepseekV3ForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM",
+    "deepseek_v4": "DeepseekV4ForCausalLM", "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM", "mimo_v2_flash": "MiMoV2FlashForCausalLM",
+    "minimax_m3_vl_text": "MiniMaxM3VLForCausalLM", "mistral4": "Mistral4ForCausalLM",
+    "step3p5": "Step3p5ForCausalLM",
 }  # fmt: skip
 
 # Models of images and text whose files hold the text model alone, and those that compute the same of texts: positions
@@ -76,6 +81,7 @@ _T5 = "".join(
     for place, part in enumerate(parts)
 )
 _T5_BIASES = "".join(f" {stack}.block.{{}}.layer.0.SelfAttention.relative_attention_bias" for stack in _T5_STACKS)
+_DEEPSEEK = _SHARED + _MLA + " mlp.gate.e_score_correction_bias"
 _OWN_MODULES = {
     "gpt_oss": f"{_ATTENTION} self_attn.sinks mlp.router"
     + _below("mlp.experts", "gate_up_proj down_proj gate_up_proj_bias down_proj_bias"),
@@ -97,9 +103,32 @@ _OWN_MODULES = {
     "gemma3n_text": _ATTENTION + _MLP + _PER_LAYER + " altup.correct_output_scale altup.correction_coefs "
     "altup.modality_router altup.prediction_coefs altup.router_norm laurel.linear_left laurel.linear_right "
     "laurel.post_laurel_norm",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), _DEEPSEEK),
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _SHARED + _MLA + " mlp.gate.e_score_correction_bias"
+        ("glm_moe_dsa", "deepseek_v32"), _DEEPSEEK + _below("self_attn.indexer", "k_norm weights_proj wk wq_b")
     ),
+    "deepseek_v4": "attn_norm ffn_norm hc_attn_fn hc_attn_base hc_attn_scale hc_ffn_fn hc_ffn_base hc_ffn_scale"
+    + _below("attn", "attn_sink norm q_norm wkv wo_a wo_b wq_a wq_b indexer.weights_proj indexer.wq_b")
+    + _below("attn.compressor", "ape norm wgate wkv")
+    + _below("attn.indexer.compressor", "ape norm wgate wkv")
+    + _below("ffn", "gate gate.tid2eid shared_experts.w1 shared_experts.w2 shared_experts.w3")
+    + _below("ffn.experts.{}", "w1 w2 w3"),
+    "kimi_linear": f"{_ATTENTION}{_MLP}{_MLA} {_W123}"
+    + _below("block_sparse_moe", "gate gate.e_score_correction_bias shared_experts.gate_proj shared_experts.up_proj")
+    + " block_sparse_moe.shared_experts.down_proj"
+    + _below("self_attn", "A_log dt_bias b_proj f_a_proj f_b_proj g_a_proj g_b_proj o_norm")
+    + _below("self_attn", "q_conv1d k_conv1d v_conv1d"),
+    "mimo_v2_flash": f"{_SHARED} mlp.gate.e_score_correction_bias self_attn.attention_sink_bias",
+    "minimax_m3_vl_text": _ATTENTION
+    + _below("self_attn.indexer", "q_proj k_proj q_norm k_norm")
+    + _below("mlp", "gate_up_proj down_proj gate gate.e_score_correction_bias experts.gate_up_proj experts.down_proj")
+    + _below("mlp.shared_experts", "gate_up_proj down_proj"),
+    "mistral4": f"{_USUAL}{_MLA}"
+    + _below("mlp", "shared_experts.gate_proj shared_experts.up_proj shared_experts.down_proj")
+    + _below("mlp.experts", "gate_up_proj down_proj"),
+    "step3p5": f"{_ATTENTION}{_MLP} self_attn.g_proj"
+    + _below("moe", "gate router_bias gate_proj up_proj down_proj")
+    + _below("share_expert", "gate_proj up_proj down_proj"),
     "falcon_h1": _ATTENTION + _FEED_FORWARD + _MAMBA + " pre_ff_layernorm",
     "jamba": _ATTENTION + _FEED_FORWARD + _MAMBA.replace(" mamba.norm", "") + " pre_ff_layernorm feed_forward.router "
     "mamba.b_layernorm mamba.c_layernorm mamba.dt_layernorm mamba.dt_proj mamba.x_proj "
@@ -158,15 +187,8 @@ _BEFORE = {
 }
 # The ends of names of parameters.
 _NO_MODULE = (
-    ".weight",
-    "_bias",
-    "sinks",
-    "A_log",
-    ".D",
-    "scale",
-    "_scalar",
-    ".experts.gate_up_proj",
-    ".experts.down_proj",
+    *(".weight", "_bias", "sinks", "A_log", ".D", "scale", "_scalar", ".experts.gate_up_proj", ".experts.down_proj"),
+    *("_sink", ".ape", ".tid2eid", "_fn", "_base"),
 )
 _OUTSIDE = "model.embed_tokens model.norm lm_head"
 _OWN_OUTSIDE = {
@@ -185,6 +207,7 @@ _OWN_OUTSIDE = {
     "classifier",
     "t5": "shared encoder.final_layer_norm decoder.final_layer_norm lm_head" + _T5_BIASES.format(0, 0),
     "umt5": "shared encoder.final_layer_norm decoder.final_layer_norm lm_head",
+    "deepseek_v4": "model.embed_tokens model.norm head" + _below("model.hc_head", "hc_fn hc_base hc_scale"),
     **dict.fromkeys(
         ("gemma4_text", "gemma3n_text"),
         f"{_OUTSIDE} model.embed_tokens_per_layer model.per_layer_model_projection model.per_layer_projection_norm "
@@ -247,7 +270,7 @@ def names_of_drafts(model_type: str, layers: range) -> list[str]:
 
 def names_outside(model_type: str) -> list[str]:
     """Return what tensors outside of layers may be called; {} stands for a number."""
-    return [module + end for module in _OWN_OUTSIDE.get(model_type, _OUTSIDE).split() for end in (".weight", ".bias")]
+    return _parameters(_OWN_OUTSIDE.get(model_type, _OUTSIDE))
 
 
 _NORM_EPS = {"rms_norm_eps": "norm_eps"}
@@ -258,7 +281,15 @@ _NO_GROUPS = {"num_key_value_heads": ""}
 NATIVE_KEYS = {
     **dict.fromkeys(("mixtral", "gpt_oss", "llama4_text", "granitemoe", "granitemoeshared"), _LOCAL),
     "granitemoehybrid": _LOCAL,
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _ROUTED),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "deepseek_v32", "deepseek_v4"), _ROUTED),
+    **dict.fromkeys(("glm_moe_dsa", "mimo_v2_flash", "mistral4"), _ROUTED),
+    "kimi_linear": {"num_experts_per_tok": "num_experts_per_token", "max_position_embeddings": "model_max_length"},
+    "minimax_m3_vl_text": _LOCAL,
+    "step3p5": {
+        "num_experts": "moe_num_experts",
+        "num_experts_per_tok": "moe_top_k",
+        "num_key_value_heads": "num_attention_groups",
+    },
     "nemotron_h": {**_ROUTED, "rms_norm_eps": "layer_norm_epsilon"},
     **dict.fromkeys(("lfm2", "lfm2_moe"), _NORM_EPS),
     "gemma4_text": {"num_experts_per_tok": "top_k_experts", "global_num_key_value_heads": "num_global_key_value_heads"},
@@ -283,6 +314,8 @@ NATIVE_KEYS = {
         | {"max_position_embeddings": "n_positions", "decoder_scale": ""},
     ),
 }
+# Types that list the layers with experts.
+MLP_TYPES = ("mimo_v2_flash", "minimax_m3_vl_text")
 # Keys that say which tensors there are, and what one of these is called in the first layer of a file.
 _BIASED, _MLP_BIAS = (("attention_bias", "attn_q.bias"),), (("mlp_bias", "ffn_up.bias"),)
 PRESENT = {
