@@ -89,16 +89,12 @@ class Ours:
 
 
 FROM_ORIGINAL = ("--source", "MODEL")
-FOLDED = ("--fold", "equalize")
 GPTQ = ("--rounding", "gptq", "--calibrate", "TEXT", "--calibration-tokens", str(WINDOWS * WINDOW))
 OUR_ROWS = (
     Ours(name="pqweights, min-max", export=(*FROM_ORIGINAL, "--qparams", "minmax")),
     Ours(name="pqweights", export=FROM_ORIGINAL),
     Ours(name="pqweights, from a 5-bit master"),
-    Ours(name="pqweights, folded", export=(*FROM_ORIGINAL, *FOLDED)),
-    Ours(name="pqweights, folded, from a 5-bit master", quantize=("--recipe", "q5", *FOLDED)),
     Ours(name="pqweights GPTQ", export=(*FROM_ORIGINAL, *GPTQ)),
-    Ours(name="pqweights GPTQ, folded", export=(*FROM_ORIGINAL, *FOLDED, *GPTQ)),
 )
 
 

@@ -186,7 +186,7 @@ def of_weights(source: Path, made: Made) -> dict[str, Any]:
     totals = inspect(made.measured).totals
     try:
         errors = relative_mse(source, made.measured)
-    except SourceError:  # folded weights, or those that the runtime stores under other names
+    except SourceError:  # those that the runtime stores under other names
         integers = everything = None
     else:
         integers, everything = errors.integers.relative_mse, errors.master.relative_mse

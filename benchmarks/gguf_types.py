@@ -8,7 +8,7 @@ freedom; without importances, and with the same random ones on both sides. Types
 only get the same for all columns from it. Rates are those of Gaussian weights.
 
 `models`: each model as a BF16 file is quantized by llama_model_quantize; ours are exported from the same weights
-(--source), folded or not, with the second moments of text or without, and from masters. llama.cpp computes all of them,
+(--source), with the second moments of text or without, and from masters. llama.cpp computes all of them,
 on the CPU; divergences are from the original in transformers, in float32. Both sides store the same types in the same
 tensors, so files have the same size. The importance matrix of llama.cpp's quantizer is made of the same moments; types
 that it makes with one only have no figure without. --types measures some again.
@@ -59,9 +59,7 @@ THREADS = 2
 THEIRS, THEIRS_WITH_DATA = "llama.cpp", "llama.cpp, imatrix"
 OURS: dict[str, tuple[str, ...]] = {
     "ours": ("source",),
-    "ours, folded": ("source", "fold"),
     "ours, imatrix": ("source", "calibrate"),
-    "ours, imatrix, folded": ("source", "calibrate", "fold"),
     "ours, from the master": (),
 }
 # The vectors of calibration, of the text behind the tokens that are scored.
@@ -180,7 +178,6 @@ class Bench:
         """Export the master, and return the file and the seconds that it took."""
         given: dict[str, Any] = {
             "source": self.model,
-            "fold": "equalize",
             "calibrate": self.work / "calibration.txt",
         }
         start = time.perf_counter()

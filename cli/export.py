@@ -13,7 +13,7 @@ from pqweights.common.units import counted, size_text
 from pqweights.planning.options import ExportArguments
 
 from . import options, output, report
-from .report import fold_lines, integer_form_lines
+from .report import integer_form_lines
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
@@ -81,6 +81,5 @@ def _lines(done: RewriteReport, folder: str, out: str) -> list[str]:
         f"{folder} -> {out}: {sizes}, {stored}",
         *report.bits_and_coverage(done.totals),
         *integer_form_lines(done.pairs, measured="--source" in done.transform.inputs.checkpoints),
-        *fold_lines(done),
         *report.left_out_lines(plan),
     ]

@@ -13,7 +13,7 @@ from pqweights.planning.options import QuantizeArguments
 
 from . import options, output, report
 from .plan import fit_lines, show_plan
-from .report import fold_lines, is_summarized, quality_lines, summary_table
+from .report import is_summarized, quality_lines, summary_table
 
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
@@ -77,7 +77,6 @@ def _lines(done: RewriteReport) -> list[str]:
         *report.totals_lines(done.totals),
         *quality_lines(done.pairs),
         *(fit_lines(fit) if fit else []),
-        *fold_lines(done),
         *report.kept_lines(done.plan.tensors),
         *report.already_quantized_lines(done.plan),
         *report.left_out_lines(done.plan),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pqweights.common.units import counted, first_names, size_text
 
 from . import tables
-from .output import warn, with_flags
+from .output import warn
 from .printable import printable
 
 if TYPE_CHECKING:
@@ -198,35 +198,6 @@ def fit_of(report: RewriteReport) -> Fit | None:
     return made.fit if isinstance(made, Quantize) and made.ready is None else None
 
 
-def planned_fold_lines(fold: dict[str, Any] | None) -> list[str]:
-    """Return what may be folded. fold: the key `fold` of plan --json, if there is one."""
-    if fold is None:
-        return []
-    what = f"{counted(len(fold['vectors']), 'vector')} between layers, each if its channels differ enough"
-    if fold["warnings"]:
-        what = "nothing"
-    may = f"fold {fold['kind']}: {what}"
-    return [may, *_left_lines(fold), *map(with_flags, fold["warnings"])]
-
-
-def fold_lines(done: RewriteReport) -> list[str]:
-    """Return what was folded; nothing for a result without a fold."""
-    fold = done.transform.notes(done.records).document.get("fold")
-    if fold is None:
-        return []
-    folded = {name for record in done.records for name in record.folded}
-    count = f"{len(folded)} of {len(fold['vectors'])} vectors between layers; the others differ too little"
-    all_of_them = f"all {len(folded)} vectors between layers"
-    what = all_of_them if len(folded) == len(fold["vectors"]) else count
-    return [f"folded ({fold['kind']}): {what}", *_left_lines(fold)]
-
-
-def _left_lines(fold: dict[str, Any]) -> list[str]:
-    """Return a line for each reason why a vector is left as it is."""
-    left: dict[str, Sequence[str]] = fold["left"]
-    return [f"  not folded: {len(names)}, {reason}: {first_names(names)}" for reason, names in left.items()]
-
-
 def action_text(tensor: TensorPlan) -> str:
     """Return what was done with a tensor, in the words of the summary of an export."""
     return "plain" if tensor.action == "decode" else tensor.action
@@ -342,8 +313,7 @@ def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:
     forms: dict[str, int] = defaultdict(int)
     for tensor in tensors:
         if tensor.bits is not None:
-            rule = tensor.reason.partition(";")[0]  # without what it is folded with
-            forms[f"{tensor.bits} bits, {tensor.codec}, {rule}"] += 1
+            forms[f"{tensor.bits} bits, {tensor.codec}, {tensor.reason}"] += 1
     if not forms:
         return []
     plain = [tensor for tensor in tensors if tensor.bits is None and tensor.action == "decode"]

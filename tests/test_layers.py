@@ -45,7 +45,6 @@ LAYERS = (
     ("pqweights.storage",),
     ("pqweights.storage.hub",),
     ("pqweights.planning.options", "pqweights.planning"),
-    ("pqweights.rewrite.folding",),
     ("pqweights.rewrite",),
     ("pqweights.exports", "pqweights.rewrite.quantizing"),
     ("pqweights.inference.loading", "pqweights.rewrite.results", "pqweights.inference.kv"),

@@ -18,7 +18,6 @@ WORK_FOLDER = ".pqweights"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # In the work folder: which run is under way.
 JOURNAL_FILE = "journal.jsonl"
-FACTORS_FILE = "factors-2"  # what a fold is known to multiply by
 # A folder with a tokenizer has a file that matches one of these patterns.
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "tekken.json")
 

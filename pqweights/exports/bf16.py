@@ -22,10 +22,9 @@ from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice, one_of
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import DECODE, KEEP, TensorPlan, stored_bytes
-from pqweights.rewrite.folding.folded import unfolded
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.transform import EXPORT, Account, Notes, Output, Preparation, Transform, TransformInputs
+from pqweights.rewrite.transform import EXPORT, Account, Notes, Output, Progress, Transform, TransformInputs
 
 NAME = "bf16"
 
@@ -63,16 +62,15 @@ class Bf16Export:
         dtype = "BF16" if self.dtype == "bf16" else None
         return [plain_plan(tensor, known, model=model, dtype=dtype) for tensor in checkpoint.tensors]
 
-    def prepare(self, preparation: Preparation) -> None:
+    def prepare(self, progress: Progress) -> None:
         """Do nothing: a copy depends on its tensor alone."""
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that copies a tensor; reading a weight decodes it."""
         return CopyJob(planned, tensor)
 
-    def accept(self, planned: TensorPlan, record: TensorRecord) -> TensorRecord:
-        """Return the record as it is."""
-        return record
+    def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
+        """Accept every tensor."""
 
     def notes(self, records: Sequence[TensorRecord]) -> Notes:
         """Return nothing: there is no error, and no option to speak of."""
@@ -143,7 +141,7 @@ def is_encoded(tensor: LogicalTensor) -> bool:
     """Whether the master holds codes for a tensor, or for some of the tensors that it is put together from."""
     if sources := sources_of(tensor):
         return any(map(is_encoded, sources))
-    return isinstance(unfolded(tensor), EncodedTensor | OriginalTensor)
+    return isinstance(tensor, EncodedTensor | OriginalTensor)
 
 
 def read_options(options: ExportOptions) -> str:

@@ -42,7 +42,6 @@ from pqweights.kernels.compensation import (
 )
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups
 from pqweights.planning.inputs import KnownInputs
-from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
 
@@ -71,13 +70,11 @@ class Compensation:
     inputs: what is known of them
     rounded: the weights, each with its rule
     model: of which they are
-    fold: the fold of the weights; the inputs are those without it
     """
 
     inputs: KnownInputs
     rounded: Sequence[tuple[LogicalTensor, Rule]]
     model: ModelDescription
-    fold: Fold | None = None
     _kept: deque[tuple[int, ReadyFactor | None]] = field(default_factory=lambda: deque(maxlen=KEPT_FACTORS))
     _making: ProcessLock = field(default_factory=ProcessLock)
 
@@ -102,48 +99,28 @@ class Compensation:
         """For each weight, by name, the vector of each of its matrices, or the reason why it is rounded plainly."""
         return {tensor.name: sources_of(tensor, rule, self.inputs, self.model) for tensor, rule in self.rounded}
 
-    def columns(self, tensor: LogicalTensor, matrix: int) -> Floats | None:
-        """Return the factors of the columns of one matrix of a weight, [K]; None if it is not folded."""
-        if self.fold is None:
-            return None
-        if isinstance(tensor, View):
-            runs = tensor.runs_of_matrix(matrix)
-            assert runs is not None
-            tensor, matrix = runs[0].tensor, runs[0].first // runs[0].tensor.shape[-2]
-        factors = self.fold.factors_of_inputs(tensor.name)
-        return None if factors is None else factors[matrix if len(factors) > 1 else 0]
-
-    def importance(self, tensor: LogicalTensor, matrix: int, vector: int) -> Floats:
-        """Return the mean square of each input of one matrix of a weight, [K]."""
-        columns, squares = self.columns(tensor, matrix), self.inputs.mean_squares(vector)
-        return squares if columns is None else squares / (columns * columns)
-
-    def factor(self, vector: int, *, columns: Floats | None) -> ReadyFactor | None:
-        """Return the factor of a vector, made by one thread at a time; None if it cannot be factorized.
-
-        columns: by what the columns of the weights that read it were multiplied, which is the same for all of them
-        """
+    def factor(self, vector: int) -> ReadyFactor | None:
+        """Return the factor of a vector, made by one thread at a time; None if it cannot be factorized."""
         with self._making:
             for known, ready in self._kept:
                 if known == vector:
                     return ready
             if len(self._kept) == KEPT_FACTORS:
                 self._kept.popleft()  # before the next is made: a matrix may take gigabytes
-            made = _made(self.inputs, vector, columns=columns)
+            made = _made(self.inputs, vector)
             self._kept.append((vector, made))
             return made
 
 
-def _made(inputs: KnownInputs, vector: int, *, columns: Floats | None) -> ReadyFactor | None:
+def _made(inputs: KnownInputs, vector: int) -> ReadyFactor | None:
     """Factorize the moments of a vector, with the best damping for rounding what looks random."""
     moments, rows = inputs.moments(vector)
-    divisors = np.ones(len(moments), dtype=np.float32) if columns is None else columns
-    diagonal = np.diagonal(moments) / divisors / divisors
+    diagonal = np.diagonal(moments)
     order = order_of(diagonal)
     matrix = empty_matrix(len(order))
     for row, channel in enumerate(order):
-        matrix[row, : len(order)] = (moments[channel] / divisors / divisors[channel])[order]
-    held_back = np.ascontiguousarray((rows / divisors)[:, order])
+        matrix[row, : len(order)] = moments[channel, order]
+    held_back = np.ascontiguousarray(rows[:, order])
 
     def with_damping(damping: float) -> MomentsFactor | None:
         damped = factorize(matrix, diagonal[order], damping)
@@ -244,7 +221,7 @@ class WeightedJob(_InformedJob):
         if isinstance(vector, str):
             return super()._round(matrix, values)
         assert isinstance(rule, BlockRule)
-        return rule.quantize_weighted(values, self._compensation.importance(self._tensor, matrix, vector)), None
+        return rule.quantize_weighted(values, self._compensation.inputs.mean_squares(vector)), None
 
     def _gains(self, reasons: Counter[str]) -> dict[str, Any]:
         return {"weighed": len(self._sources) - reasons.total()}
@@ -286,7 +263,7 @@ class CompensatedJob(_InformedJob):
         if not np.isfinite(plain.errors).all():
             return plain, None
         assert isinstance(rule, GroupRule)
-        ready = self._compensation.factor(vector, columns=self._compensation.columns(self._tensor, matrix))
+        ready = self._compensation.factor(vector)
         if ready is None:
             return plain, _OutputErrors(matrix, np.empty(0), np.empty(0), 0, None)
         better = compensate(values.reshape(-1, self._columns), plain, rule, ready.factor)

@@ -109,7 +109,6 @@ def export(
         original=master.original,
         inputs=inputs,
         rounding=GPTQ if is_compensated(options) else PLAIN,
-        fold=options.fold is not None,
     )
     checkpoint, transform = to.prepare(source, settings)
     task = RewriteTask(
@@ -132,7 +131,7 @@ def _location(folder: Path | Storage) -> Path | Address | None:
 def _about_master(manifest: Manifest) -> dict[str, Any]:
     """Return what the manifest of an export states about its master."""
     about: dict[str, Any] = {
-        key: manifest.made_by[key] for key in ("recipe", "calibrated", "awq", "fit", "fold") if key in manifest.made_by
+        key: manifest.made_by[key] for key in ("recipe", "calibrated", "awq", "fit") if key in manifest.made_by
     }
     about["bits_per_weight"] = total(manifest.tensors, source_bytes=0, output_bytes=0).bits_per_weight
     about["relative_mse"] = total_relative_mse(manifest.records)

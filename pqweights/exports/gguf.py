@@ -351,7 +351,6 @@ TARGET = ExportTarget(
         "name",
         "without_tokenizer",
         *ASSIGNMENT_OPTIONS,
-        "fold",
         "rounding",
         "calibrate",
         "calibration_tokens",

@@ -10,15 +10,14 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pqweights.checkpoint.config import CONFIG_DTYPES, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.models.description import ModelDescription
-from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor, PlainTensor, element_count
+from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import View
 from pqweights.common.units import counted, size_text
 from pqweights.exports.bf16 import is_encoded, plain_plan, role_of, stored_dtype
 from pqweights.exports.carried import carried_unit
@@ -29,11 +28,9 @@ from pqweights.exports.linear import FUSED_WITH_KEPT
 from pqweights.exports.target import GPTQ, IMPORTANCE
 from pqweights.exports.units import UnitJob, fused_weights, of_unit, with_unit
 from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, stored_bytes
-from pqweights.rewrite.folding.fold import Fold
-from pqweights.rewrite.folding.folded import FoldedTensor
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord, master_part, mean_error
-from pqweights.rewrite.transform import EXPORT, Account, Notes, Output, Preparation, TransformInputs, measure_fold
+from pqweights.rewrite.transform import EXPORT, Account, Notes, Output, Progress, TransformInputs
 
 # Above this share of the error, the master decides how good an export is, and no longer its format.
 MOST_BY_MASTER = 0.5
@@ -53,9 +50,6 @@ class IntegerExport:
     master_errors: without an original, relative errors of the master's weights by name, where they are known and add up
         with those of rounding
     compensation: what is known of the inputs, if rounding is compensated by it
-    fold: the fold of the values
-    is_found_again: whether the fold is that of the master, found again for the original
-    master_factors: the digest of the factors that this master was folded with, if its manifest has it
     """
 
     target: IntegerTarget
@@ -64,9 +58,6 @@ class IntegerExport:
     master: Mapping[str, LogicalTensor] = field(default_factory=dict)
     master_errors: Mapping[str, float] = field(default_factory=dict)
     compensation: Compensation | None = None
-    fold: Fold | None = None
-    is_found_again: bool = False
-    master_factors: str | None = None
 
     @functools.cached_property
     def account(self) -> Account:
@@ -80,8 +71,6 @@ class IntegerExport:
             in_blocks = any(isinstance(rounding.rule, BlockRule) for _, rounding in self.outline.rounded)
             made_by["rounding"] = IMPORTANCE if in_blocks else GPTQ
             made_by["calibration"] = self.compensation.inputs.identity
-        if self.fold is not None:
-            made_by["fold"] = self.fold.describe()
         return Account(EXPORT, made_by)
 
     @functools.cached_property
@@ -96,7 +85,7 @@ class IntegerExport:
         held = 0 if self.compensation is None else self.compensation.memory_bytes
         by_columns = sorted(rounding.column_bytes(tensor.shape) for tensor, rounding in self.outline.rounded)
         spooled = sum(by_columns[-TENSORS_AT_ONCE:])
-        return TransformInputs(checkpoints=checkpoints, fold=self.fold, memory_bytes=held, disk_bytes=spooled)
+        return TransformInputs(checkpoints=checkpoints, memory_bytes=held, disk_bytes=spooled)
 
     @property
     def output(self) -> Output:
@@ -112,25 +101,12 @@ class IntegerExport:
     def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
         """Plan each tensor by the outline's decision."""
         model, known = model_dtype(checkpoint.config, checkpoint.tensors), text_model(checkpoint.config)
-        planned = [self._planned(tensor, known, model) for tensor in checkpoint.tensors]
-        return planned if self.fold is None else self.fold.noted(planned, self._sources)
+        return [self._planned(tensor, known, model) for tensor in checkpoint.tensors]
 
-    @functools.cached_property
-    def _sources(self) -> dict[str, tuple[str, ...]]:
-        """For each tensor that the runtime holds in another form, the tensors of the model that it is made of."""
-        return {
-            tensor.name: tuple(part.name for part in (tensor.sources if isinstance(tensor, View) else tensor.parts))
-            for tensor in self.outline.tensors
-            if not isinstance(tensor, EncodedTensor | OriginalTensor | PlainTensor | FoldedTensor)
-        }
-
-    def prepare(self, preparation: Preparation) -> None:
-        """Measure what the fold depends on, and check that a fold that was found again is the master's."""
+    def prepare(self, progress: Progress) -> None:
+        """Learn the inputs of weights, if rounding is compensated by them."""
         if self.compensation is not None:
-            self.compensation.inputs.prepare(preparation.progress)
-        measure_fold(self.fold, preparation)
-        if self.fold is not None and self.is_found_again:
-            self.fold.check_master(self.master_factors)
+            self.compensation.inputs.prepare(progress)
 
     def _planned(self, tensor: LogicalTensor, known: ModelDescription, model: str) -> TensorPlan:
         decision = self.outline.decisions.get(tensor.name)
@@ -178,18 +154,12 @@ class IntegerExport:
             planned, tensor, decision, master_error=error, is_original=is_original, compensation=self.compensation
         )
 
-    def accept(self, planned: TensorPlan, record: TensorRecord) -> TensorRecord:
-        """Return the record with the vectors through which the tensor was folded, or those that it is made of."""
-        if self.fold is None or not self.fold.is_measured:  # a record of an earlier run is complete
-            return record
-        names = self._sources.get(record.name, (record.name,))
-        return replace(record, folded=tuple(dict.fromkeys(link for n in names for link in self.fold.links_of(n))))
+    def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
+        """Accept every tensor."""
 
     def notes(self, records: Sequence[TensorRecord]) -> Notes:
-        """Return what the target and the fold have to say, and that the error is for the most part the master's."""
-        warnings, document = self.outline.warnings, {}
-        if self.fold is not None:
-            warnings, document = (*warnings, *self.fold.warnings), {"fold": self.fold.to_json()}
+        """Return what the target has to say, and that the error is for the most part the master's."""
+        warnings = self.outline.warnings
         total, by_master = mean_error(records, "total_mse"), master_part(records)
         if total is not None and by_master is not None and by_master > MOST_BY_MASTER * total:
             warnings = (
@@ -198,7 +168,7 @@ class IntegerExport:
                 f"({by_master:.6f} of {total:.6f}), and no format makes that smaller: --source ORIGINAL rounds the "
                 "original's weights instead, and a master of more bits has less of it",
             )
-        return Notes(warnings=warnings, document=document)
+        return Notes(warnings=warnings)
 
 
 def remarks(outline: Outline, master: Checkpoint) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ from pqweights.exports.integers import IntegerTarget, Outline
 from pqweights.exports.target import GPTQ, ExportSource
 from pqweights.exports.units import reading_together
 from pqweights.planning.plan import coding_of
-from pqweights.rewrite.folding.fold import EQUALIZE, Fold
 from pqweights.rewrite.manifest import Manifest
 from pqweights.storage.remote.storage import open_address
 
@@ -32,7 +31,7 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
     """Return the checkpoint to be rewritten, and the transform that does it.
 
     Raises SourceError for an original that the master was not made from, ExportError if the target cannot store the
-    model, OptionError for a second fold.
+    model, OptionError for a calibration that nothing uses.
     """
     manifest, original = source.manifest, None
     target.assignment.check_model(None if manifest is None else manifest.source_fingerprint)
@@ -40,15 +39,12 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         given = source.original
         original = open_local_source(given) if isinstance(given, Path) else open_address(given)
         _check_original(f"`source` {given}", original, master=source.checkpoint, manifest=manifest)
-    if source.inputs is not None and not (source.rounding == GPTQ or source.fold):
-        raise OptionError("`calibrate`: expected `rounding` gptq or `fold` as well, which use it")
-    outline = master_outline = target.outline(source.checkpoint)
-    values, master, fold = _values(source, original, outline=outline)
-    if values is not source.checkpoint:
-        outline = target.outline(values)
-    if master is not source.checkpoint and original is not None:
-        master_outline = target.outline(master)
-    errors = {} if manifest is None or original is not None or fold is not None else _known_errors(outline, manifest)
+    if source.inputs is not None and source.rounding != GPTQ:
+        raise OptionError("`calibrate`: expected `rounding` gptq as well, which uses it")
+    values = source.checkpoint if original is None else _with_values(source.checkpoint, original)
+    master_outline = target.outline(source.checkpoint)
+    outline = master_outline if original is None else target.outline(values)
+    errors = {} if manifest is None or original is not None else _known_errors(outline, manifest)
     unexamined = unexamined_warnings(target_name(target.describe()["target"]) or "", outline.config)
     warnings = (*outline.warnings, *remarks(outline, source.checkpoint), *unexamined)
     model = text_model(values.config)
@@ -59,46 +55,11 @@ def integer_export(source: ExportSource, target: IntegerTarget) -> tuple[Checkpo
         master={} if original is None else {tensor.name: tensor for tensor in master_outline.tensors},
         master_errors=errors,
         compensation=None
-        if source.inputs is None or source.rounding != GPTQ
-        else Compensation(source.inputs, [(t, how.rule) for t, how in outline.rounded], model, fold),
-        fold=fold,
-        is_found_again=original is not None and not source.fold,
-        master_factors=None if manifest is None else manifest.factors,
+        if source.inputs is None
+        else Compensation(source.inputs, [(t, how.rule) for t, how in outline.rounded], model),
     )
     rewritten = replace(values, tensors=reading_together(outline.tensors, transform.fused))
     return rewritten if outline.companions is None else _with_companions(rewritten, outline.companions), transform
-
-
-def _values(
-    source: ExportSource, original: Checkpoint | None, *, outline: Outline
-) -> tuple[Checkpoint, Checkpoint, Fold | None]:
-    """Return the master with the values that are rounded, the master with those to compare them with, and their fold.
-
-    original: the checkpoint that the master was made from, if its values are rounded
-    outline: what the target makes of the master
-
-    Raises OptionError if a master is to be folded twice, SourceError if norms are missing.
-    """
-    master = source.checkpoint
-    made_with = {} if source.manifest is None else source.manifest.fold
-    if made_with and source.fold:
-        raise OptionError(
-            f"`fold` {EQUALIZE}: {source.folder} is folded already ({made_with.get('kind')}); leave out `fold`"
-        )
-    if made_with and original is not None:
-        kept = [tensor.name for tensor in master.tensors if not isinstance(tensor, EncodedTensor)]
-        if "calibration" in made_with:
-            raise OptionError(
-                f"`source`: {source.folder} was folded by an earlier version with a file of moments, which this one "
-                "does not read; leave out `source`, or quantize again"
-            )
-        fold = Fold(original, plain=kept)
-        return _with_values(master, fold.folded), master, fold
-    values = master if original is None else _with_values(master, original)
-    if not source.fold:
-        return values, master, None
-    fold = Fold(values, plain=_plain(values, outline), inputs=source.inputs)
-    return fold.folded, fold.over(master), fold
 
 
 def _with_values(master: Checkpoint, original: Checkpoint) -> Checkpoint:
@@ -114,14 +75,6 @@ def _with_values(master: Checkpoint, original: Checkpoint) -> Checkpoint:
 def _made_of(tensor: LogicalTensor) -> tuple[LogicalTensor, ...]:
     """Return the tensors of the checkpoint that a tensor is put together from, or itself."""
     return tensor.sources if isinstance(tensor, View) else (tensor,)
-
-
-def _plain(values: Checkpoint, outline: Outline) -> list[str]:
-    """Return the tensors of which an export stores at least a part plainly."""
-    rounded = {tensor.name for tensor, _ in outline.rounded}
-    whole = {part.name for tensor in outline.tensors if tensor.name in rounded for part in _made_of(tensor)}
-    whole -= {part.name for tensor in outline.tensors if tensor.name not in rounded for part in _made_of(tensor)}
-    return sorted({tensor.name for tensor in values.tensors} - whole)
 
 
 def _with_companions(checkpoint: Checkpoint, companions: tuple[str, ...]) -> Checkpoint:
@@ -158,7 +111,7 @@ def _error(tensor: LogicalTensor, errors: dict[str, float]) -> float | None:
 
 
 def _check_original(where: str, original: Checkpoint, *, master: Checkpoint, manifest: Manifest | None) -> None:
-    """Raise SourceError if a master was not made from this checkpoint, or if what was done to it cannot be repeated.
+    """Raise SourceError if a master was not made from this checkpoint.
 
     where: what messages call the checkpoint
     """
@@ -168,12 +121,6 @@ def _check_original(where: str, original: Checkpoint, *, master: Checkpoint, man
         raise SourceError(
             f"{where}: is not the checkpoint that the master was made from: its fingerprint differs from the one in "
             "pqweights.json; give that one, or quantize this one"
-        )
-    fold = EQUALIZE if manifest is None else manifest.fold.get("kind", EQUALIZE)
-    if fold != EQUALIZE:
-        raise SourceError(
-            f"{where}: the master was folded with `fold` {fold}, which this version of pqweights does not have; leave "
-            "out `source`, or quantize again"
         )
     shapes = {tensor.name: tensor.shape for tensor in original.tensors}
     for tensor in master.tensors:

@@ -23,7 +23,6 @@ from pqweights.planning.options import MLX as MLX
 from pqweights.planning.options import TRANSFORMERS as TRANSFORMERS
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import TensorPlan
-from pqweights.rewrite.folding.fold import check_fold
 from pqweights.rewrite.manifest import Manifest
 from pqweights.rewrite.transform import Transform
 from pqweights.storage.addresses import Address
@@ -31,7 +30,7 @@ from pqweights.storage.addresses import Address
 # The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
 TORCHAO, COMPRESSED_TENSORS = "torchao", "compressed-tensors"
 # The options of a target of integers beside its own.
-INTEGER_OPTIONS = ("bits", "group_size", "qparams", "fold", "rounding", "calibrate", "calibration_tokens")
+INTEGER_OPTIONS = ("bits", "group_size", "qparams", "rounding", "calibrate", "calibration_tokens")
 # Those of a target that can give weights different formats.
 ASSIGNMENT_OPTIONS = ("format", "recipe", "set_format", "target_size", "sensitivity")
 
@@ -50,9 +49,8 @@ class ExportSource:
     checkpoint: the opened master
     manifest: its manifest, if it has one
     original: the checkpoint from which it was made, if its weights are to be used instead of the decoded ones
-    inputs: what is known of the inputs of the values, for error-compensated rounding or for the fold
+    inputs: what is known of the inputs of the values, for error-compensated rounding
     rounding: how codes are chosen, "plain" or "gptq"
-    fold: whether factors are moved between layers before weights are rounded
     """
 
     folder: Path | Storage
@@ -61,7 +59,6 @@ class ExportSource:
     original: Path | Address | None
     inputs: KnownInputs | None = None
     rounding: str = PLAIN
-    fold: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +144,6 @@ class ExportTarget(Generic[Settings]):
         for name in (field.name for field in fields(ExportOptions) if field.name in asked.given):
             if name not in self.options:
                 raise OptionError(f"`{name}`: the target {self.name} does not take this option")
-        check_fold(asked.fold)
         return self.read_options(asked)
 
 

@@ -217,18 +217,6 @@ class RecipeOptions(CodecOptions, RuleOptions):
 
 
 @options
-class FoldOptions(Options):
-    """How weights are changed before they are rounded."""
-
-    fold: str | None = option(
-        "Move factors between neighbouring layers first, where channels differ much, so that weights are "
-        "easier to quantize; the model computes the same.",
-        default=None,
-        metavar="equalize",
-    )
-
-
-@options
 class LeaveOutOption(Options):
     """Which tensors a result does not get."""
 
@@ -241,7 +229,7 @@ class LeaveOutOption(Options):
 
 
 @options
-class QuantizeOptions(LeaveOutOption, FoldOptions, ShardOption, HubOptions):
+class QuantizeOptions(LeaveOutOption, ShardOption, HubOptions):
     """How a source is opened and quantized."""
 
     strict: bool = option(
@@ -251,7 +239,6 @@ class QuantizeOptions(LeaveOutOption, FoldOptions, ShardOption, HubOptions):
         "Scale input channels before quantizing, with the scales in a FILE written by pqweights calibrate.",
         default=None,
         metavar="FILE",
-        excludes=(("fold",), "its scales were searched for weights that are not folded"),
     )
     awq_any_codec: bool = option(
         "Accept scales that were searched for another codec or bit width.",
@@ -273,7 +260,7 @@ class QuantizeOptions(LeaveOutOption, FoldOptions, ShardOption, HubOptions):
         excludes=(
             (
                 *("recipe", "codec", "bits", "effort", "keep", "set_bits", "target_size", "target_bpw", "sensitivity"),
-                *("fold", "awq", "calibrate", "strict"),
+                *("awq", "calibrate", "strict"),
             ),
             "it stores the numbers of the source as they are",
         ),
@@ -318,7 +305,6 @@ class CalibrateOptions(SampleOptions):
         checks.location,
         default=None,
         metavar=SAMPLES,
-        excludes=(("fold",), "the calibration scales rows and columns itself"),
     )
     rate: str = option(
         "How bits are shared: more of them where they matter more (model), or as the recipe gives them to each weight "
@@ -405,7 +391,7 @@ def _model_name(name: str, value: Any) -> str:
 
 
 @options
-class ExportOptions(FoldOptions, SampleOptions):
+class ExportOptions(SampleOptions):
     """The options that a user may give for an export; each target takes some. None stands for the target's default."""
 
     bits: int | None = option(
@@ -432,8 +418,8 @@ class ExportOptions(FoldOptions, SampleOptions):
         default_text="not plain with `calibrate`",
     )
     calibrate: StrPath | None = option(
-        "For `rounding` and for `fold`: learn the inputs of weights, layer by layer, on text as in `quantize`: self is "
-        "sampled from the model itself.",
+        "For `rounding`: learn the inputs of weights, layer by layer, on text as in `quantize`: self is sampled from "
+        "the model itself.",
         checks.location,
         default=None,
         metavar=SAMPLES,

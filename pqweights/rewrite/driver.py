@@ -28,7 +28,7 @@ from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.run import Run, open_run
 from pqweights.rewrite.shard import LocalEngine
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
-from pqweights.rewrite.transform import EXPORT, Preparation, Transform
+from pqweights.rewrite.transform import EXPORT, Transform
 from pqweights.storage import Store
 from pqweights.storage.protocol import FileRecord
 
@@ -38,7 +38,6 @@ OTHERS = {
     "calibrated": "another calibration",
     "calibration": "another sample (`calibrate`)",
     "fit": "another `sensitivity`",
-    "fold": "another `fold`",
     "original_fingerprint": "another `source`",
     "master_errors": "another master",
 }
@@ -213,10 +212,7 @@ def _make_shards(task: RewriteTask, run: Run, options: RunOptions) -> tuple[Tens
             task.checkpoint.restore_fingerprints(dict(mark.fingerprints))
             for record in mark.records:
                 task.transform.accept(plans[record.name], record)
-        preparation = Preparation(
-            folder=run.folder, fetched=run.fetched, threads=options.threads, progress=options.progress
-        )
-        task.transform.prepare(preparation)
+        task.transform.prepare(options.progress)
         marks |= engine.make(task, run, [shard for shard in task.plan.shards if shard.file not in marks], options)
         task.finish_checks()
     except (SourceError, MasterError, ClusterError, OutputError) as error:
@@ -236,13 +232,11 @@ def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], run: Run) -> N
         files = _write_small_files(task, records, run)
         fingerprint = task.checkpoint.fingerprint()
         task.check_sources()  # after everything was read, and before anything states what it was
-    fold = task.transform.inputs.fold
     manifest = Manifest(
         identity=task.identity,
         source_fingerprint=fingerprint,
         records=records,
         files=files,
-        factors=None if fold is None else fold.digest(),
         version=version_of(task.identity),
     )
     run.complete(manifest.to_pieces())

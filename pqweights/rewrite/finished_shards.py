@@ -53,10 +53,7 @@ class ShardMark:
         """Read a mark; None if it is not whole, so that the shard is made again."""
         try:
             stated = json.loads(content)
-            records = [
-                TensorRecord(digests=record.pop(HASH_OF_PIECES.key), folded=tuple(record.pop("folded")), **record)
-                for record in stated["tensors"]
-            ]
+            records = [TensorRecord(digests=record.pop(HASH_OF_PIECES.key), **record) for record in stated["tensors"]]
             return ShardMark(records=tuple(records), fingerprints=dict(stated["fingerprints"]))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None

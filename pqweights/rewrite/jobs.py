@@ -21,7 +21,6 @@ from pqweights.common.strict_json import rounded
 from pqweights.errors import SourceError
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import TensorPlan, coder_of
-from pqweights.rewrite.folding.folded import FoldedTensor
 from pqweights.rewrite.records import TensorRecord
 
 # 2**20 weights are 2 MiB of BF16: few enough for the caches, and enough that the cost of a chunk does not show.
@@ -224,5 +223,4 @@ class EncodeJob:
 def _exact_dtype(tensor: LogicalTensor, *, is_scaled: bool) -> str:
     """Return the dtype in which a weight is read and handed to its coder: its own, if that holds the values."""
     is_exact = tensor.dtype in VALUE_DTYPES or tensor.dtype == "MXFP4"
-    is_changed = is_scaled or (isinstance(tensor, FoldedTensor) and tensor.is_changed)
-    return tensor.plain_dtype if is_exact and not is_changed else "F32"
+    return tensor.plain_dtype if is_exact and not is_scaled else "F32"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -33,7 +33,7 @@ from pqweights.planning.roles import classify
 from pqweights.rewrite.jobs import CopyJob, Job, Sink
 from pqweights.rewrite.master_config import master_config
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Preparation, TransformInputs
+from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Progress, TransformInputs
 
 # What the manifest states in the place of a recipe.
 RECIPE = {
@@ -44,8 +44,6 @@ RECIPE = {
 }
 RUN_CHUNKS = 16  # of a stored tensor that are coded at once
 FEWEST_BYTES = 1024  # of a stored tensor that is coded
-
-Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
 
 
 class ChunkRun(NamedTuple):
@@ -135,7 +133,6 @@ class Lossless:
 
     lengths: Mapping[str, Lengths]
     fit: ClassVar[None] = None
-    fold: ClassVar[None] = None
 
     @property
     def account(self) -> Account:
@@ -186,7 +183,7 @@ class Lossless:
             stored=stored,
         )
 
-    def prepare(self, preparation: Preparation) -> None:
+    def prepare(self, progress: Progress) -> None:
         """Do nothing: everything was measured for the plan."""
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
@@ -196,9 +193,8 @@ class Lossless:
         assert isinstance(tensor, PlainTensor | DecodedTensor)
         return LosslessJob(planned, tensor, self.lengths)
 
-    def accept(self, planned: TensorPlan, record: TensorRecord) -> TensorRecord:
-        """Return the record as it is."""
-        return record
+    def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
+        """Accept every tensor."""
 
     def notes(self, records: Sequence[TensorRecord]) -> Notes:
         """Return nothing: there is no error."""

@@ -45,8 +45,6 @@ TENSOR_HASHES: dict[int, TensorHash] = {
 MOST_BYTES = 4_000_000_000
 # The key of a transform's account of itself (Transform.account) that tells which kind of result it makes.
 KINDS = {"recipe": "master", "target": "export"}
-# The key of the digest of factors in what a manifest says of a fold.
-FACTORS_KEY = "factors_sha256"
 
 
 class _Source(Document, frozen=True, kw_only=True):
@@ -96,7 +94,6 @@ class Manifest:
     source_fingerprint: that of the checkpoint that was read (Checkpoint.fingerprint)
     records: what was measured of each tensor, in the order of identity.tensors
     files: the files without tensors, by name
-    factors: the digest of the factors of a fold; None without one, and in manifests of earlier versions
     version: that of the format; new manifests have the lowest that can say what they say
     """
 
@@ -104,7 +101,6 @@ class Manifest:
     source_fingerprint: str
     records: tuple[TensorRecord, ...]
     files: dict[str, FileRecord]
-    factors: str | None = None
     version: int = MANIFEST_VERSION
 
     @property
@@ -118,27 +114,9 @@ class Manifest:
         return self.identity.kind
 
     @property
-    def fold(self) -> dict[str, Any]:
-        """What it says of a fold; empty without one.
-
-        Raises MasterError if that is damaged.
-        """
-        stated = self.made_by.get("fold", {})
-        if not isinstance(stated, dict) or (stated and not isinstance(stated.get("kind"), str)):
-            raise damaged(f"fold: expected the kind of a fold, found {str(stated)[:80]!r}")
-        return stated
-
-    @property
     def made_by(self) -> dict[str, Any]:
         """The transform's account of itself, see RunIdentity."""
         return self.identity.made_by
-
-    @property
-    def account(self) -> dict[str, Any]:
-        """What it says of how the result was made: `made_by`, and what was only known once it was made."""
-        if self.factors is None:
-            return self.made_by
-        return self.made_by | {"fold": self.made_by["fold"] | {FACTORS_KEY: self.factors}}
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:
@@ -167,7 +145,7 @@ class Manifest:
         return {
             "manifest_version": self.version,
             "kind": identity.kind,
-            **self.account,
+            **self.made_by,
             "source": {**origin, "bytes": identity.source_bytes, "fingerprint": self.source_fingerprint},
             **({"model": identity.model} if identity.model else {}),
             **({"master": identity.master} if identity.master else {}),
@@ -306,10 +284,6 @@ def _parsed(document: dict[str, Any], version: int) -> Manifest:
     expected = next((KINDS[key] for key in KINDS if key in account), None)
     if file.kind != expected:
         raise damaged(f"kind: expected {expected}, found {file.kind!r}")
-    factors, fold = None, account.get("fold")
-    if isinstance(fold, dict) and FACTORS_KEY in fold:
-        factors = as_document(fold[FACTORS_KEY], str, lambda problem: damaged(f"fold: {FACTORS_KEY}: {problem}"))
-        account["fold"] = {key: value for key, value in fold.items() if key != FACTORS_KEY}
     if file.model != (facts := known_facts(file.model)):
         raise damaged(f"model: expected what a model card may say, {facts}, found {str(file.model)[:80]}")
     entries = list(map(parse_tensor, file.tensors, document["tensors"], itertools.repeat(TENSOR_HASHES[version].key)))
@@ -337,7 +311,6 @@ def _parsed(document: dict[str, Any], version: int) -> Manifest:
         source_fingerprint=file.source.fingerprint,
         records=tuple(record for _, record in entries),
         files=file.files,
-        factors=factors,
         version=version,
     )
 

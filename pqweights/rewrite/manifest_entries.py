@@ -54,8 +54,6 @@ def tensor_json(tensor: TensorPlan, record: TensorRecord, hash_key: str) -> dict
     elif record.relative_mse is not None:
         entry |= (record.state or {}) | measured
         entry |= {} if record.weighed_mse is None else {"weighed_mse": record.weighed_mse}
-    if record.folded:
-        entry["folded"] = list(record.folded)
     entry["stored"] = [
         {
             "name": spec.name,

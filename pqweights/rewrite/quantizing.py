@@ -26,14 +26,13 @@ from pqweights.planning.recipe import Recipe, SizeTarget
 from pqweights.planning.scales_file import AwqScales, open_scales
 from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
 from pqweights.rewrite.driver import make_plan, rewrite
-from pqweights.rewrite.folding.fold import Fold, check_fold
 from pqweights.rewrite.jobs import CopyJob, EncodeJob, Job
 from pqweights.rewrite.lossless import Lossless, measure
 from pqweights.rewrite.master_config import master_config
 from pqweights.rewrite.ready import FinishedWeights, ReadyWeights
 from pqweights.rewrite.records import TensorRecord, exceeds
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
-from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Preparation, TransformInputs, measure_fold
+from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Progress, TransformInputs
 from pqweights.storage import Store, open_store
 from pqweights.storage.addresses import RepositoryName, parse_location
 from pqweights.storage.hub.sources import open_source
@@ -91,7 +90,6 @@ def plan_quantize(
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
-    check_fold(options.fold)
     checkpoint = open_source(
         source,
         options.access,
@@ -113,11 +111,7 @@ def plan_quantize(
     if recipe.target is not None:
         chosen = _fitted(checkpoint, transform, recipe.target, max_shard_bytes=options.max_shard_bytes)
         transform = replace(transform, fit=chosen)
-    if options.fold is not None:
-        kept = [tensor.name for tensor in transform.plan(checkpoint) if tensor.action == KEEP]
-        transform = replace(transform, fold=Fold(checkpoint, plain=kept))
-    plan = make_plan(checkpoint, transform, options.max_shard_bytes)
-    return checkpoint if transform.fold is None else transform.fold.folded, transform, plan
+    return checkpoint, transform, make_plan(checkpoint, transform, options.max_shard_bytes)
 
 
 def refuse_master(checkpoint: Checkpoint) -> None:
@@ -134,7 +128,6 @@ class Quantize:
     strict: see QuantizeOptions
     awq: scales for the input channels of some weights
     fit: the bit widths that were chosen for a recipe with a target; what it says of calibrated weights does not hold
-    fold: the fold of the checkpoint, of which the tensors are read
     ready: the weights whose codes a calibration has found; the recipe decides on the others
     """
 
@@ -142,7 +135,6 @@ class Quantize:
     strict: bool = False
     awq: AwqScales | None = None
     fit: Fit | None = None
-    fold: Fold | None = None
     ready: ReadyWeights | FinishedWeights | None = None
 
     @property
@@ -150,16 +142,15 @@ class Quantize:
         """The recipe, the scales, and how a size was fitted."""
         awq = {} if self.awq is None else {"awq": self.awq.describe()}
         fit = {} if self.fit is None or self.ready is not None else {"fit": self.fit.describe()}
-        fold = {} if self.fold is None else {"fold": self.fold.describe()}
         ready = {} if self.ready is None else {"calibrated": self.ready.describe()}
-        return Account(MASTER, {"recipe": self.recipe.to_json()} | ready | awq | fit | fold)
+        return Account(MASTER, {"recipe": self.recipe.to_json()} | ready | awq | fit)
 
     @property
     def inputs(self) -> TransformInputs:
-        """The files of the scales and of ready codes, and the fold."""
+        """The files of the scales and of ready codes."""
         scales = {} if self.awq is None else {"--awq": self.awq.file.file}
         ready = {} if self.ready is None or self.ready.files is None else {"calibrated": self.ready.files}
-        return TransformInputs(checkpoints=scales | ready, fold=self.fold)
+        return TransformInputs(checkpoints=scales | ready)
 
     @property
     def output(self) -> Output:
@@ -177,7 +168,7 @@ class Quantize:
             self.awq.check(checkpoint, result)
         if self.ready is not None:
             result = self.ready.planned(result)
-        return result if self.fold is None else self.fold.noted(result)
+        return result
 
     def planner(self, checkpoint: Checkpoint) -> RatePlanner:
         """Return what plans the tensors by the recipe's decisions, with any bit widths where the recipe gives none.
@@ -224,9 +215,8 @@ class Quantize:
             stored=stored,
         )
 
-    def prepare(self, preparation: Preparation) -> None:
-        """Read what the fold depends on."""
-        measure_fold(self.fold, preparation)
+    def prepare(self, progress: Progress) -> None:
+        """Do nothing: scales and ready codes are read with their tensors."""
 
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that encodes a weight, stores its ready codes, or copies a tensor that is kept."""
@@ -239,27 +229,19 @@ class Quantize:
         effort = self.recipe.effort if get_codec(planned.codec).efforts else None
         return EncodeJob(planned, tensor, awq=awq, effort=effort)
 
-    def accept(self, planned: TensorPlan, record: TensorRecord) -> TensorRecord:
-        """Return the record with the vectors through which the tensor was folded.
-
-        Raises StrictError for a weight that exceeds what its codec promises, if the user asked to be strict.
-        """
+    def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
+        """Raise StrictError for a weight that exceeds what its codec promises, if the user asked to be strict."""
         if self.strict and exceeds(planned, record):
             raise StrictError(
                 f"tensor {planned.name!r}: `strict`: relative error {record.relative_mse} at {planned.bits} bits "
                 "exceeds what the codec promises, even with its rescue; keep the tensor with a rule, or give it more "
                 "bits"
             )
-        if self.fold is None or not self.fold.is_measured:  # a record of an earlier run is complete
-            return record
-        return replace(record, folded=self.fold.links_of(record.name))
 
     def notes(self, records: Sequence[TensorRecord]) -> Notes:
-        """Return how a size was fitted if there was a target, and what a fold leaves as it is, or why it is none."""
+        """Return how a size was fitted if there was a target, and what the ready codes have to say."""
         document = {} if self.fit is None or self.ready is not None else {"fit": self.fit.to_json()}
-        if self.fold is None:
-            return Notes(warnings=() if self.ready is None else self.ready.warnings, document=document)
-        return Notes(warnings=self.fold.warnings, document=document | {"fold": self.fold.to_json()})
+        return Notes(warnings=() if self.ready is None else self.ready.warnings, document=document)
 
 
 def _fitted(checkpoint: Checkpoint, transform: Quantize, target: SizeTarget, *, max_shard_bytes: int) -> Fit:

@@ -26,7 +26,6 @@ class TensorRecord:
         read, else computed from what the master's manifest states
     master_mse: in an export of integers, the total_mse that going through the master gives, or would have given
     weighed_mse: of a calibrated weight, the relative error in its outputs, weighed by how much the loss depends on each
-    folded: the vectors between layers with which it was folded, by their writers
     rounding: what error-compensated rounding did with the weight (docs/format.md)
     """
 
@@ -38,7 +37,6 @@ class TensorRecord:
     total_mse: Number | None = None
     master_mse: Number | None = None
     weighed_mse: Number | None = None
-    folded: tuple[str, ...] = ()
     rounding: dict[str, Any] | None = None
 
 
@@ -69,7 +67,6 @@ class TensorReport(TensorRecord):
         if self.action == INTEGER:
             entry |= {"total_mse": self.total_mse, "master_mse": self.master_mse}
         entry |= {} if self.rounding is None else {"rounding": self.rounding}
-        entry |= {"folded": list(self.folded)} if self.folded else {}
         entry |= {} if self.weighed_mse is None else {"weighed_mse": self.weighed_mse}
         return entry | (self.state or {}) | {"relative_mse": self.relative_mse, "exceeds": self.exceeds}
 

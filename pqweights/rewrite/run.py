@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from pqweights.checkpoint.names import (
     CARD_FILE,
     EVALUATION_FILE,
-    FACTORS_FILE,
     JOURNAL_FILE,
     MANIFEST_FILE,
     WORK_FOLDER,
@@ -84,10 +83,9 @@ class Run:
         return record
 
     def holds_work(self) -> bool:
-        """Whether a run that continues this one would find a finished shard, or factors of a fold."""
-        factors = self.folder / FACTORS_FILE
+        """Whether a run that continues this one would find a finished shard."""
         try:
-            return bool(self.shards.marks(self.statement.shards)) or (factors.exists() and factors.stat().st_size > 0)
+            return bool(self.shards.marks(self.statement.shards))
         except StorageError:  # what ended the run is more important
             return True
 

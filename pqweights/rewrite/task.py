@@ -17,7 +17,6 @@ from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import DiskNeed
 from pqweights.planning.plan import Plan, ShardPlan, TensorPlan, Totals
 from pqweights.rewrite.finished_shards import ShardMark
-from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.identity import Journal, RunIdentity, RunStatement, key_of
 from pqweights.rewrite.listed_files import UNCHECKED
 from pqweights.rewrite.records import TensorRecord, TensorReport, error_totals, tensor_reports, total_relative_mse
@@ -331,7 +330,6 @@ def resource_needs(
     plan: Plan,
     threads: int,
     *,
-    fold: Fold | None = None,
     storages: Sequence[Storage] = (),
     is_elsewhere: bool = False,
     calibration_bytes: int = 0,
@@ -339,22 +337,19 @@ def resource_needs(
     """Return what fulfilling a plan takes.
 
     threads: how many threads compute
-    fold: the fold of the tensors that are read
     storages: where the files that are read lie
     is_elsewhere: see Store
     calibration_bytes: what a calibration keeps on the disk of this machine
     """
     largest_header = max((shard.header.byte_count for shard in plan.shards), default=0)
-    held = 0 if fold is None else fold.memory_bytes
-    held += sum(storage.memory_bytes for storage in storages)
+    held = sum(storage.memory_bytes for storage in storages)
     held += upload_bytes_held() if is_elsewhere else 0
     held += threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header
-    beside = calibration_bytes + (0 if fold is None else fold.disk_bytes)
     json_files = 1024 * len(plan.tensors) + 65536
     result = plan.output_bytes + plan.companion_bytes + json_files
     return ResourceNeeds(
-        peak_disk_bytes=result if is_elsewhere else result + beside,
-        scratch_bytes=room_for_shards(plan) + beside if is_elsewhere else None,
+        peak_disk_bytes=result if is_elsewhere else result + calibration_bytes,
+        scratch_bytes=room_for_shards(plan) + calibration_bytes if is_elsewhere else None,
         peak_memory_bytes=MEMORY_FLOOR_BYTES + held,
     )
 

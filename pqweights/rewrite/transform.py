@@ -4,33 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.planning.plan import DEFAULT_METADATA, Container, Safetensors, ShardPlan, TensorPlan
-from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.jobs import Job
 from pqweights.rewrite.records import TensorRecord
 
-
-@dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """What a transform may use before the first tensor is rewritten.
-
-    folder: the work folder, where it may keep what it found for a run that continues this one, in files of KEPT_FILES
-    fetched: where fetched files lie
-    threads: how many threads compute
-    progress: called with the work done, the work in all, and the name of a tensor
-    """
-
-    folder: Path
-    fetched: Path
-    threads: int
-    progress: Callable[[int, int, str], None]
-
-
+Progress = Callable[[int, int, str], None]  # called with the work done, the work in all, and the name of a tensor
 # What manifests call the two kinds of results.
 MASTER, EXPORT = "master", "export"
 
@@ -56,13 +38,11 @@ class TransformInputs:
     """What a transform reads besides the checkpoint, and holds while it works.
 
     checkpoints: what it reads, by the option that names it
-    fold: the fold of the tensors that are read
-    memory_bytes: what it holds in memory beside a fold, whatever the number of threads
+    memory_bytes: what it holds in memory, whatever the number of threads
     disk_bytes: what waits on the disk beside the result: what comes by columns, of the largest weights
     """
 
     checkpoints: Mapping[str, Checkpoint] = field(default_factory=dict)
-    fold: Fold | None = None
     memory_bytes: int = 0
     disk_bytes: int = 0
 
@@ -118,7 +98,7 @@ class Transform(Protocol):
         """Decide from the headers what becomes of each logical tensor, in the order of the checkpoint."""
         ...
 
-    def prepare(self, preparation: Preparation) -> None:
+    def prepare(self, progress: Progress) -> None:
         """Read what must be known before the first tensor is rewritten."""
         ...
 
@@ -126,18 +106,10 @@ class Transform(Protocol):
         """Return the first pass over one tensor."""
         ...
 
-    def accept(self, planned: TensorPlan, record: TensorRecord) -> TensorRecord:
-        """Return the record of a finished tensor, completed. Raise SourceError if the user asked to refuse it."""
+    def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
+        """Accept a finished tensor. Raise SourceError if the user asked to refuse such a one."""
         ...
 
     def notes(self, records: Sequence[TensorRecord]) -> Notes:
         """Return what a report says of it; without records, before anything was measured."""
         ...
-
-
-def measure_fold(fold: Fold | None, preparation: Preparation) -> None:
-    """Read what a fold depends on, if there is one."""
-    if fold is not None:
-        fold.measure(
-            preparation.folder, fetched=preparation.fetched, threads=preparation.threads, progress=preparation.progress
-        )

@@ -50,7 +50,6 @@ def both(monkeypatch: pytest.MonkeyPatch, run: Any, tmp_path: Path) -> list[int]
     "options",
     [
         {},
-        {"fold": "equalize"},
         {"target_bpw": 4.5},
         {"recipe": "t4", "keep": FEW},
         {"bits": 3, "set_bits": {FEW: 6}},
@@ -77,7 +76,7 @@ def test_masters_in_tasks_have_the_bytes_of_plain_ones(
         ("gguf", {"type": "q3_k_l", "without_tokenizer": True}),
         ("torchao", {"group_size": 32}),
         ("vllm", {"group_size": 32, "source": "source"}),
-        ("mlx", {"group_size": 32, "fold": "equalize"}),
+        ("mlx", {"group_size": 32}),
     ],
     ids=str,
 )

@@ -36,7 +36,6 @@ TARGETS: list[tuple[str, dict[str, Any]]] = [
     ("bf16", {"dtype": "source"}),
     ("torchao", GROUPS),
     ("vllm", GROUPS),
-    ("vllm", {**GROUPS, "fold": "equalize"}),
     ("vllm", {**GROUPS, "rounding": "gptq", "calibrate": "self"}),
     ("mlx", GROUPS),
     ("gguf", {"type": "q4_k_m", "without_tokenizer": True}),

@@ -16,7 +16,7 @@ from hostile.case import Case
 
 SUBJECTS = (
     "headers sources gguf foreign pickles recipes outputs masters columns native",
-    "exports folds evaluation generation sizes calibration",
+    "exports evaluation generation sizes calibration",
 )
 CASES: list[Case] = [
     case for subject in " ".join(SUBJECTS).split() for case in importlib.import_module(f"hostile.{subject}").CASES
@@ -31,8 +31,7 @@ ray-port-too-large ray-client address-unknown-scheme address-without-bucket addr
 output-on-the-hub output-unknown-scheme group-size-that-no-target-has bits-that-no-target-has
 option-of-another-target qparams-best-of-rows format-unknown format-of-other-bits
 rounding-without-or-beside-what-it-needs gguf-type-misspelled gguf-options-that-exclude-each-other
-target-misspelled fold-unknown fold-beside-other-options fold-of-a-folded-master
-fold-with-moments-of-an-earlier-version eval-text-twice generate-temperature-negative generate-temperature-nan
+target-misspelled eval-text-twice generate-temperature-negative generate-temperature-nan
 generate-temperature-no-number generate-top-p-zero generate-top-p-above-one generate-max-tokens-zero
 generate-seed-negative generate-system-without-chat generate-revision-of-a-folder generate-kv-cache-misspelled
 generate-kv-cache-empty generate-kv-cache-option-unknown generate-kv-cache-option-without-a-number

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from folding_models import llama
-from helpers import folder_bytes
+from helpers import bf16, folder_bytes, gaussian, write_checkpoint
 from hub_cases import SOURCE, Client, files_of
 from loopback_hub import LoopbackHub
 
@@ -19,7 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload ra
 def test_master_is_that_of_a_local_run_and_files_are_fetched_twice_if_none_is_kept(
     option: tuple[str, ...], times: float, hub: LoopbackHub, client: Client, tmp_path: Path
 ) -> None:
-    folder = llama(tmp_path / "source", shards=4)
+    shards = [{f"model.layers.{n}.mlp.up_proj.weight": bf16(gaussian(128, 512, seed=n))} for n in range(4)]
+    folder = write_checkpoint(tmp_path / "source", *shards, config={"model_type": "llama"})
     hub.commit(SOURCE, files_of(folder))
     client.well("quantize", folder, tmp_path / "expected", "--lossless")
     client.well("quantize", SOURCE, tmp_path / "out", "--lossless", *option)

@@ -1,4 +1,4 @@
-"""The inputs of weights, layer by layer: they are those that hooks record, in every family, folded or not."""
+"""The inputs of weights, layer by layer: they are those that hooks record, in every family."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ import families
 import numpy as np
 import pytest
 import torch
-from closeness import F32_MATRIX, F32_SOLVED, F32_SUM, F64_SUM, ROUNDED_ONCE_MORE, each_near
-from folding_models import columns_of, folded_values, kept, rewritten, uneven
-from helpers import Array, as_float32, f32, folder_bytes, read_all
+from closeness import F32_MATRIX, F32_SOLVED, ROUNDED_ONCE_MORE, each_near
+from helpers import Array, as_float32, folder_bytes, read_all
 
 import pqweights
-from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.source import open_local
-from pqweights.exports.compensation import Compensation
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import load_recipe
@@ -29,9 +26,6 @@ from pqweights.quality.layer_statistics import LayerStatistics
 from pqweights.quality.layered import ModelMatrix
 from pqweights.quality.sample import SampleOf
 from pqweights.quality.sampled_inputs import SampledInputs, inputs_of
-from pqweights.rewrite.folding import fold as folds
-from pqweights.rewrite.folding.fold import Fold
-from pqweights.rewrite.folding.sizes import mean_squares
 from pqweights.rewrite.quantizing import Quantize
 from pqweights.storage import open_store
 
@@ -178,46 +172,6 @@ def test_inputs_of_every_multiplied_weight_are_seen(name, tmp_path_factory, tmp_
                 assert len(reads.vectors) == (tensor.shape[0] if len(tensor.shape) == 3 else 1)
                 size = tensor.shape[-2 if reads.transposed else -1]
                 assert {found.vectors[vector].size for vector in reads.vectors if vector is not None} == {size}
-
-
-def folded_with(model: Path, inputs: SampledInputs, work: Path) -> Fold:
-    checkpoint = open_local(model)
-    fold = Fold(checkpoint, plain=kept(checkpoint), inputs=inputs)
-    work.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folds, "SMALLEST_GAIN", -1.0)
-        fold.measure(work, fetched=work, threads=1, progress=lambda *_: None)
-    return fold
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_folds_use_the_sizes_of_inputs_and_know_those_of_the_folded_model(name, models, tmp_path):
-    model = uneven(models[name], tmp_path / "model")
-    with run(model, tmp_path / "out") as inputs:
-        fold = folded_with(model, inputs, tmp_path / "work")
-        compensation = Compensation(inputs, [], text_model(fold.original.config), fold)
-        folded = rewritten(model, tmp_path / "folded", {name: f32(each) for name, each in folded_values(fold).items()})
-        changed = 0
-        with run(folded, tmp_path / "direct") as direct:
-            for tensor in fold.original.tensors:
-                known, expected = inputs.weights.get(tensor.name), direct.weights.get(tensor.name)
-                assert (known is None) == (expected is None)
-                pairs = zip(known.vectors, expected.vectors, strict=True) if known and expected else ()
-                for number, (old, new) in enumerate(pairs):
-                    assert (old is None) == (new is None)
-                    if old is None or new is None:
-                        continue
-                    columns = compensation.columns(tensor, number)
-                    changed += columns is not None and bool((columns != 1).any())
-                    scaled = compensation.importance(tensor, number, old)
-                    assert each_near(np.sqrt(scaled), np.sqrt(direct.mean_squares(new)), ROUNDED_ONCE_MORE, F64_SUM)
-        assert changed and columns_of(fold)
-        for link in fold.structure.links:
-            single = [side for side in link.readers if not side.stacked and side.repeats == 1 and link.matrices == 1]
-            if len(single) == len(link.readers) and len({inputs.weights[s.tensor].vectors for s in single}) == 1:
-                (vector,) = inputs.weights[single[0].tensor].vectors
-                assert vector is not None
-                assert each_near(mean_squares(link, inputs)[0], inputs.mean_squares(vector), F32_SUM)
 
 
 def test_every_row_is_sampled_with_the_same_probability():

@@ -16,7 +16,6 @@ from integer_exports import integer_names
 from pqweights.checkpoint.models import llama_cpp
 from pqweights.checkpoint.models.conventions import FUSED, FusedLayer
 from pqweights.checkpoint.models.description import ModelDescription
-from pqweights.checkpoint.models.layers import VALUE_HEADS, LayerFlow, NormReaders, WriterReader
 from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.source import Checkpoint, open_local
@@ -26,7 +25,6 @@ from pqweights.exports.linear import FUSED_WITH_KEPT
 from pqweights.kernels.groups import BEST, GroupRule
 from pqweights.planning.recipe import load_recipe
 from pqweights.planning.sensitivity_file import groups_of
-from pqweights.rewrite.folding.search import find_links
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.quantizing import Quantize
 
@@ -38,11 +36,6 @@ MODULES = {
     "hop.open": "mlp.gate_proj", "hop.wide": "mlp.up_proj", "hop.narrow": "mlp.down_proj",
 }  # fmt: skip
 ROW = ModelDescription(
-    flow=LayerFlow(
-        norms=(NormReaders("ln_in", (r"mix\.(ask|offer|tell)",)), NormReaders("ln_mid", (r"hop\.(open|wide)",))),
-        pairs=(WriterReader(r"mix\.tell", r"mix\.blend", VALUE_HEADS), WriterReader(r"hop\.wide", r"hop\.narrow")),
-        others=(r"hop\.sieve",),
-    ),
     llama_cpp=replace(llama_cpp.QWEN3, modules=MODULES),
     roles={"sieve": "router", "board": "embedding", "ask|offer|tell|blend": "attention"},
     fused=(*FUSED, FusedLayer("ask|offer|tell", "mixed"), FusedLayer("open|wide", "hopped")),
@@ -75,17 +68,6 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     """One that also has routers."""
     sieve = {f"model.layers.{layer}.hop.sieve.weight": bf16(gaussian(64, 64, seed=layer)) for layer in range(2)}
     return open_local(written(tmp_path / "src", **sieve))
-
-
-def test_its_vectors_are_folded(checkpoint: Checkpoint) -> None:
-    links = {link.name: link for link in find_links(checkpoint.config, checkpoint.tensors, plain=()).links}
-    of_layer = ("ln_in", "mix.tell", "ln_mid", "hop.wide")
-    assert links.keys() == {f"model.layers.{layer}.{name}" for layer in range(2) for name in of_layer} | {"model.norm"}
-    assert [link.zero_centred for name, link in links.items() if "ln_" in name] == [True] * 4
-    assert {side.tensor for side in links["model.layers.1.ln_mid"].readers} == {
-        "model.layers.1.hop.open.weight", "model.layers.1.hop.wide.weight",
-    }  # fmt: skip
-    assert links["model.layers.0.mix.tell"].channels == 8  # one head of keys, by its default
 
 
 def test_its_roles_decide_what_is_quantized(checkpoint: Checkpoint) -> None:

@@ -158,15 +158,12 @@ def test_file_that_is_replaced_is_not_read_through_the_one_that_was_open(tmp_pat
     assert content.tobytes() == b"new!"
 
 
-@pytest.mark.parametrize("changed", ["master", "original", "of a fold"])
+@pytest.mark.parametrize("changed", ["master", "original"])
 def test_every_checkpoint_that_is_read_is_checked(changed: str, own_source: Path, tmp_path: Path) -> None:
-    """Also while a fold is measured."""
     master, out = tmp_path / "master", tmp_path / "out"
     run_command({"quantize": str(own_source)}, master)
     file = master / "model-00001-of-00001.safetensors" if changed == "master" else own_source / FIRST
     work: dict[str, Any] = {"export": str(master), "target": "vllm", "original": str(own_source)}
-    if changed == "of a fold":
-        work = command(own_source, fold="equalize")
     with pytest.raises(SourceChangedError, match=file.name):
         run_command(work | {"progress": once(lambda: in_place(file))}, out)
     assert not (out / "pqweights.json").exists()

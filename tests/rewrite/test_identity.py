@@ -92,8 +92,8 @@ def test_manifest_of_another_format_than_it_says_is_refused(
 
 
 # Options of a quantize and of exports, each of which changes bytes.
-MASTERS: list[dict[str, Any]] = [{}, {"recipe": "q4"}, {"fold": "equalize"}, {"max_shard_bytes": 30_000}]
-VLLM: list[dict[str, Any]] = [{}, {"bits": 8}, {"format": "int8"}, {"qparams": "minmax"}, {"fold": "equalize"}]
+MASTERS: list[dict[str, Any]] = [{}, {"recipe": "q4"}, {"max_shard_bytes": 30_000}]
+VLLM: list[dict[str, Any]] = [{}, {"bits": 8}, {"format": "int8"}, {"qparams": "minmax"}]
 
 
 def test_key_of_shards_changes_with_everything_that_changes_their_bytes(

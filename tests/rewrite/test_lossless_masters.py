@@ -251,7 +251,7 @@ def test_damage_is_noticed_without_a_manifest(part: str, tmp_path: Path) -> None
         values(tensor, "F32")
 
 
-LEFT_OUT = [("--recipe", "q5"), ("--bits", "4"), ("--fold", "equalize"), ("--strict",)]
+LEFT_OUT = [("--recipe", "q5"), ("--bits", "4"), ("--strict",)]
 
 
 @pytest.mark.parametrize("option", LEFT_OUT)
@@ -263,7 +263,7 @@ def test_options_that_have_no_meaning_without_loss_are_refused(option: tuple[str
 def test_the_first_of_several_options_that_have_no_meaning_is_named(tmp_path: Path) -> None:
     """In whatever order they are given, and sets have them."""
     source = plain_source(tmp_path / "source")
-    asked = ("--strict", "--fold", "equalize", "--keep", "x", "--codec", "trellis", "--bits", "4")
+    asked = ("--strict", "--keep", "x", "--codec", "trellis", "--bits", "4")
     line = refused("quantize", source, tmp_path / "out", "--lossless", *asked, code=2)
     assert "leave out --lossless or --codec" in line
 

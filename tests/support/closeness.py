@@ -28,7 +28,6 @@ import pytest
 # What computes, and in which way it differs from what is expected -> the largest deviation measured.
 REORDERED = {
     "torch": 5.5e-06,  # the same weights packed or not, in other chunks, in windows read together
-    "torch, folded": 3e-06,  # scales moved from one weight to another
     "torch, cached": 5.5e-06,  # texts of several lengths read together, by quantized caches
     "torch, perplexity": 2.7e-05,
     "torch, KL": 1e-10,

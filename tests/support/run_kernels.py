@@ -38,7 +38,6 @@ from pqweights.kernels import (
     EncodedArrays,
     attention,
     compensation,
-    factors,
     gguf_encoding,
     groups,
     load_backend,
@@ -244,28 +243,6 @@ def fit_by_importance() -> Arrays:
         limits = (0, 15) if zeros else (-8, 7)
         compensation.fit_by_importance(compensation.Tiles.of(weights), tiles, rule, factor, limits)
         yield from (each.rows_of() for each in tiles)
-
-
-def _factor_cases() -> Iterator[tuple[str, npt.NDArray[np.uint8], tuple[int, int]]]:
-    """Dtype, raw values and shape of matrices, some with a few columns alone."""
-    for number, shape in enumerate(((3, 1), (5, 33), (17, 256))):
-        plain = np.random.default_rng(number).standard_normal(shape).astype(np.float32)
-        yield "BF16", (plain.view(np.uint32) >> 16).astype(np.uint16).reshape(-1).view(np.uint8), shape
-        yield "F32", plain.reshape(-1).view(np.uint8), shape
-
-
-def multiply() -> Arrays:
-    for dtype, raw, shape in _factor_cases():
-        rng, out = np.random.default_rng(shape[0]), np.empty(shape[0] * shape[1], dtype=np.float32)
-        rows, columns = (rng.lognormal(size=count).astype(np.float32) for count in shape)
-        factors.multiply(raw, dtype, columns=columns, rows=rows, out=out)
-        yield out
-
-
-def squares() -> Arrays:
-    for dtype, raw, (rows, columns) in _factor_cases():
-        weights = np.random.default_rng(columns).lognormal(size=columns).astype(np.float32)
-        yield from factors.squares(raw, dtype, rows=rows, weights=weights, along_rows=True)
 
 
 def encode_trellis() -> Arrays:
@@ -497,8 +474,6 @@ def token_wise(kernel: str) -> Iterator[float]:
 
 KERNELS: dict[str, Callable[[], Arrays]] = {
     "add_in_order": add_in_order,
-    "multiply": multiply,
-    "squares": squares,
     "encode": encode,
     "decode": decode,
     "fit": fit,

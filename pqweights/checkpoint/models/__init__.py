@@ -1,4 +1,4 @@
-"""What is known of types of models: one table, which folding, GGUF, the other targets, roles and caches read."""
+"""What is known of types of models: one table, which GGUF, the other targets, roles and caches read."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pqweights.checkpoint.models.conventions import FUSED, FusedLayer
-from pqweights.checkpoint.models.layers import LayerFlow
 from pqweights.checkpoint.models.llama_cpp import Architecture
 from pqweights.checkpoint.models.mlx_lm import MlxDifferences
 from pqweights.checkpoint.models.traits import Trait
@@ -17,12 +16,11 @@ from pqweights.checkpoint.models.traits import Trait
 class ModelDescription:
     """A type of model. What a row leaves out is not known, or as the conventions have it.
 
-    flow: which modules of a layer read what; None if that is not known, and `fold` leaves the model as it is
     llama_cpp: how llama.cpp runs it; None if that is not known, and no GGUF file of it can be written
     llama_cpp_differs: what llama.cpp computes otherwise, so that no GGUF file of it is written
     mlx: where mlx-lm differs from transformers
     roles: the roles of modules, by expressions for the last component of their names; they come before the conventions,
-        in plans, folding and what becomes a linear layer of vllm and torchao
+        in plans and what becomes a linear layer of vllm and torchao
     fused: which modules runtimes compute with in one layer
     defaults: what keys of its configuration mean that are left out, as in transformers' class; a key without a default
         is None
@@ -31,7 +29,6 @@ class ModelDescription:
     layers: how many the text model of one configuration has, if it says; no row of the table has it
     """
 
-    flow: LayerFlow | None = None
     llama_cpp: Architecture | None = None
     llama_cpp_differs: str = ""
     mlx: MlxDifferences = field(default_factory=MlxDifferences)

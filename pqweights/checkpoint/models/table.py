@@ -1,7 +1,7 @@
 """The types of models, by the `model_type` of transformers: a row for each.
 
-The defaults are those of the configuration classes of transformers, of the keys that GGUF needs, and for the models
-that only folding knows of the sizes of heads. The text_config of a model of images and text states only what differs
+The defaults are those of the configuration classes of transformers, of the keys that GGUF needs, and elsewhere of the
+sizes of heads. The text_config of a model of images and text states only what differs
 from them. llama.cpp's defaults for missing metadata are others.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pqweights.checkpoint.models import layers, llama_cpp, llama_cpp_encoders, llama_cpp_hybrids, table_experts
+from pqweights.checkpoint.models import llama_cpp, llama_cpp_encoders, llama_cpp_hybrids, table_experts
 from pqweights.checkpoint.models.defaults import LLAMA, OWN_HEAD, SILU, TIED, sizes
 from pqweights.checkpoint.models.description import UNKNOWN
 from pqweights.checkpoint.models.description import ModelDescription as Row
@@ -26,7 +26,7 @@ _OLMO = LLAMA | {"rms_norm_eps": 1e-5}
 _ZERO_CENTRED = frozenset({Trait.ZERO_CENTRED_NORMS})
 
 _GEMMA3 = Row(
-    flow=layers.GEMMA2, llama_cpp=llama_cpp_encoders.GEMMA3, traits=_ZERO_CENTRED,
+    llama_cpp=llama_cpp_encoders.GEMMA3, traits=_ZERO_CENTRED,
     defaults=sizes(2304, 9216, 26, 8, 131072) | _LATER_GEMMA | {
         "use_bidirectional_attention": False,
     },
@@ -115,13 +115,13 @@ _ROWS: dict[str, Row] = {
         },
     ),
     "gemma": Row(
-        flow=layers.LLAMA, llama_cpp=llama_cpp.GEMMA, traits=_ZERO_CENTRED,
+        llama_cpp=llama_cpp.GEMMA, traits=_ZERO_CENTRED,
         defaults=sizes(3072, 24576, 28, 16, 8192) | _GEMMA | {
             "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh",
         },
     ),
     "gemma2": Row(
-        flow=layers.GEMMA2, llama_cpp=llama_cpp.GEMMA2, traits=_ZERO_CENTRED,
+        llama_cpp=llama_cpp.GEMMA2, traits=_ZERO_CENTRED,
         defaults=sizes(2304, 9216, 26, 8, 8192) | _LATER_GEMMA | {
             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         },
@@ -201,7 +201,7 @@ _ROWS: dict[str, Row] = {
             "routed_scaling_factor": 1.0,
         },
     ),
-    "llama": Row(flow=layers.LLAMA, llama_cpp=llama_cpp.LLAMA, defaults=sizes(4096, 11008, 32, 32, 2048) | LLAMA),
+    "llama": Row(llama_cpp=llama_cpp.LLAMA, defaults=sizes(4096, 11008, 32, 32, 2048) | LLAMA),
     "llama4": Row(traits=frozenset({Trait.TURNED_EXPERTS})),
     "ministral3": Row(
         llama_cpp=llama_cpp.MINISTRAL3, defaults=sizes(4096, 14336, 34, 32, 262144) | LLAMA | {
@@ -209,11 +209,11 @@ _ROWS: dict[str, Row] = {
         },
     ),
     "mistral": Row(
-        flow=layers.LLAMA, llama_cpp=llama_cpp.LLAMA,
+        llama_cpp=llama_cpp.LLAMA,
         defaults=sizes(4096, 14336, 32, 32, 131072) | LLAMA | {"num_key_value_heads": 8},
     ),
     "mixtral": Row(
-        flow=layers.MIXTRAL, llama_cpp=llama_cpp.MIXTRAL,
+        llama_cpp=llama_cpp.MIXTRAL,
         defaults=sizes(4096, 14336, 32, 32, 131072) | LLAMA | {
             "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_experts": 8,
             "num_experts_per_tok": 2,
@@ -247,7 +247,7 @@ _ROWS: dict[str, Row] = {
 
     }),
     "phi3": Row(
-        flow=layers.PHI3, llama_cpp=llama_cpp.PHI3,
+        llama_cpp=llama_cpp.PHI3,
         defaults=sizes(3072, 8192, 32, 32, 4096) | LLAMA | {
             "rms_norm_eps": 1e-5,
         },
@@ -255,7 +255,7 @@ _ROWS: dict[str, Row] = {
     "phi4_multimodal": _PHI4_MULTIMODAL,
     "phi4mm": _PHI4_MULTIMODAL,
     "qwen2": Row(
-        flow=layers.LLAMA, llama_cpp=llama_cpp.QWEN2,
+        llama_cpp=llama_cpp.QWEN2,
         defaults=sizes(4096, 22016, 32, 32, 32768) | LLAMA | {"num_key_value_heads": 32},
     ),
     "qwen2_5_vl": _QWEN2_VL,
@@ -267,15 +267,13 @@ _ROWS: dict[str, Row] = {
     "qwen2_vl": _QWEN2_VL,
     "qwen2_vl_text": _QWEN2_VL,
     "qwen3": Row(
-        flow=layers.LLAMA, llama_cpp=llama_cpp.QWEN3,
+        llama_cpp=llama_cpp.QWEN3,
         defaults=sizes(4096, 22016, 32, 32, 32768) | LLAMA | {"num_key_value_heads": 32, "head_dim": 128},
     ),
-    "qwen3_5": Row(flow=layers.QWEN3_5, defaults=sizes(4096, 16, 4, 256), traits=_ZERO_CENTRED),
-    "qwen3_5_moe": Row(
-        flow=layers.QWEN3_5, defaults=sizes(2048, 16, 2, 256), traits=_ZERO_CENTRED,
-    ),
+    "qwen3_5": Row(defaults=sizes(4096, 16, 4, 256), traits=_ZERO_CENTRED),
+    "qwen3_5_moe": Row(defaults=sizes(2048, 16, 2, 256), traits=_ZERO_CENTRED),
     "qwen3_5_moe_text": Row(
-        flow=layers.QWEN3_5, traits=_ZERO_CENTRED,
+        traits=_ZERO_CENTRED,
         llama_cpp=llama_cpp_hybrids.QWEN3_5_MOE, defaults=LLAMA | {
             "num_hidden_layers": 40, "num_attention_heads": 16, "max_position_embeddings": 32768,
             "hidden_size": 2048, "num_key_value_heads": 2, "head_dim": 256,
@@ -286,7 +284,7 @@ _ROWS: dict[str, Row] = {
         },
     ),
     "qwen3_5_text": Row(
-        flow=layers.QWEN3_5, traits=_ZERO_CENTRED,
+        traits=_ZERO_CENTRED,
         llama_cpp=llama_cpp_hybrids.QWEN3_5, defaults=sizes(4096, 12288, 32, 16, 32768) | LLAMA | {
             "num_key_value_heads": 4, "head_dim": 256,
             "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
@@ -294,13 +292,13 @@ _ROWS: dict[str, Row] = {
         },
     ),
     "qwen3_moe": Row(
-        flow=layers.QWEN_MOE, llama_cpp=llama_cpp.QWEN3_MOE,
+        llama_cpp=llama_cpp.QWEN3_MOE,
         defaults=sizes(2048, 6144, 24, 32, 32768) | LLAMA | _SPARSE | {
             "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
         },
     ),
     "qwen3_next": Row(
-        flow=layers.QWEN3_5, traits=_ZERO_CENTRED,
+        traits=_ZERO_CENTRED,
         llama_cpp=llama_cpp_hybrids.QWEN3_NEXT, defaults=sizes(2048, 5632, 48, 16, 32768) | LLAMA | {
             "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512,
             "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,

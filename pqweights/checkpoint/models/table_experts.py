@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pqweights.checkpoint.models import layers, llama_cpp_experts
+from pqweights.checkpoint.models import llama_cpp_experts
 from pqweights.checkpoint.models.defaults import LLAMA, OWN_HEAD, SILU, TIED, sizes
 from pqweights.checkpoint.models.description import ModelDescription as Row
 from pqweights.checkpoint.models.traits import Trait
@@ -115,7 +115,7 @@ ROWS: dict[str, Row] = {
         },
     ),
     "gpt_oss": Row(
-        flow=layers.GPT_OSS, traits=TURNED_EXPERTS,
+        traits=TURNED_EXPERTS,
         llama_cpp=llama_cpp_experts.GPT_OSS, defaults=sizes(2880, 2880, 36, 64, 131072) | LLAMA | {
             "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-05,
             "num_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,

@@ -147,7 +147,7 @@ def _load_master(model: LoadableModel, comment: str) -> list[str]:
 def recipe(manifest: Manifest) -> list[str]:
     """Return the recipe of the master, and what was calibrated; nothing if the manifest holds no recipe."""
     is_master, made = manifest.kind == "master", _about_master(manifest)
-    stated, fold, awq = made.get("recipe"), made.get("fold") or manifest.made_by.get("fold"), made.get("awq")
+    stated, awq = made.get("recipe"), made.get("awq")
     if not isinstance(stated, dict):
         return []
     width = "a width chosen for each group" if "fit" in made else f"{words(as_text(stated.get('bits')))} bits"
@@ -162,8 +162,6 @@ def recipe(manifest: Manifest) -> list[str]:
     ]
     if "fit" in made:
         lines.append("Other widths were chosen to meet the target of the recipe with the smallest rise of the loss.")
-    if isinstance(fold, dict):
-        lines.append(_fold(as_text(fold.get("kind"))))
     calibrated = made.get("calibrated")
     if isinstance(calibrated, dict):
         count = calibrated.get("weights")
@@ -173,7 +171,7 @@ def recipe(manifest: Manifest) -> list[str]:
         file = f"file with sha256 {code(as_text(awq.get('sha256')))}"
         whose = "Input channels have" if is_master else "In the master, input channels have"
         lines.append(f"{whose} activation-aware scales that were searched on a calibration text ({file}).")
-    elif calibrated is None and (not isinstance(fold, dict) or "calibration" not in fold):
+    elif calibrated is None:
         without = "No calibration data was used."
         lines.append(without if is_master else "The master was made without calibration data.")
     return lines
@@ -192,15 +190,6 @@ def _recipe_line(stated: Mapping[str, Any], *, fitted: bool) -> str:
     if changed and own.get("description") == stated.get("description"):
         return f"{code(as_text(name))}, changed by options."
     return f"{code(as_text(name))}: {words(as_text(stated.get('description')))}".rstrip(": ")
-
-
-def _fold(kind: str) -> str:
-    """Return what was done to neighbouring layers before anything was quantized."""
-    how = "the residual stream was rotated" if kind == "rotate" else "factors were moved between neighbouring layers"
-    return (
-        f"Before quantization, {how} ({code(f'--fold {words(kind)}')}). The model computes the same, but adapters that "
-        "were trained for the original do not fit it."
-    )
 
 
 def method(manifest: Manifest) -> list[str]:

@@ -185,7 +185,6 @@ class RayEngine(Engine):
         needs = resource_needs(
             task.plan,
             self.threads,
-            fold=task.transform.inputs.fold,
             storages=storages,
             is_elsewhere=task.out.is_elsewhere,
         )

@@ -20,7 +20,6 @@ from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
 from pqweights.rewrite.identity import SAME_BYTES_SINCE
 from pqweights.rewrite.shard import SourceFiles, Workers, make_shard
 from pqweights.rewrite.task import ClusterWork, RewriteTask
-from pqweights.rewrite.transform import Preparation
 
 # How late a file server may show what another machine has written.
 APPEAR_SECONDS = 5.0
@@ -168,9 +167,7 @@ def _made(work: ShardWork, number: int) -> ShardResult:
     # A folder of its own: other tasks on this node may fetch the same files.
     with tempfile.TemporaryDirectory(prefix="fetched-", dir=folder, ignore_cleanup_errors=True) as fetched:
         try:
-            task.transform.prepare(
-                Preparation(folder=folder, fetched=Path(fetched), threads=work.threads, progress=_ignore)
-            )
+            task.transform.prepare(_ignore)
             files = SourceFiles(task, list(shard.tensors))
             with task.checkpoint.storage.fetching(Path(fetched), files.needed):
                 mark = make_shard(task, shard, path, workers, files, _ignore)

@@ -68,7 +68,7 @@ class Inspection:
         }
         return {
             "kind": self.manifest.kind,
-            **self.manifest.account,
+            **self.manifest.made_by,
             "totals": self.totals.to_json() | measured,
             "tensors": [tensor.to_json() for tensor in self.tensors],
         }

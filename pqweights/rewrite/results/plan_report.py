@@ -18,7 +18,6 @@ from pqweights.planning.fit import Fit
 from pqweights.planning.options import CalibrateOptions, MemoryOptions, QuantizeOptions
 from pqweights.planning.plan import Plan, TensorPlan, Totals
 from pqweights.planning.recipe import Recipe
-from pqweights.rewrite.folding.fold import Fold
 from pqweights.rewrite.quantizing import plan_quantize, sensitivity_of
 from pqweights.rewrite.task import PossibleExport, ResourceNeeds, RunOptions, resource_needs
 from pqweights.storage import Store
@@ -53,7 +52,6 @@ class PlanReport:
 
     plan: every output tensor and byte
     fit: how bit widths were chosen for a target; None without one
-    fold: what may be folded; None without a fold
     needs: disk space and memory
     hub: traffic with the Hub; None for a local source
     exports: what the result can be exported to
@@ -63,7 +61,6 @@ class PlanReport:
 
     plan: Plan
     fit: Fit | None
-    fold: Fold | None
     needs: ResourceNeeds
     hub: HubTraffic | None
     exports: tuple[PossibleExport, ...]
@@ -105,7 +102,6 @@ class PlanReport:
             **({} if self.memory is None else {"memory": self.memory.to_json()}),
             **({} if self.calibration is None else {"calibration": asdict(self.calibration)}),
             **({} if self.fit is None else {"fit": self.fit.to_json()}),
-            **({} if self.fold is None else {"fold": self.fold.to_json()}),
             **({} if self.hub is None else {"hub": self.hub.to_json()}),
         }
 
@@ -149,7 +145,6 @@ def report_plan(
         check_calibration(options)
         tokens = calibrate.calibration_tokens
         calibration = PlannedCalibration.of(recipe, plan.tensors, checkpoint.config, tokens)
-    fold = transform.fold
     is_elsewhere = out is not None and out.is_elsewhere
     master = planned_master(checkpoint, plan.tensors)
     exports, advice = possible_exports(master), None
@@ -159,7 +154,6 @@ def report_plan(
     needs = resource_needs(
         plan,
         threads,
-        fold=fold,
         storages=[checkpoint.storage],
         is_elsewhere=is_elsewhere,
         calibration_bytes=0 if calibration is None else calibration.disk_bytes,
@@ -167,7 +161,6 @@ def report_plan(
     return PlanReport(
         plan=plan,
         fit=transform.fit,
-        fold=fold,
         needs=needs,
         hub=_traffic(checkpoint),
         exports=exports,

@@ -35,7 +35,7 @@ Progress = Callable[[int, int, str], None]  # bytes checked, bytes in all, name 
 
 # The keys under which a manifest says how a result was made; an export's also has the options of its target.
 ACCOUNT_KEYS = {
-    "master": {"recipe", "calibrated", "awq", "fit", "fold"},
+    "master": {"recipe", "calibrated", "awq", "fit"},
     "export": {"target", "original_fingerprint", "master_errors", "calibration"},
 }
 

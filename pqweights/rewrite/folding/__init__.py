@@ -1,1 +1,0 @@
-"""Folding: factors that move between neighbouring layers, so that the model computes the same with better weights."""
