@@ -38,21 +38,6 @@ def command(folder: Path, kind: str, inputs: RandomInputs | None, **options: Any
     return work(folder, "vllm", **{"qparams": "best", **COMPENSATED[kind], **rounding, **options})
 
 
-def test_moments_of_folded_weights_are_those_of_inputs_that_are_divided(driven: Path) -> None:
-    """Factors of moments with divided rows and columns, beside factors of the moments of divided inputs."""
-    known = random_inputs(driven / "src")
-    columns = np.exp2(np.arange(known.vectors[0].size) % 5 - 2).astype(np.float32)
-    divided = random_inputs(driven / "src")
-    moments, rows = divided.parts[0]
-    divided.parts[0] = (moments / np.outer(columns, columns), rows / columns)
-    found, expected = compensation._made(known, 0, columns=columns), compensation._made(divided, 0, columns=None)
-    assert found is not None and expected is not None and found.damping == expected.damping
-    assert np.array_equal(found.factor.order, expected.factor.order)
-    size = len(columns)
-    assert np.array_equal(found.factor.matrix[:size, :size], expected.factor.matrix[:size, :size])
-    assert np.array_equal(found.held_back, expected.held_back)
-
-
 def test_memory_counts_the_moments_of_all_experts_of_a_layer() -> None:
     def memory(shapes: dict[str, tuple[int, ...]]) -> int:
         rounded: Any = [(SimpleNamespace(name=name, shape=shape), None) for name, shape in shapes.items()]

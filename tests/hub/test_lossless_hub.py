@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload ra
 def test_master_is_that_of_a_local_run_and_files_are_fetched_twice_if_none_is_kept(
     option: tuple[str, ...], times: float, hub: LoopbackHub, client: Client, tmp_path: Path
 ) -> None:
-    shards = [{f"model.layers.{n}.mlp.up_proj.weight": bf16(gaussian(128, 512, seed=n))} for n in range(4)]
+    shards = [{f"model.layers.{n}.mlp.up_proj.weight": bf16(gaussian(512, 512, seed=n))} for n in range(4)]
     folder = write_checkpoint(tmp_path / "source", *shards, config={"model_type": "llama"})
     hub.commit(SOURCE, files_of(folder))
     client.well("quantize", folder, tmp_path / "expected", "--lossless")

@@ -14,7 +14,6 @@ EXHAUSTIVE = "tries many values or cases; others of its module try some"
 # Modules, and test functions: MODULE::FUNCTION. Paths are relative to tests/.
 SLOW = {
     "architectures/test_architectures.py": MODELS,
-    "architectures/test_folded_architectures.py": MODELS,
     "card/test_card_loading.py": PROCESSES,
     "cli/test_cli.py::test_help_imports_nothing_heavy": PROCESSES,
     "cli/test_hostile.py::test_bad_input_gives_one_clear_line_and_changes_nothing": EXHAUSTIVE,
