@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import encoder_cases
 import gguf_cases
+import llama_embeddings
 import numpy as np
 import pytest
 import torch
@@ -19,10 +21,11 @@ from commands import done
 from encoder_cases import ANSWERING, CASES, SCORING, Case
 from export_decoders import values_of
 from gguf_files import converted, metadata, write_gguf, write_llama
-from helpers import Array, write_checkpoint
-from test_gguf_alone import alone, assert_same, converted_of, edited, resolved, tokenizer_of
+from helpers import Array, gaussian, read_all, write_checkpoint
+from test_gguf_alone import alone, assert_same, converted_of, edited, refusals, resolved, tokenizer_of
 from tokenizers import Tokenizer, processors
 
+from pqweights.checkpoint.gguf.file import open_gguf
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.errors import SourceError
 from pqweights.storage.hub.sources import Access, open_source
@@ -100,6 +103,31 @@ def test_the_model_of_a_file_alone_is_the_original(name: str, tmp_path: Path) ->
 
 
 SCALED = {"T5": {"scale_decoder_outputs": False}}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["t5", "t5 untied", "mt5", "umt5"])
+def test_a_head_that_is_not_the_embeddings(name: str, tmp_path: Path) -> None:
+    """As Flan-T5, mT5 and UMT5 are published: the configuration says that it is not tied, and transformers that it is.
+
+    It scales what goes into the head by what the configuration says, and that of a UMT5 always.
+    """
+    import transformers
+
+    encoder_cases.saved(ANSWERING[name], tmp_path)
+    head = {"lm_head.weight": ("F32", gaussian(encoder_cases.VOCABULARY, 64))}
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
+    config.pop("scale_decoder_outputs", None)
+    model = write_checkpoint(tmp_path / "model", read_all(tmp_path) | head, config=config)
+    of_class = getattr(transformers, config["architectures"][0])
+    expected = answer(of_class.from_pretrained(model).eval())
+    source = read_alone(model, tmp_path / "src")
+    assert_near(answer(loaded(source, tmp_path / "read")), expected, "torch")
+    ids, start = encoder_cases.token_ids(60), [0, *encoder_cases.token_ids(30)]
+    assert_near(llama_embeddings.decoded(tmp_path / "src" / "m.gguf", ids, start), expected[0], "llama.cpp, gelu")
+    if name == "mt5":  # transformers' own reader takes every T5 for one with gates, and gelu is mT5's default alone
+        theirs = of_class.from_pretrained(tmp_path / "src", gguf_file="m.gguf").eval()
+        assert_near(answer(theirs), expected, "torch")
 
 
 @pytest.mark.parametrize(
@@ -249,3 +277,29 @@ def test_what_a_file_does_not_hold_is_named(
     with pytest.raises(SourceError, match=named) as raised:
         open_source(file, Access())
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["bert of three, scores", "modernbert", "t5", "gemma embedding"])
+def test_strange_metadata_end_in_a_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder_cases.saved(COMPARED[name][0], tmp_path / "model")
+    if name == "gemma embedding":
+        encoder_cases.add_modules(tmp_path / "model", "pooling_mode_mean_tokens", torch.randn(96, 64))
+    file = alone(write_gguf(tmp_path / "model"), tmp_path / "src")
+    architecture = metadata(converted(tmp_path / "model"))["general.architecture"]
+    further = [f"{architecture}.{key}" for key in ("pooling_type", "classifier.output_labels", "hidden_act")]
+    assert len(refusals(file, further, 40, 1, monkeypatch)) > 10
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (64,), (2**31, 64), (1 << 20, 128)])
+def test_a_dense_layer_of_another_shape_is_refused(
+    shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder_cases.saved(CASES["gemma embedding"], tmp_path / "model")
+    encoder_cases.add_modules(tmp_path / "model", "pooling_mode_mean_tokens", torch.randn(96, 64))
+    file = alone(write_gguf(tmp_path / "model"), tmp_path / "src")
+    whole = open_gguf(file)
+    tensors = [of._replace(shape=shape) if of.name == "dense_2.weight" else of for of in whole.tensors]
+    contents = replace(whole, tensors=tuple(tensors))
+    monkeypatch.setattr("pqweights.checkpoint.gguf.sources.open_gguf", lambda path: contents)
+    with pytest.raises(SourceError, match=r"dense_2\.weight"):
+        open_source(file, Access())
