@@ -80,7 +80,9 @@ _T5 = "".join(
     for stack, parts in _T5_STACKS.items()
     for place, part in enumerate(parts)
 )
-_T5_BIASES = "".join(f" {stack}.block.{{}}.layer.0.SelfAttention.relative_attention_bias" for stack in _T5_STACKS)
+_T5_BIASES = "".join(
+    f" {stack}.block.{{}}.layer.0.SelfAttention.relative_attention_bias.weight" for stack in _T5_STACKS
+)
 _DEEPSEEK = _SHARED + _MLA + " mlp.gate.e_score_correction_bias"
 _OWN_MODULES = {
     "gpt_oss": f"{_ATTENTION} self_attn.sinks mlp.router"
@@ -175,7 +177,7 @@ _OWN_MODULES = {
     "nomic_bert": "attn.Wqkv attn.out_proj mlp.fc11 mlp.fc12 mlp.fc2 norm1 norm2",
     "modernbert": "attn.Wqkv attn.Wo attn_norm mlp.Wi mlp.Wo mlp_norm",
     "t5": _T5,
-    "umt5": _T5 + _T5_BIASES.format("#", "#").replace("_bias", "_bias.weight"),
+    "umt5": _T5 + _T5_BIASES.format("#", "#"),
 }
 # What stands before these names; # is the number of the layer.
 _BEFORE = {
