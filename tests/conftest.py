@@ -1,4 +1,4 @@
-"""The environment of every run: a cache of its own, one torch thread a process, and GPU kernels anywhere."""
+"""The environment of every run: a cache of its own, and one torch thread a process."""
 
 from __future__ import annotations
 
@@ -25,20 +25,6 @@ BYTES_PER_WORKER = 2 << 30  # torch, transformers and their models; most workers
 
 # Workers, and the processes that tests start, share the cores; on tiny products, more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-def _has_gpu() -> bool:
-    """Whether torch can use a GPU; it is imported, which takes seconds, only where there is a driver."""
-    if not Path("/proc/driver/nvidia").exists():
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
-# Without a GPU, Triton interprets the GPU kernels on the CPU. It reads this when it is imported.
-if not _has_gpu():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:

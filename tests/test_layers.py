@@ -66,12 +66,11 @@ OPTIONAL = {
         codecs.polar_transform codecs.protocol inference.kv.bases inference.kv.cache inference.kv.codes
         inference.kv.klt inference.kv.on_codes inference.kv.polar_rope inference.kv.rotated inference.kv.states
         inference.loading.conversion inference.loading.packed inference.loading.packed_products
-        inference.loading.packed_rows inference.loading.packed_states kernels.attention kernels.gpu_products
+        inference.loading.packed_rows inference.loading.packed_states kernels.attention
         kernels.reference kernels.transform_codes quality.calibrated quality.calibrated_weights
         quality.calibrated_master quality.collecting quality.layer_passes quality.layer_statistics quality.layered
         quality.sample quality.sensitivity quality.work_folder
     """,
-    "triton": "kernels.gpu_products",
     "yaml": "planning.recipe checkpoint.config publish.card.old_card",
     "fsspec": "storage.remote.folder",
     "huggingface_hub": "",  # by name, in pqweights.storage.hub.client

@@ -8,7 +8,6 @@ PROCESSES = "starts processes that import large packages"
 KILLS = "kills runs at hundreds of points"
 CLUSTERS = "starts a Ray cluster, and kills its nodes"
 HUB = "waits for a server on the loopback, and for retries"
-COMPILES = "compiles kernels for GPUs"
 EXHAUSTIVE = "tries many values or cases; others of its module try some"
 
 # Modules, and test functions: MODULE::FUNCTION. Paths are relative to tests/.
@@ -66,7 +65,6 @@ SLOW = {
     "kernels/test_gguf_blocks.py::test_error_is_below_that_of_llama_cpp": RUNTIMES,
     "kernels/test_native.py::test_an_emulated_aarch64_computes_the_golden_bytes": RUNTIMES,
     "planning/test_runtime_memory.py::test_buffers_of_llama_cpp_are_at_most_what_is_counted_and_hardly_less": RUNTIMES,
-    "kernels/test_gpu_products.py::test_kernels_are_compiled_for_gpus": COMPILES,
     "kernels/test_groups.py::test_every_family_has_finite_numbers_and_true_errors": EXHAUSTIVE,
     "kernels/test_kernels.py::test_a_special_block_does_not_change_the_others_of_its_group": EXHAUSTIVE,
     "kernels/test_kernels.py::test_every_finite_norm_decodes_alike": EXHAUSTIVE,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib.util
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,9 +13,6 @@ from torch import Tensor
 
 from pqweights.inference.loading.packed_rows import NAMES, Matrix, PackedRows, Rows, buffer, decode_rows, share
 from pqweights.kernels.products import MOST_ROWS, InputBasis, PreparedInputs, Product
-
-if TYPE_CHECKING:
-    from pqweights.kernels.gpu_products import GpuProduct
 
 # How many weights are decoded before they are multiplied. Products are fastest if they are large and shared by all
 # threads; and this much memory (32 MB in BF16) is no burden.
@@ -62,10 +57,8 @@ def _multiply_decoded(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
 def multiplies(matrix: Matrix, x: Tensor) -> bool:
     """Whether the product of a matrix with rows of inputs is computed from its codes.
 
-    With more rows than a kernel takes, decoding and torch's own product are faster.
+    With more rows than a kernel takes, decoding and torch's own product are faster; so they are on a GPU.
     """
-    if x.device.type == "cuda":
-        return multiplies_on_gpu(matrix, x)
     few = len(x) <= MOST_ROWS and x.device.type == "cpu"
     return few and all(_product(rows, x.dtype) is not None for rows in matrix)
 
@@ -77,8 +70,6 @@ def multiply(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
     x: [rows, columns] BF16, F16 or F32
     bias: [outputs], if there is one
     """
-    if x.device.type == "cuda":
-        return multiply_on_gpu(matrix, x, bias)
     x, outputs = x.contiguous(), sum(rows.rows for rows in matrix)
     out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
     floats = None if bias is None else bias.to(torch.float32).contiguous()
@@ -123,9 +114,6 @@ def _make_product(rows: Rows, dtype: torch.dtype) -> Product | None:
     )
 
 
-# --- inputs ---
-
-
 class _Last:
     """The inputs that a thread prepared last; copied: as they were given, [rows, columns]."""
 
@@ -153,73 +141,3 @@ def _inputs(x: Tensor, basis: InputBasis) -> PreparedInputs:
     inputs.prepare(x, dtype=NAMES[x.dtype], basis=basis)
     last.copied = x.detach().clone()
     return inputs
-
-
-# --- on a GPU ---
-
-# The kernel takes 16 rows of inputs at a time, and torch's operations, which decode on a GPU, pass over a weight in
-# float32 more than ten times.
-MOST_GPU_ROWS = 64
-
-
-def multiplies_on_gpu(matrix: Matrix, x: Tensor) -> bool:
-    """Whether the product of a matrix with rows of inputs is computed from its codes; without triton it is not."""
-    few = len(x) <= MOST_GPU_ROWS and x.dtype in NAMES and _runs_triton(x.device)
-    return few and all(rows.device == x.device and _gpu_product(rows) is not None for rows in matrix)
-
-
-def multiply_on_gpu(matrix: Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + bias.
-
-    matrix: W, of which `multiplies_on_gpu` is true
-    x: [rows, columns] BF16, F16 or F32
-    bias: [outputs], if there is one
-    """
-    from pqweights.kernels.gpu_products import prepare
-
-    x, above = x.contiguous(), 0
-    out = torch.empty(len(x), sum(rows.rows for rows in matrix), dtype=x.dtype, device=x.device)
-    for rows in matrix:
-        product = _gpu_product(rows)
-        assert product is not None
-        here = slice(above, above + rows.rows)
-        part = None if bias is None else bias[here].contiguous()
-        inputs = prepare(x, product.basis, product.awq)
-        product.multiply(inputs, out=out[:, here], bias=part, factor=rows.factor.value)
-        above += rows.rows
-    return out
-
-
-@functools.cache
-def _runs_triton(device: torch.device) -> bool:
-    """Whether the kernels run on a device: on GPUs of NVIDIA from Ampere on, whose tensor cores they use."""
-    if importlib.util.find_spec("triton") is None or torch.version.hip is not None:
-        return False
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-# Rows that are copied or moved get products of their own.
-_gpu_products: WeakKeyDictionary[Rows, GpuProduct | None] = WeakKeyDictionary()
-
-
-def _gpu_product(rows: Rows) -> GpuProduct | None:
-    """Return what multiplies these rows, made on first use; None if they have to be decoded."""
-    if rows not in _gpu_products:
-        _gpu_products[rows] = _make_gpu_product(rows)
-    return _gpu_products[rows]
-
-
-def _make_gpu_product(rows: Rows) -> GpuProduct | None:
-    """Return the product of rows that a scalar codec encoded in whole blocks."""
-    from pqweights.kernels.gpu_products import GpuProduct
-
-    if not isinstance(rows, PackedRows) or rows.coding is None:
-        return None
-    codes, norms = rows.parts
-    return GpuProduct(
-        words=codes.view(torch.int32),
-        norms=norms.reshape(-1).view(torch.float16),
-        coding=rows.coding,
-        outputs=rows.rows,
-        awq=rows.awq,
-    )
