@@ -15,7 +15,7 @@ from . import options, output
 if TYPE_CHECKING:
     from pqweights.quality.report import EvaluationReport, EvaluationSettings, ModelScores
     from pqweights.rewrite.results.evaluation_record import EvaluationRecord, Place
-    from pqweights.storage.hub.sources import Fetched
+    from pqweights.storage.sources import Fetched
 
 COLUMNS = "model,KV cache,bits/coord.,bytes/token,GB,bits/param,bits/weight,perplexity,change,KL mean,KL 99%,top-1"
 CACHE_LEGEND = "; bits/coord.: all that the cache holds of a window, with recent tokens at 16 bits"

@@ -34,7 +34,7 @@ def command(
     """
     from pqweights.checkpoint.names import MANIFEST_FILE
     from pqweights.rewrite.results.inspect import inspect_gguf
-    from pqweights.storage.hub.sources import find_result
+    from pqweights.storage.sources import find_result
 
     with output.progress("fetching") as progress:
         result = find_result(str(asked.folder), asked.access, only=[MANIFEST_FILE], progress=progress)

@@ -17,7 +17,7 @@ from pqweights.common.parameters import Check, Options, Parameter, in_order, par
 from . import output
 
 if TYPE_CHECKING:
-    from pqweights.storage.hub.sources import Access, Fetched
+    from pqweights.storage.sources import Access, Fetched
 
 Asked = TypeVar("Asked")
 
@@ -153,7 +153,7 @@ def _is_fetched(source: str) -> bool:
 
 def fetched(source: str, access: Access) -> Fetched:
     """Return a local folder, or a repository on the Hub as a folder in the cache."""
-    from pqweights.storage.hub.sources import local_folder
+    from pqweights.storage.sources import local_folder
 
     with output.progress("fetching") as progress:
         return local_folder(source, access, progress=progress)

@@ -41,7 +41,7 @@ from pqweights.rewrite.results.verify import Verification
 from pqweights.rewrite.results.verify import verify as verify_folder
 from pqweights.rewrite.task import RewriteReport, RunOptions, usable_cores
 from pqweights.storage import Store, open_store
-from pqweights.storage.hub.sources import find_original, find_result, local_folder
+from pqweights.storage.sources import find_original, find_result, local_folder
 
 if TYPE_CHECKING:
     from pqweights.inference.report import Generation

@@ -40,10 +40,7 @@ LAYERS = (
     ("pqweights.codecs",),
     ("pqweights.checkpoint",),
     ("pqweights.checkpoint.gguf",),
-    ("pqweights.storage.addresses",),
-    ("pqweights.storage.remote",),
     ("pqweights.storage",),
-    ("pqweights.storage.hub",),
     ("pqweights.planning.options", "pqweights.planning"),
     ("pqweights.rewrite",),
     ("pqweights.exports", "pqweights.rewrite.quantizing"),
@@ -72,8 +69,8 @@ OPTIONAL = {
         quality.sample quality.sensitivity quality.work_folder
     """,
     "yaml": "planning.recipe checkpoint.config publish.card.old_card",
-    "fsspec": "storage.remote.folder",
-    "huggingface_hub": "",  # by name, in pqweights.storage.hub.client
+    "fsspec": "storage.bucket",
+    "huggingface_hub": "storage.hub",
     "matplotlib": "",
     "transformers": """
         inference.kv.cache inference.kv.on_codes inference.kv.schemes inference.loading.conversion

@@ -35,10 +35,8 @@ from pqweights.checkpoint.other_weights import holds_weights
 from pqweights.checkpoint.promise import checked_config, with_embeddings
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.storage import (
-    LocalStorage,
     Origin,
     Storage,
-    StorageWithMade,
     check_not_interrupted,
     read_bytes,
 )
@@ -167,8 +165,7 @@ def described_folder(checkpoint: Checkpoint, source: Path) -> Path:
 
     source: what the checkpoint was opened from
     """
-    storage = checkpoint.storage
-    return storage.described((CONFIG_FILE, *checkpoint.companions)) if isinstance(storage, StorageWithMade) else source
+    return checkpoint.storage.described((CONFIG_FILE, *checkpoint.companions)) or source
 
 
 def open_local(
@@ -183,9 +180,9 @@ def open_local(
     Raises SourceError, also for a path that does not exist; MasterError for a damaged master or an unfinished one.
     """
     if path.is_dir():
-        return open_folder(LocalStorage(path, origin=origin), allow_pickle, include=include)
+        return open_folder(Storage(path, origin=origin), allow_pickle, include=include)
     if path.is_file():
-        storage = LocalStorage(path.parent, only=[path.name])
+        storage = Storage(path.parent, only=[path.name])
         opened = open_checkpoint(storage, allow_pickle, single_file=True, include=include)
         return replace(opened, left_out=dict.fromkeys(files_beside(path), NOT_GIVEN))
     if path.exists():
@@ -208,7 +205,7 @@ def files_beside(file: Path) -> tuple[str, ...]:
     if not file.name.lower().endswith(WEIGHT_SUFFIXES):
         return ()
     names = [name for name in top_level_files(file.parent) if not name.startswith(".")]
-    return others_of_model(LocalStorage(file.parent, only=names), file.name)
+    return others_of_model(Storage(file.parent, only=names), file.name)
 
 
 def others_of_model(storage: Storage, file: str) -> tuple[str, ...]:
@@ -237,7 +234,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     if not (folder / CONFIG_FILE).is_file():
         return None
     check_links((), [CONFIG_FILE] if leads_outside(folder, folder / CONFIG_FILE) else [])
-    return model_config(LocalStorage(folder, only=[CONFIG_FILE]))
+    return model_config(Storage(folder, only=[CONFIG_FILE]))
 
 
 def open_checkpoint(

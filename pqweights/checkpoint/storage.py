@@ -1,20 +1,27 @@
-"""Where the files of a checkpoint lie: names, sizes and positioned reads, of a local folder or a repository on the Hub.
+"""Where the files of a checkpoint lie: names, sizes and positioned reads, on this machine, on the Hub, in a bucket.
 
 Files are read into the caller's buffer, because mapped pages would count as resident memory. Only the weights of a
 model that computes with them as they are stored are mapped: they stay in memory anyhow.
+
+Of files elsewhere, headers and small files come by requests of their own. Inside `fetching`, the files of the Hub are
+fetched whole, ahead of their readers, because the Hub lists a hash of each, which must be right before a byte is used:
+into the shared cache; or, with low_disk, into a folder of the caller, two at a time, and `release` deletes them. Files
+in object storage are read in blocks, and nothing of them is stored on this machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import mmap
 import os
 import shutil
 import tempfile
+import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -22,12 +29,20 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.ahead import BlockCache, FileFetcher, Stop
 from pqweights.checkpoint.companions import PARSED, leads_outside
 from pqweights.checkpoint.file_reader import FileReader, FileState, state_at
+from pqweights.checkpoint.header import HeaderStarts
 from pqweights.checkpoint.names import JOURNAL_FILE, MANIFEST_FILE, WORK_FOLDER
-from pqweights.checkpoint.writer import DiskNeed
-from pqweights.common.threads import ProcessLock
+from pqweights.checkpoint.writer import DiskNeed, free_bytes
 from pqweights.errors import MasterError, SourceError
+
+# Files elsewhere up to this size come whole, if they do not hold tensors; so many bytes of them are kept.
+SMALL_BYTES = 32_000_000
+# Larger reads of a file in object storage are read in blocks.
+LARGE_READ_BYTES = 1 << 18
+LOW_DISK_FILES = 2
+DOWNLOADS_AT_ONCE = 2
 
 
 class Origin(NamedTuple):
@@ -63,47 +78,170 @@ class ByteReads(Protocol):
         ...
 
 
-class Storage(Protocol):
-    """Read access to a folder of files. Its text names it in messages. What has a default is that of a local folder."""
+class Remote(Protocol):
+    """What a Storage asks of a folder on another machine. It may be pickled, and its text names it in messages."""
 
-    bytes_read: int  # so far, by all threads
+    origin: Origin | None  # the repository and its commit; None in object storage
+    address: Any  # the Address in object storage; None on the Hub
 
     @property
-    def origin(self) -> Origin | None:
-        """The repository and its commit; None for a local folder."""
-        return None
+    def cache(self) -> Cache | None:
+        """What fetches whole files; None if they are read in blocks."""
+        ...
 
-    def local_folder(self) -> Path | None:
-        """Return the folder, if it is on this machine."""
-        return None
+    def states(self, only: Sequence[str] | None, *, recursive: bool) -> dict[str, FileState]:
+        """Return what its files are now, by name, in sorted order; without hidden ones."""
+        ...
+
+    def work_folder(self) -> WorkFolder | None:
+        """Look for what an unfinished run into it left."""
+        ...
+
+    def read(self, file: str, start: int, end: int, *, expected: FileState | None) -> bytes:
+        """Return bytes of a file, by one request. Raises SourceChangedError if it is known not to be as expected."""
+        ...
+
+
+class Cache(Protocol):
+    """A folder of this machine in which files from elsewhere are kept, once their content was checked."""
+
+    folder: Path
+
+    def path(self, file: str) -> Path | None:
+        """Return where a file lies; None if it does not."""
+        ...
+
+    def read_small(self, file: str) -> bytes:
+        """Return the whole content of a file, checked, without keeping it."""
+        ...
+
+    def fetch(self, file: str, target: Path | None, *, stop: Stop, show: Callable[[int], None]) -> Path:
+        """Fetch a file, check its content, and return where it lies: at `target`, or in the cache."""
+        ...
+
+
+class Storage:
+    """Read access to a folder of files. Its text names it in messages.
+
+    Threads may share it, and other processes get it pickled, without what is open here.
+
+    bytes_read: how many bytes all threads have read so far
+    links: the links in a local folder that are not simply files or folders of it, as they were when it was listed
+    low_disk: whether files of the Hub are deleted when they are no longer needed
+    """
+
+    def __init__(
+        self,
+        source: Path | Remote,
+        only: Sequence[str] | None = None,
+        *,
+        origin: Origin | None = None,
+        made: Mapping[str, bytes] | None = None,
+        low_disk: bool = False,
+        recursive: bool = True,
+    ) -> None:
+        """List the files of a folder.
+
+        source: a folder on this machine, or what reads the files of one elsewhere
+        only: the names of the files to list; by default all
+        origin: where a folder on this machine was fetched from
+        made: the content of files that are not there, but follow from one that is
+        recursive: whether the files in folders inside of one elsewhere are listed, too
+        """
+        self._source, self._only, self._recursive = source, only, recursive
+        self._remote = None if isinstance(source, Path) else source
+        self.root = source if isinstance(source, Path) else Path()
+        self.origin = origin if self._remote is None else self._remote.origin
+        self.low_disk, self.bytes_read, self.links = low_disk, 0, Links()
+        if self._remote is not None:
+            self._files = self._remote.states(only, recursive=recursive)
+        else:
+            names, self.links = _walk(self.root) if only is None else (only, Links())
+            self._files = {name: FileState.of(os.stat(self.root / name)) for name in names}
+        self._made = {name: content for name, content in (made or {}).items() if name not in self._files}
+        states = {name: FileState(len(content), zlib.crc32(content)) for name, content in self._made.items()}
+        self._files = dict(sorted({**self._files, **states}.items()))
+        self._described: Path | None = None
+        self._open({})
+
+    def _open(self, digests: dict[str, str]) -> None:
+        """Begin with nothing open, held or read. digests: of the headers that the plan was made from"""
+        self._lock = threading.Lock()
+        self._reader = FileReader()
+        self._mapped: dict[str, npt.NDArray[np.uint8]] = {}
+        self._read: set[str] = set()
+        self._unchecked: set[str] = set()  # those that were read since `check_read`
+        self._small: dict[str, bytes] = {}
+        self._fetcher: FileFetcher | None = None
+        self._folder = Path()  # where files are fetched to
+        self._fetched: dict[str, tuple[Path, FileState]] = {}  # where files lie, and what they were when checked
+        self._blocks = BlockCache(self._range, self._size_of)
+        self._starts = HeaderStarts(
+            lambda file, offset, count: self._range(file, offset, offset + count), self._size_of
+        )
+        self._starts.digests = digests
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another machine may number the files otherwise.
+        files = {name: replace(state, inode=0) for name, state in self._files.items()}
+        kept = (
+            "_source",
+            "_only",
+            "_recursive",
+            "_remote",
+            "root",
+            "origin",
+            "low_disk",
+            "bytes_read",
+            "links",
+            "_made",
+        )
+        return {name: vars(self)[name] for name in kept} | {"_files": files, "digests": self._starts.digests}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        digests = state.pop("digests")
+        vars(self).update(state)
+        self._described = None
+        self._open(digests)
+
+    def __str__(self) -> str:
+        return str(self._source)
 
     @property
     def address(self) -> Any:
         """The Address in object storage; None elsewhere."""
-        return None
+        return None if self._remote is None else self._remote.address
+
+    @property
+    def _cache(self) -> Cache | None:
+        return None if self._remote is None else self._remote.cache
 
     @property
     def frees(self) -> int:
         """How many fetched files are held at once, because `release` deletes them; 0 if they stay."""
-        return 0
+        return LOW_DISK_FILES if self.low_disk else 0
 
     @property
     def memory_bytes(self) -> int:
         """How many bytes it may hold in memory, beside what its readers hold."""
-        return 0
+        return 0 if self.address is None else BlockCache.memory_bytes() + SMALL_BYTES
+
+    def local_folder(self) -> Path | None:
+        """Return the folder, if it is on this machine."""
+        return self.root if self._remote is None else None
 
     def files(self) -> dict[str, FileState]:
-        """Return the state of every regular file by its relative POSIX path, in sorted order."""
-        ...
-
-    @property
-    def links(self) -> Links:
-        """The links that are not simply files or folders of it."""
-        return Links()
+        """Return the state of every file by its relative POSIX path, in sorted order; without hidden files."""
+        return self._files
 
     def work_folder(self) -> WorkFolder | None:
         """Look for what an unfinished run into this folder left, which `files` leaves out."""
-        return None
+        return local_work_folder(self.root) if self._remote is None else self._remote.work_folder()
+
+    def expect(self, files: Sequence[str]) -> None:
+        """Prepare to read the headers of these files: once one is read, the first bytes of more are requested."""
+        if self._remote is not None:
+            self._starts.expect(files)
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill the buffer with bytes of a file from `offset` on.
@@ -111,62 +249,250 @@ class Storage(Protocol):
         Raises SourceChangedError if the file is no longer the one that was listed, SourceError if it ends early,
         HubError or StorageError if it cannot be fetched.
         """
-        ...
+        here = self._here(file)
+        if here is not None:
+            self._reader.read_into(here[0], file, offset, buffer, expected=here[1])
+        elif offset + buffer.nbytes > self._size_of(file):
+            left = max(0, self._size_of(file) - offset)
+            raise SourceError(f"{file}: expected {buffer.nbytes} bytes at offset {offset}, found {left}: it is shorter")
+        elif (data := self._held(file, offset, buffer.nbytes)) is not None:
+            buffer[:] = np.frombuffer(data, dtype=np.uint8)
+        elif self.address is not None and (buffer.nbytes >= LARGE_READ_BYTES or self._blocks.holds(file, offset)):
+            self._blocks.read_into(file, offset, buffer)
+        else:
+            buffer[:] = np.frombuffer(self._range(file, offset, offset + buffer.nbytes), dtype=np.uint8)
+        if file not in self._made:
+            with self._lock:
+                self.bytes_read += buffer.nbytes
+                self._read.add(file)
+                self._unchecked.add(file)
+
+    def _here(self, file: str) -> tuple[Path, FileState] | None:
+        """Return where a file lies on this machine as a whole, and what it was when it was listed or fetched."""
+        if self._remote is None:
+            return None if file in self._made else (self.root / file, self._files[file])
+        if self._fetcher is None or file in self._small:
+            return None
+        self._fetcher.path(file)
+        return self._fetched[file]
+
+    def _held(self, file: str, offset: int, count: int) -> bytes | None:
+        """Return bytes of a small file, or of a header that was expected; None of other bytes of weights."""
+        if file in self._made:
+            return self._made[file][offset : offset + count]
+        size = self._size_of(file)
+        if file.endswith(".safetensors") or (size > SMALL_BYTES and count != size):
+            return self._starts.read(file, offset, count)
+        if file not in self._small:
+            data = self._range(file, 0, size) if self._cache is None else self._cache.read_small(file)
+            if size > SMALL_BYTES:
+                return data
+            with self._lock:
+                while self._small and sum(map(len, self._small.values())) + size > SMALL_BYTES:
+                    del self._small[next(iter(self._small))]
+                self._small[file] = data
+        data = self._small[file]
+        return data[offset : offset + count]
+
+    def _range(self, file: str, start: int, end: int) -> bytes:
+        assert self._remote is not None
+        return self._remote.read(file, start, end, expected=self._files[file])
+
+    def _size_of(self, file: str) -> int:
+        return self._files[file].byte_count
 
     def mapped(self, file: str) -> npt.NDArray[np.uint8]:
         """Return the bytes of a file, which are read when they are used; changes of them do not reach the file.
 
         Raises SourceError if it is not on this machine.
         """
-        raise SourceError(f"{file}: it is not on this machine; only local files are computed with as they are stored")
+        if self._remote is not None:
+            raise SourceError(
+                f"{file}: it is not on this machine; only local files are computed with as they are stored"
+            )
+        with self._lock:
+            if file not in self._mapped:
+                with open(self.root / file, "rb") as opened:
+                    self._files[file].check(file, FileState.of(os.fstat(opened.fileno())))
+                    pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+                with contextlib.suppress(AttributeError, OSError):  # a hint, which not every system takes
+                    pages.madvise(mmap.MADV_WILLNEED)
+                self._mapped[file] = np.frombuffer(pages, dtype=np.uint8)
+            return self._mapped[file]
 
     def check_read(self) -> None:
         """Raise SourceChangedError if a file that was read since the last call is not what it was when it was listed.
 
         It sends no request: of files whose every reply is checked, or that are elsewhere, `check_unchanged` tells.
         """
-        ...
+        with self._lock:  # no file is released meanwhile; files that were found changed stay unchecked
+            for file in sorted(self._unchecked):
+                here = (self.root / file, self._files[file]) if self._remote is None else self._fetched.get(file)
+                if here is not None:
+                    here[1].check(file, state_at(here[0]))
+            self._unchecked.clear()
 
     def check_unchanged(self, files: Iterable[str] = ()) -> None:
         """Raise SourceChangedError if any file that was ever read is not what it was when it was listed.
 
+        A folder in object storage is listed once more. Of a repository, the commit does not change: what was fetched of
+        it is checked, if it was not released.
+
         files: further files to be checked
         """
-        ...
+        named = sorted({*self._read, *files} - self._made.keys())
+        if self._remote is not None and self.address is not None:
+            there = self._remote.states(self._only, recursive=self._recursive)
+            for file in named:
+                self._files[file].check(str(self.address / file), there.get(file))
+            return
+        with self._lock:
+            here = dict(self._fetched)
+            if self._remote is None:
+                here = {file: (self.root / file, self._files[file]) for file in named}
+            for file, (path, state) in sorted(here.items()):
+                state.check(file, state_at(path, surely=True))
 
     def disk_need(self, files: Sequence[str]) -> DiskNeed | None:
         """Return what fetching these files takes on a disk outside of the folder of `fetching`; None if nothing."""
-        return None
-
-    def expect(self, files: Sequence[str]) -> None:
-        """Prepare to read the headers of these files, which is what the caller does next."""
-        return
-
-    def fetching(self, folder: Path, files: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
-        """Fetch files ahead while the context is open and the caller reads them in the given order.
-
-        folder: where fetched files lie, unless they lie elsewhere already
-        files: for each file, how many files are needed together when it is first read
-        """
-        return contextlib.nullcontext()
-
-    def release(self, file: str) -> None:
-        """Note that a file is no longer needed."""
-        return
+        if self._cache is None or self.low_disk:
+            return None
+        needed = sum(self._size_of(file) for file in files if self._cache.path(file) is None)
+        return DiskNeed(
+            folder=self._cache.folder,
+            byte_count=needed,
+            what=f"{self}: its weights need {needed} bytes in the Hub's cache",
+            remedy="pass `low_disk`, or set HF_HOME to a folder on another disk",
+        )
 
     def keep(self, files: Sequence[str], progress: Callable[[int, int, str], None]) -> None:
         """Have files at hand that are going to be read more than once, if that takes no more than there is room for.
 
         progress: called with the bytes that came, those in all, and the name of a file
         """
-        return
+        need = self.disk_need(files)
+        if self._cache is not None and need is not None and need.missing <= free_bytes(need.folder):
+            self.fetch([file for file in files if self._cache.path(file) is None], progress)
+
+    def fetch(self, files: Sequence[str], progress: Callable[[int, int, str], None]) -> Path:
+        """Fetch files of the Hub into its cache, and return the folder in which they lie."""
+        total, done, folder = sum(map(self._size_of, files)), 0, Path()
+        for file in files:
+
+            def show(count: int, file: str = file) -> None:
+                nonlocal done
+                done += count
+                progress(min(done, total), total, file)
+
+            assert self._cache is not None
+            path = self._cache.fetch(file, None, stop=lambda: False, show=show)
+            folder = path.parents[file.count("/")]
+        return folder
+
+    @contextlib.contextmanager
+    def fetching(self, folder: Path, files: Mapping[str, int]) -> Iterator[None]:
+        """Fetch files ahead while the context is open and the caller reads them in the given order.
+
+        folder: where fetched files lie, unless they lie elsewhere already
+        files: for each file, how many files are needed together when it is first read
+        """
+        with contextlib.ExitStack() as at_end:
+            if self._cache is not None:
+                limit, threads = (LOW_DISK_FILES, 1) if self.low_disk else (len(self._files), DOWNLOADS_AT_ONCE)
+                self._folder = folder
+                # The attribute stays: threads that still read get what is there, or TransferStopped.
+                self._fetcher = FileFetcher(self._fetch_ahead, files, limit=limit, threads=threads)
+                at_end.callback(self._fetcher.close)
+                yield
+            else:
+                self._blocks.stopped = False
+                at_end.callback(setattr, self._blocks, "stopped", True)  # if it ends with an error
+                yield
+                at_end.pop_all()
+
+    def _fetch_ahead(self, file: str, stop: Stop) -> Path:
+        """Fetch a whole file and return its path."""
+        assert self._cache is not None
+        own = self._own_path(file) if self.low_disk and self._cache.path(file) is None else None
+        path = own if own is not None and own.exists() else None
+        path = path or self._cache.fetch(file, own, stop=stop, show=lambda count: None)
+        self._reader.forget(path)  # of a damaged file that was there before
+        self._check_header(file, path)
+        with self._lock:
+            self._fetched[file] = path, FileState.of(path.stat())
+        return path
+
+    def _own_path(self, file: str) -> Path:
+        """Where a file lies until `release`. The name is not chosen by the repository, and unique."""
+        return self._folder / f"{self._files[file].stamp:015x}-{hashlib.sha256(file.encode()).hexdigest()[:8]}"
+
+    def _check_header(self, file: str, path: Path) -> None:
+        """Check the header that the plan was made from, which came by itself, before the whole file could be checked.
+
+        Raises SourceError if it was another one; no result of such a plan may stay.
+        """
+        digest = self._starts.digests.get(file)
+        if digest is not None:
+            with open(path, "rb") as stream:
+                start = stream.read(8)
+                if hashlib.sha256(start + stream.read(int.from_bytes(start, "little"))).hexdigest() != digest:
+                    raise SourceError(
+                        f"{self}: {file}: its header was damaged when it was fetched for the plan: run the same "
+                        "command again"
+                    )
+
+    def release(self, file: str) -> None:
+        """Note that a file is no longer needed."""
+        self._small.pop(file, None)
+        if self._fetcher is not None and self.low_disk:
+            with self._lock:
+                self._fetched.pop(file, None)
+            path = self._own_path(file)
+            self._reader.forget(path)
+            path.unlink(missing_ok=True)  # even if an earlier run fetched it
+            self._fetcher.release(file)
+
+    def described(self, files: Iterable[str]) -> Path | None:
+        """Return a folder with these files if some are made, for libraries that read folders. It goes with this."""
+        if not self._made:
+            return None
+        if self._described is None:
+            self._described = Path(tempfile.mkdtemp(prefix="pqweights-"))
+            weakref.finalize(self, shutil.rmtree, self._described, ignore_errors=True)
+            for name in (file for file in files if "/" not in file):
+                (self._described / name).write_bytes(read_file(self, name))
+        return self._described
 
 
-def read_bytes(storage: Storage, file: str, offset: int, count: int) -> bytes:
-    """Read `count` bytes of a file from `offset` on."""
-    buffer = np.empty(count, dtype=np.uint8)
-    storage.read_into(file, offset, buffer)
-    return buffer.tobytes()
+def _walk(root: Path) -> tuple[list[str], Links]:
+    """Return the names of all files but hidden ones, following links, but never into a folder that was visited."""
+    inside: list[str] = []
+    broken: list[str] = []
+    outside: list[str] = []
+    seen = set()
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            subfolders.clear()
+            continue
+        seen.add(real)
+        paths = [Path(folder, name) for name in sorted(subfolders) if not name.startswith(".")]
+        linked = [path for path in paths if _leads_out(root, path)]
+        outside += [path.relative_to(root).as_posix() for path in linked]
+        subfolders[:] = [path.name for path in paths if path not in linked]
+        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+            name = path.relative_to(root).as_posix()
+            if path.is_symlink() and not path.exists():
+                broken.append(name)
+            elif path.is_file():
+                is_outside = _leads_out(root, path)
+                outside += [name] * is_outside
+                inside += [name] * (not is_outside or path.name.endswith(PARSED))
+    return sorted(inside), Links(tuple(broken), tuple(outside))
+
+
+def _leads_out(root: Path, path: Path) -> bool:
+    return path.is_symlink() and leads_outside(root, path)
 
 
 def local_work_folder(folder: Path) -> WorkFolder | None:
@@ -180,6 +506,13 @@ def local_work_folder(folder: Path) -> WorkFolder | None:
         return WorkFolder(has_journal=(folder / WORK_FOLDER / JOURNAL_FILE).exists())
 
 
+def read_bytes(storage: Storage, file: str, offset: int, count: int) -> bytes:
+    """Read `count` bytes of a file from `offset` on."""
+    buffer = np.empty(count, dtype=np.uint8)
+    storage.read_into(file, offset, buffer)
+    return buffer.tobytes()
+
+
 def read_file(storage: Storage, file: str, limit: int = 256_000_000) -> bytes:
     """Read a whole small file.
 
@@ -189,161 +522,6 @@ def read_file(storage: Storage, file: str, limit: int = 256_000_000) -> bytes:
     if size > limit:
         raise SourceError(f"{file}: expected at most {limit} bytes, found {size}")
     return read_bytes(storage, file, 0, size)
-
-
-class LocalStorage(Storage):
-    """A folder on this machine, without its hidden files and folders."""
-
-    def __init__(self, root: Path, only: Sequence[str] | None = None, origin: Origin | None = None) -> None:
-        """List the files of a folder.
-
-        only: the names of the files to list; by default all
-        origin: where the folder was fetched from
-        """
-        self.root = root
-        self._origin = origin
-        self.bytes_read = 0
-        self._reader = FileReader()
-        self._lock = ProcessLock()
-        self._mapped: dict[str, npt.NDArray[np.uint8]] = {}
-        self._read: set[str] = set()
-        self._unchecked: set[str] = set()  # those that were read since `check_read`
-        self._links = Links()
-        names = sorted(self._walk()) if only is None else only
-        self._files = {name: FileState.of(os.stat(root / name)) for name in names}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Another machine may number the files otherwise.
-        files = {name: replace(state, inode=0) for name, state in self._files.items()}
-        return vars(self) | {"_files": files, "_mapped": {}}
-
-    def _walk(self) -> list[str]:
-        """Return the names of all files, following links, but never into a folder that was already visited."""
-        inside: list[str] = []
-        broken: list[str] = []
-        outside: list[str] = []
-        seen = set()
-        for folder, subfolders, names in os.walk(self.root, followlinks=True):
-            real = os.path.realpath(folder)
-            if real in seen:
-                subfolders.clear()
-                continue
-            seen.add(real)
-            visible = sorted(name for name in subfolders if not name.startswith("."))
-            linked = [name for name in visible if self._leads_outside(Path(folder) / name)]
-            outside += [self._relative(Path(folder) / name) for name in linked]
-            subfolders[:] = [name for name in visible if name not in linked]
-            for path in (Path(folder) / name for name in names if not name.startswith(".")):
-                if path.is_symlink() and not path.exists():
-                    broken.append(self._relative(path))
-                elif path.is_file():
-                    is_outside = self._leads_outside(path)
-                    outside += [self._relative(path)] * is_outside
-                    inside += [self._relative(path)] * (not is_outside or path.name.endswith(PARSED))
-        self._links = Links(tuple(broken), tuple(outside))
-        return inside
-
-    def _leads_outside(self, path: Path) -> bool:
-        return path.is_symlink() and leads_outside(self.root, path)
-
-    def _relative(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix()
-
-    def __str__(self) -> str:
-        return str(self.root)
-
-    @property
-    def origin(self) -> Origin | None:
-        """The repository that the folder was fetched from, if it was."""
-        return self._origin
-
-    def local_folder(self) -> Path:
-        """See Storage."""
-        return self.root
-
-    @property
-    def links(self) -> Links:
-        """See Storage. As they were when the folder was listed."""
-        return self._links
-
-    def work_folder(self) -> WorkFolder | None:
-        """Look for the work folder."""
-        return local_work_folder(self.root)
-
-    def files(self) -> dict[str, FileState]:
-        """Return the files that were listed."""
-        return self._files
-
-    def mapped(self, file: str) -> npt.NDArray[np.uint8]:
-        """See Storage."""
-        with self._lock:
-            if file not in self._mapped:
-                with open(self.root / file, "rb") as opened:
-                    self._files[file].check(file, FileState.of(os.fstat(opened.fileno())))
-                    pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-                with contextlib.suppress(AttributeError, OSError):  # a hint, which not every system takes
-                    pages.madvise(mmap.MADV_WILLNEED)
-                self._mapped[file] = np.frombuffer(pages, dtype=np.uint8)
-            return self._mapped[file]
-
-    def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
-        """Fill the buffer with bytes of a file from `offset` on."""
-        self._reader.read_into(self.root / file, file, offset, buffer, expected=self._files[file])
-        with self._lock:
-            self.bytes_read += buffer.nbytes
-            self._read.add(file)
-            self._unchecked.add(file)
-
-    def check_read(self) -> None:
-        """See Storage."""
-        with self._lock:
-            files = set(self._unchecked)
-        for file in sorted(files):
-            self._files[file].check(file, state_at(self.root / file))
-        with self._lock:  # files that were found changed stay unchecked
-            self._unchecked -= files
-
-    def check_unchanged(self, files: Iterable[str] = ()) -> None:
-        """See Storage."""
-        with self._lock:
-            named = {*self._read, *files}
-        for file in sorted(named):
-            self._files[file].check(file, state_at(self.root / file, surely=True))
-
-
-class StorageWithMade(LocalStorage):
-    """A folder on this machine, and files that are not there but follow from one that is."""
-
-    def __init__(self, root: Path, only: Sequence[str] | None, made: Mapping[str, bytes]) -> None:
-        """List the files. made: the content of those that are not there"""
-        super().__init__(root, only)
-        self._made = {name: content for name, content in made.items() if name not in self._files}
-        self._described: Path | None = None
-        states = {name: FileState(len(content), zlib.crc32(content)) for name, content in self._made.items()}
-        self._files = dict(sorted({**self._files, **states}.items()))
-
-    def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
-        """See Storage."""
-        if file not in self._made:
-            super().read_into(file, offset, buffer)
-            return
-        buffer[:] = np.frombuffer(self._made[file], dtype=np.uint8, count=len(buffer), offset=offset)
-
-    def check_unchanged(self, files: Iterable[str] = ()) -> None:
-        """See Storage."""
-        super().check_unchanged(file for file in files if file not in self._made)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_described": None}
-
-    def described(self, files: Iterable[str]) -> Path:
-        """Return a folder with these files, for libraries that read folders; it goes when this object does."""
-        if self._described is None:
-            self._described = Path(tempfile.mkdtemp(prefix="pqweights-"))
-            weakref.finalize(self, shutil.rmtree, self._described, ignore_errors=True)
-            for name in (file for file in files if "/" not in file):
-                (self._described / name).write_bytes(read_file(self, name))
-        return self._described
 
 
 # The commands that make each kind of result (RunIdentity.kind).

@@ -23,7 +23,7 @@ from pqweights.checkpoint.companions import WEIGHT_SUFFIXES
 from pqweights.checkpoint.header import MAX_NAME, StoredTensor, gguf_refused, overflows
 from pqweights.checkpoint.names import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, is_inside
 from pqweights.checkpoint.other_weights import found_instead, holds_weights
-from pqweights.checkpoint.storage import LocalStorage, Storage, read_file
+from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.common.advice import pip_install
 from pqweights.common.strict_json import parse_json
 from pqweights.errors import MissingDependencyError, SourceError
@@ -265,7 +265,7 @@ def check_index(folder: Path, stored: dict[str, StoredTensor]) -> None:
     """
     files = sorted({tensor.file for tensor in stored.values()})
     if SINGLE_FILE not in files and (folder / INDEX_FILE).is_file():
-        storage = LocalStorage(folder, only=[INDEX_FILE, *files])
+        storage = Storage(folder, only=[INDEX_FILE, *files])
         check_tensors(indexed_files(storage, INDEX_FILE, (".safetensors",))[1], stored)
 
 

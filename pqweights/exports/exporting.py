@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.checkpoint.storage import LocalStorage, Origin, Storage
+from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.errors import OptionError, SourceError
 from pqweights.exports import get_target, target_name
 from pqweights.exports.recipe import with_recipe
@@ -50,7 +50,7 @@ class MasterFolder:
         """
         if isinstance(self.folder, Path) and not self.folder.is_dir():
             return _checked(self.folder, open_local(self.folder)), None
-        storage = LocalStorage(self.folder, origin=self.origin) if isinstance(self.folder, Path) else self.folder
+        storage = Storage(self.folder, origin=self.origin) if isinstance(self.folder, Path) else self.folder
         manifest = find_manifest(storage)
         if manifest is not None and manifest.kind == EXPORT:
             target = target_name(manifest.made_by.get("target"))

@@ -22,7 +22,7 @@ from pqweights.exports.target import GPTQ, ExportSource
 from pqweights.exports.units import reading_together
 from pqweights.planning.plan import coding_of
 from pqweights.rewrite.manifest import Manifest
-from pqweights.storage.remote.storage import open_address
+from pqweights.storage.sources import open_address
 
 IN_WEIGHT_FILES = "the weight files already contain what the runtime needs"
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint.models import text_config
-from pqweights.checkpoint.storage import LocalStorage, read_file
+from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.common.strict_json import is_number, parse_json
 from pqweights.errors import GenerationError, SourceError
 from pqweights.inference.options import GenerationOptions
@@ -316,7 +316,7 @@ def read_settings(folder: Folder) -> tuple[frozenset[int], TokenChoice]:
 
 def _read(folder: Folder) -> dict[str, Any]:
     """Return the content of generation_config.json; an empty one if there is none."""
-    storage = LocalStorage(folder.path)
+    storage = Storage(folder.path)
     if GENERATION_CONFIG not in storage.files():
         return {}
     try:

@@ -19,7 +19,7 @@ from pqweights.errors import OptionError
 
 if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
-    from pqweights.storage.hub.sources import Access
+    from pqweights.storage.sources import Access
 
 DEFAULT_MAX_SHARD_SIZE = "2GB"
 MOST_THREADS = 256
@@ -82,14 +82,14 @@ class HubOptions(Options):
     @property
     def access(self) -> Access:
         """How to reach a repository that these options are about."""
-        from pqweights.storage.hub.sources import Access
+        from pqweights.storage.sources import Access
 
         return Access(self.revision, self.token or None, self.tell or (lambda line: None))
 
     @property
     def access_to_main(self) -> Access:
         """How to reach another repository, of which no revision is named."""
-        from pqweights.storage.hub.sources import Access
+        from pqweights.storage.sources import Access
 
         return Access(None, self.token or None, self.tell or (lambda line: None))
 

@@ -18,9 +18,8 @@ from pqweights.publish.card import MAIN, card_text, check_branch
 from pqweights.rewrite.manifest import Manifest, evaluations_of, manifest_beside, parse_manifest, shards_of
 from pqweights.rewrite.transform import EXPORT
 from pqweights.storage.addresses import RepositoryName, is_repository_id, repository_named
-from pqweights.storage.hub.client import Hub
-from pqweights.storage.hub.repository import Repository
-from pqweights.storage.hub.transfers import read_whole
+from pqweights.storage.hub import Hub
+from pqweights.storage.repository import Repository, open_repository
 
 MAX_MANIFEST_BYTES = 256_000_000  # what a larger manifest on the Hub lists is not looked at
 _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
@@ -71,16 +70,11 @@ def find_destination(hub: Hub, repository: str, branch: str, *, private: bool) -
     """Look at the repository and the branch. Raises HubError if they cannot take this push."""
     exists = hub.exists(repository)
     has_branch = branch == MAIN or (exists and _has_branch(hub, repository, branch))
-    remote = empty_repository(repository)
+    remote = Repository(hub, repository)
     if exists:
-        remote = hub.repository(repository, branch if has_branch else MAIN)
+        remote = open_repository(hub, repository, branch if has_branch else MAIN)
         check_private(remote, private)
     return Destination(branch=branch, remote=remote, exists=exists, has_branch=has_branch)
-
-
-def empty_repository(repository: str) -> Repository:
-    """Return a repository that does not exist yet, or of which nothing is known."""
-    return Repository(id=repository, commit="", files={})
 
 
 def _has_branch(hub: Hub, repository: str, branch: str) -> bool:
@@ -122,7 +116,7 @@ class Pushed(NamedTuple):
         return not self.manifest.identity.container
 
 
-def earlier_pushes(hub: Hub, remote: Repository) -> list[Pushed]:
+def earlier_pushes(remote: Repository) -> list[Pushed]:
     """Return the results in a repository, as far as their manifests can be read. Raises HubError.
 
     The manifests are not trusted, because anybody may have written them.
@@ -132,7 +126,7 @@ def earlier_pushes(hub: Hub, remote: Repository) -> list[Pushed]:
     for file in (remote.files[name] for name in names if "/" not in name):
         if file.byte_count > MAX_MANIFEST_BYTES:
             continue
-        content = read_whole(hub, remote, file)
+        content = remote.read_small(file.name)
         try:
             manifest = parse_manifest(content)
             files = _files_of(manifest, file.name, remote)
@@ -197,14 +191,14 @@ def check_weights(remote: Repository, ours: Set[str]) -> None:
         )
 
 
-def card_on_hub(hub: Hub, remote: Repository) -> str | None:
+def card_on_hub(remote: Repository) -> str | None:
     """Return the card in the repository, or None if it has none. Raises HubError if it is not a text."""
     file = remote.files.get(CARD_FILE)
     if file is None:
         return None
     try:
         return card_text(
-            bytes(MAX_CARD_BYTES + 1) if file.byte_count > MAX_CARD_BYTES else read_whole(hub, remote, file)
+            bytes(MAX_CARD_BYTES + 1) if file.byte_count > MAX_CARD_BYTES else remote.read_small(file.name)
         )
     except ValueError as error:
         raise HubError(f"{remote.id}: {CARD_FILE}: {error}; correct it there, or delete it") from None

@@ -27,7 +27,6 @@ from pqweights.publish.destination import (
     check_weights,
     checked_destination,
     earlier_pushes,
-    empty_repository,
     export_of,
     find_destination,
 )
@@ -35,10 +34,9 @@ from pqweights.publish.options import CardOptions, PushOptions
 from pqweights.rewrite.manifest import Manifest, evaluations_of, manifest_beside, read_manifest, shards_of
 from pqweights.rewrite.results.verify import verify
 from pqweights.rewrite.task import usable_cores
-from pqweights.storage.hub.client import Hub
-from pqweights.storage.hub.repository import Repository, pieces_of
-from pqweights.storage.hub.sources import Access
-from pqweights.storage.hub.transfers import Upload, read_whole, upload
+from pqweights.storage.hub import Hub
+from pqweights.storage.repository import Repository, open_repository, pieces_of
+from pqweights.storage.sources import Access
 
 NEW, CHANGED, SAME, DELETED = "new", "changed", "same", "deleted"
 UNKNOWN = "unknown"  # of a file that could not be compared with the repository
@@ -129,10 +127,10 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
     except HubUnavailableError as error:
         if not options.dry_run:
             raise
-        to = Destination(branch=branch, remote=empty_repository(repository), exists=None, has_branch=None)
+        to = Destination(branch=branch, remote=Repository(hub, repository), exists=None, has_branch=None)
         not_checked = str(error)
     _check_folder(folder, options)
-    manifest, pushed = read_manifest(folder), earlier_pushes(hub, to.remote)
+    manifest, pushed = read_manifest(folder), earlier_pushes(to.remote)
     same = [one for one in pushed if export_of(one.manifest) == export_of(manifest)]
     others = [one for one in pushed if one not in same]
     check_room_for(manifest, others, to.remote)
@@ -140,8 +138,8 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
         check_weights(to.remote, {name for one in pushed for name in one.files} | stamps.keys())
     asked = CardOptions(repository=to.remote.id, revision=to.card_branch, base_model=options.base_model)
     beside = [one.manifest for one in others]
-    card = make_card(folder, asked, old=old_card, pushed=card_on_hub(hub, to.remote), beside=beside)
-    files = _files(hub, to.remote, folder, manifest, card=card, same=same, others=others)
+    card = make_card(folder, asked, old=old_card, pushed=card_on_hub(to.remote), beside=beside)
+    files = _files(to.remote, folder, manifest, card=card, same=same, others=others)
     local = _Local(folder, stamps, dict(sorted(files.items())))
     report = PushReport(
         destination=to,
@@ -187,7 +185,6 @@ def _stamp(path: Path) -> Stamp:
 
 
 def _files(
-    hub: Hub,
     remote: Repository,
     folder: Path,
     manifest: Manifest,
@@ -218,7 +215,7 @@ def _files(
         if one.manifest_file != name and name not in files:
             files[name] = one.content
         if one.manifest_file != name and there is not None and evaluations_of(name) not in files:
-            files[evaluations_of(name)] = read_whole(hub, remote, there)
+            files[evaluations_of(name)] = remote.read_small(there.name)
     return files | ({CARD_FILE: card.text.encode()} if own == MANIFEST_FILE else {})
 
 
@@ -309,7 +306,7 @@ def _check_card(hub: Hub, repository: str, card: Card) -> None:
 
     def ask() -> str | None:
         try:
-            hub.official.library.ModelCard(card.text).validate()
+            hub.client.ModelCard(card.text).validate()
         except ValueError as error:
             if type(error) is not ValueError:
                 raise  # its subclasses are failures of requests
@@ -335,11 +332,11 @@ def _send(hub: Hub, local: _Local, report: PushReport, options: PushOptions) -> 
         hub.tell(f"{repository}: removing what an earlier push of this export left: {', '.join(deleted)}")
     if not to.exists:
         hub.call(repository, lambda: hub.api.create_repo(repository, private=options.private, exist_ok=True))
-        remote = hub.repository(repository)
+        remote = open_repository(hub, repository)
         check_private(remote, options.private)
     if not to.has_branch:
         hub.call(repository, lambda: hub.api.create_branch(repository, branch=to.branch, exist_ok=True))
-        remote = hub.repository(repository, to.branch)
+        remote = open_repository(hub, repository, to.branch)
     operations = _operations(hub, local, report, options)
     local.check_unchanged()
     title = options.message or f"pqweights push: {read_manifest(local.folder).kind}"
@@ -357,7 +354,7 @@ def _send(hub: Hub, local: _Local, report: PushReport, options: PushOptions) -> 
     try:
         return replace(report, commit=str(hub.call(repository, commit).oid))
     except HubError:
-        after = hub.repository(repository, to.branch)
+        after = open_repository(hub, repository, to.branch)
         if any(change.change != SAME for change in _find_changes(local, after, frozenset(), options)):
             raise
         return replace(report, commit=after.commit)  # only the reply to the commit was lost
@@ -372,12 +369,10 @@ def _operations(hub: Hub, local: _Local, report: PushReport, options: PushOption
     operations: list[Any] = []
     for change in report.changes:
         if change.change == DELETED:
-            operations.append(hub.official.library.CommitOperationDelete(path_in_repo=change.name))
+            operations.append(hub.client.CommitOperationDelete(path_in_repo=change.name))
         elif change.change != SAME:
             options.progress(done, report.sent_bytes, change.name)
-            content = local.files[change.name]
-            file = Upload(change.name, content if isinstance(content, bytes) else str(content))
-            operations.append(upload(hub, to.remote, file, branch=to.branch))
+            operations.append(to.remote.upload(change.name, local.files[change.name], to.branch))
             done += change.byte_count
             options.progress(done, report.sent_bytes, change.name)
     return operations

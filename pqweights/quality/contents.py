@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from pqweights.checkpoint.names import EVALUATION_FILE
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import COPY_BYTES
 from pqweights.common.threads import slow_step
 from pqweights.errors import SourceChangedError, SourceReadError
@@ -69,7 +69,7 @@ class Contents:
 
     @property
     def _folder(self) -> Path:
-        assert isinstance(self._checkpoint.storage, LocalStorage)
+        assert isinstance(self._checkpoint.storage, Storage)
         return self._checkpoint.storage.root
 
     def _state(self, name: str) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from pqweights.checkpoint.gguf.file import SUFFIX as GGUF_SUFFIX
 from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.header import ONLY_GGUF_READERS
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE, is_inside
-from pqweights.checkpoint.storage import LocalStorage, Origin, Storage, describe_interrupted, read_file
+from pqweights.checkpoint.storage import Origin, Storage, describe_interrupted, read_file
 from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_document
 from pqweights.common.strict_json import json_pieces, parse_json
 from pqweights.errors import MasterError, SourceError
@@ -231,7 +231,7 @@ def find_manifest(result: Path | Storage) -> Manifest | None:
     return read_manifest(result) if is_there else None
 
 
-def _top_level(folder: Path) -> LocalStorage:
+def _top_level(folder: Path) -> Storage:
     """List the files of a folder without those in folders inside of it. Raises MasterError if it is not a folder."""
     if not folder.exists():
         hint = (
@@ -241,7 +241,7 @@ def _top_level(folder: Path) -> LocalStorage:
     if not folder.is_dir():
         what = ONLY_GGUF_READERS if is_gguf(folder) else "a file"
         raise MasterError(f"{folder}: expected a folder, found {what}")
-    return LocalStorage(folder, only=top_level_files(folder))
+    return Storage(folder, only=top_level_files(folder))
 
 
 def _why_no_manifest(storage: Storage) -> str:

@@ -35,7 +35,7 @@ from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Progress, TransformInputs
 from pqweights.storage import Store, open_store
 from pqweights.storage.addresses import RepositoryName, parse_location
-from pqweights.storage.hub.sources import open_source
+from pqweights.storage.sources import open_source
 
 
 def quantize(

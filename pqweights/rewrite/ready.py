@@ -23,7 +23,7 @@ from pqweights.checkpoint.header import StoredTensor, TensorSpec, build_header
 from pqweights.checkpoint.master import column_specs
 from pqweights.checkpoint.readers import PlainTensor
 from pqweights.checkpoint.source import Checkpoint, read_header
-from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import write_whole
 from pqweights.codecs.columns import (
     ColumnCodes,
@@ -131,7 +131,7 @@ class ReadyWeights:
         Raises SourceError for files that `write_ready` did not write.
         """
         names = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
-        storage = LocalStorage(folder, only=names)
+        storage = Storage(folder, only=names)
         stored: dict[str, StoredTensor] = {}
         weights: dict[str, _ReadyWeight] = {}
         for file in names:

@@ -24,7 +24,7 @@ from pqweights.rewrite.run import Run
 from pqweights.rewrite.transform import SmallFiles, Transform
 from pqweights.storage import Store
 from pqweights.storage.addresses import Address
-from pqweights.storage.remote.folder import upload_bytes_held
+from pqweights.storage.bucket import upload_bytes_held
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
 

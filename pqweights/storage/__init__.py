@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pqweights.errors import OptionError
 from pqweights.storage.addresses import BUCKETS, Address, RepositoryName, parse_location
-from pqweights.storage.bucket import BucketStore
+from pqweights.storage.bucket import RemoteFolder
 from pqweights.storage.local import LocalStore
 from pqweights.storage.protocol import Store
-from pqweights.storage.remote.folder import RemoteFolder
+from pqweights.storage.store import BucketStore
 
 __all__ = ["Store", "open_store"]
 

@@ -1,175 +1,427 @@
-"""A folder in object storage as a store. What is sent there is made in a scratch folder on this machine."""
+"""A folder in object storage: listings, ranges, uploads and moves by fsspec, whose failures become one line.
+
+fsspec's file systems are opened with bounded waiting, requests that their clients send again, and no caches;
+credentials and endpoints are those that fsspec and its clients find themselves. Replies that are cut are requested
+again here, and each is checked to be of the version that was listed, where the storage tells.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 import hashlib
-import os
-import secrets
-import sys
-import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER, is_inside
-from pqweights.checkpoint.writer import write_whole
-from pqweights.errors import OutputError
-from pqweights.storage.addresses import Address
-from pqweights.storage.local import LOCK_FILE, clear, locked, make_private
-from pqweights.storage.protocol import CheckLock, FileRecord, Stop
-from pqweights.storage.remote.folder import RemoteFolder
+from pqweights.checkpoint.ahead import Stop, TransferStopped
+from pqweights.checkpoint.file_reader import FileState
+from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
+from pqweights.checkpoint.storage import Origin, WorkFolder
+from pqweights.common.advice import pip_install
+from pqweights.errors import MissingDependencyError, OptionError, SourceChangedError, SourceError, StorageError
+from pqweights.storage import requests
+from pqweights.storage.addresses import SAME_SCHEMES, Address, is_inside
+from pqweights.storage.requests import Result, Truncated, expected_errors, reason, repeated, status_and_code
 
-SCRATCH_VARIABLE = "PQWEIGHTS_SCRATCH"
-# In the work folder there: a random text of the process that writes to the store.
-OWNER_FILE = f"{WORK_FOLDER}/{LOCK_FILE}"
-PROBE_FILE = f"{WORK_FOLDER}/probe"
+# Schemes that fsspec knows, and that cannot list a folder or are not a place for models.
+NOT_STORAGE = ("http", "https", "hf", "data", "file", "local", "reference", "zip", "tar", "git", "github")
+
+# A part of an upload to S3, of which few wait in memory, and of a copy on the server.
+PART_BYTES = 16_000_000
+PARTS_AT_ONCE = 4
+COPY_PART_BYTES = 1 << 30
+# Larger objects are copied in parts, by s3fs.
+SINGLE_COPY_BYTES = 150 << 20
+
+# What tells one version of a file from another, in the names that file systems give it, the best first; and when it was
+# written.
+VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "modified",
+    "created",
+)
+TIME_KEYS = ("LastModified", "updated", "mtime", "last_modified", "modified", "created")
+MOST_FIRST_LINE_BYTES = 1 << 20  # of a journal
+
+GIVE_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in with `aws configure`",
+    "gs": "log in with `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
+}
+PERMISSIONS = {
+    "s3": {
+        "list": "s3:ListBucket",
+        "read": "s3:GetObject and s3:ListBucket",
+        "write": "s3:PutObject",
+        "move": "s3:GetObject, s3:PutObject and s3:DeleteObject",
+        "remove": "s3:DeleteObject",
+    },
+    "gs": {
+        "list": "storage.objects.list",
+        "read": "storage.objects.get and storage.objects.list",
+        "write": "storage.objects.create",
+        "move": "storage.objects.get, storage.objects.create and storage.objects.delete",
+        "remove": "storage.objects.delete",
+    },
+}
+
+# File systems that do nothing asynchronously share open files between threads.
+_ONE_AT_A_TIME = threading.RLock()
 
 
-@dataclass(frozen=True)
-class BucketStore:
-    """A folder in object storage. See Store.
+def upload_bytes_held() -> int:
+    """Return how many bytes an upload holds in memory at most: its parts, and the next one."""
+    return (PARTS_AT_ONCE + 1) * PART_BYTES
 
-    folder: where the result is written
-    scratch_base: the local folder in which files are made; by default that of the environment
+
+class RemoteFolder:
+    """One folder in object storage, as a Remote. Threads may share it, and other processes get it pickled.
+
+    address: where it is
+
+    It connects when it is first used. Every method raises StorageError for what the storage refuses, OptionError for an
+    unknown scheme, and MissingDependencyError if a package is missing.
     """
 
-    folder: RemoteFolder
-    scratch_base: Path | None = None
+    origin: Origin | None = None
+    cache = None
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._lock = threading.Lock()
+        self._opened: Any = None
+
+    def __reduce__(self) -> tuple[type[RemoteFolder], tuple[Address]]:
+        """Pickle the address alone: connections and credentials belong to a process."""
+        return RemoteFolder, (self.address,)
 
     def __str__(self) -> str:
-        return str(self.folder.address)
+        return str(self.address)
 
-    @property
-    def work(self) -> Path:
-        """The scratch folder: runs that follow one another use the same, runs elsewhere another.
-
-        Raises OutputError if there is none.
-        """
-        base = default_scratch() if self.scratch_base is None else self.scratch_base
-        return base / hashlib.sha256(self.folder.address.url.encode()).hexdigest()[:16]
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """It is."""
-        return True
-
-    def check_apart(self, source: Path | Address) -> None:
-        """See Store."""
-        if isinstance(source, Address) and self.folder.address.overlaps(source):
-            raise OutputError(
-                f"{self}: the output folder and the source must not contain each other (the source is {source}); "
-                "choose another folder"
+    def states(self, only: Sequence[str] | None = None, *, recursive: bool = True) -> dict[str, FileState]:
+        """Return what its files are now. Raises SourceError for a name that cannot be that of a file inside of it."""
+        states = self.files(recursive=recursive) if only is None else {name: self.state(name) for name in only}
+        if strange := next((name for name in states if not is_inside(name)), None):
+            raise SourceError(
+                f"{self}: holds a file {strange[:80]!a}: expected a path inside of it, in printable characters; rename "
+                "or remove it"
             )
+        return {name: state for name, state in states.items() if state is not None}
 
-    def check_names(self, names: Collection[str]) -> None:
-        """See Store. The storage may refuse to write files, or to delete them."""
-        self.folder.write(PROBE_FILE, b"")
-        self.folder.remove([PROBE_FILE])
+    def work_folder(self) -> WorkFolder | None:
+        """Look for what an unfinished run into this folder left."""
+        journal, found = f"{WORK_FOLDER}/{JOURNAL_FILE}", self.files(WORK_FOLDER)
+        if not found:
+            return None
+        if journal not in found:
+            return WorkFolder(has_journal=False)
+        start = self.read(journal, 0, min(found[journal].byte_count, MOST_FIRST_LINE_BYTES))
+        return WorkFolder(has_journal=True, first_line=start.partition(b"\n")[0])
 
-    def names(self) -> set[str]:
-        """See Store."""
-        return {name.partition("/")[0] for name in self.folder.files()}
+    def files(self, below: str = "", *, recursive: bool = True) -> dict[str, FileState]:
+        """List all files, by their path from this folder, in sorted order; an empty dict if there is no such folder.
 
-    def sizes(self, below: str = "") -> Mapping[str, int]:
-        """See Store."""
-        return {name: state.byte_count for name, state in self.folder.files(below=below).items()}
+        below: a folder inside of this one, to which the list is limited
+        recursive: whether the files in folders inside of it are listed, too
 
-    def modified(self, name: str) -> int:
-        """See Store."""
-        return self.folder.modified(name) or sys.maxsize
+        Hidden files and folders are left out, except `below` itself.
+        """
+        root = self._path("")
+        depth = None if recursive else 1
+        listed = self._request(
+            "list", below, lambda: self._system.find(self._path(below), maxdepth=depth, detail=True), optional=True
+        )
+        found = {}
+        for path, info in (listed or {}).items():
+            if not str(path).strip("/").startswith(root.strip("/") + "/"):
+                continue  # something else whose name begins alike
+            name = str(path).removeprefix(root).strip("/")
+            inner = name.removeprefix(below).strip("/")
+            is_file = info.get("type") == "file" and not str(path).endswith("/") and str(path) != root
+            if is_file and inner and not any(part.startswith(".") for part in inner.split("/")):
+                found[name] = _state(info)
+        return dict(sorted(found.items()))
 
-    def read(self, name: str) -> bytes | None:
-        """See Store."""
-        return self.folder.read_whole(name)
+    def state(self, name: str) -> FileState | None:
+        """Return the size and the stamp of a file; None if it is not there."""
+        info = self._request("read", name, lambda: self._system.info(self._path(name)), optional=True)
+        return _state(info) if info is not None and info.get("type") == "file" else None
 
-    def write(self, name: str, pieces: Iterable[bytes]) -> FileRecord:
-        """See Store."""
-        make_scratch(self.work)
-        with tempfile.TemporaryDirectory(prefix="sent-", dir=self.work) as temporary:
-            path = Path(temporary) / "file"
-            digest = write_whole(path.parent, path, pieces)
-            self.folder.upload(name, path)
-            return FileRecord(path.stat().st_size, digest)
+    def read(self, name: str, start: int, end: int, *, expected: FileState | None = None) -> bytes:
+        """Return the bytes [start, end) of a file.
 
-    def put(self, name: str, path: Path, stop: Stop) -> None:
-        """See Store."""
-        self.folder.upload(name, path, stop=stop)
-        path.unlink()
+        expected: what the file was when it was listed, if the answer is to be of that version
+
+        Raises StorageError also if the file is not there or ends early, SourceChangedError if it is another version.
+        """
+        if start >= end:
+            return b""
+
+        def fetch() -> bytes:
+            data, version = self._range(self._path(name), start, end)
+            if expected is not None and version and _stamp(version) != expected.stamp:
+                raise SourceChangedError(
+                    f"{self.address / name}: it was replaced while it was being read: leave the source as it is, and "
+                    "run the same command again"
+                )
+            if len(data) != end - start:
+                raise Truncated(f"expected {end - start} bytes at offset {start}, found {len(data)}")
+            return data
+
+        data: bytes = self._request("read", name, fetch)
+        return data
+
+    def read_whole(self, name: str) -> bytes | None:
+        """Return the content of a small file; None if it is not there."""
+        found = self.state(name)
+        return None if found is None else self.read(name, 0, found.byte_count)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file; it is there with all of its content, or not at all."""
+        self._request("write", name, lambda: self._system.pipe_file(self._path(name), data))
+        self._check_size(name, len(data))
+
+    def upload(self, name: str, path: Path, *, stop: Stop = lambda: False) -> None:
+        """Write a local file, in parts if it is large; it is there with all of its content, or not at all.
+
+        stop: asked between parts
+
+        Raises TransferStopped once `stop` returns True.
+        """
+        from fsspec.callbacks import Callback
+
+        def check(*_: object, **__: object) -> None:
+            if stop():
+                raise TransferStopped
+
+        options = {"chunksize": PART_BYTES, "max_concurrency": PARTS_AT_ONCE} if self._is_s3 else {}
+
+        def put() -> None:
+            check()
+            callback = Callback(hooks={"stop": check})
+            self._system.put_file(str(path), self._path(name), callback=callback, **options)
+
+        self._request("write", name, put, in_parts=True)
+        self._check_size(name, path.stat().st_size)
 
     def move(self, source: str, target: str) -> None:
-        """See Store."""
-        self.folder.move(source, target)
+        """Rename a file on the server. Nothing happens if that was done before.
+
+        Raises StorageError also if neither is there.
+        """
+        found, there = self.state(source), self.state(target)
+        if found is None:
+            if there is None:
+                raise StorageError(f"{self.address / source}: expected this file, to rename it, found none")
+            return
+        options = {"block": COPY_PART_BYTES} if self._is_s3 and found.byte_count > SINGLE_COPY_BYTES else {}
+        paths = self._path(source), self._path(target)
+        self._request("move", source, lambda: self._system.cp_file(*paths, **options), in_parts=True)
+        self._check_size(target, found.byte_count)
+        self.remove([source])
 
     def remove(self, names: Iterable[str]) -> None:
-        """See Store."""
-        self.folder.remove(name for name in names if is_inside(name))
+        """Delete files; those that are not there are no problem."""
+        for name in names:
+            self._request("remove", name, functools.partial(self._system.rm_file, self._path(name)), optional=True)
 
-    @contextlib.contextmanager
-    def lock(self, may_take: Callable[[], None]) -> Iterator[CheckLock]:
-        """See Store."""
-        make_scratch(self.work)
-        with locked(self.work, self):
-            may_take()
-            owner = secrets.token_hex(8).encode()
-            self.folder.write(OWNER_FILE, owner)
+    def _check_size(self, name: str, expected: int) -> None:
+        """Raise StorageError unless a file that was written has its size."""
+        found = self.state(name)
+        if found is None or found.byte_count != expected:
+            size = "no such file" if found is None else f"{found.byte_count} bytes"
+            raise StorageError(
+                f"{self.address / name}: expected {expected} bytes after they were written, found {size}: run the same "
+                "command again"
+            )
 
-            def check() -> None:
-                if self.folder.read_whole(OWNER_FILE) != owner:
-                    raise OutputError(f"{self}: another run is writing there; wait for it, or choose another folder")
+    def _range(self, path: str, start: int, end: int) -> tuple[bytes, str]:
+        """Return bytes of a file, and what tells its version; an empty text if the file system does not say."""
+        if not self._is_s3:
+            return bytes(self._system.cat_file(path, start=start, end=end)), ""
+        from fsspec.asyn import sync
 
-            yield check
-
-    def clear_work(self, keep: Collection[str] = ()) -> None:
-        """See Store."""
-        kept = {*keep, LOCK_FILE} if keep else set()
+        bucket, key, _ = self._system.split_path(path)
+        reply = self._system.call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
         try:
-            below = [name for name in self.folder.files(below=WORK_FOLDER) if name.split("/")[1] not in kept]
-            # Marks first: one without its shard would say that the shard has its final name.
-            self.folder.remove(sorted(below, key=lambda name: not name.endswith(".json")))
+            return bytes(sync(self._system.loop, reply["Body"].read)), str(reply.get("ETag", ""))
+        except expected_errors() as error:
+            raise Truncated(f"the reply ended with a {type(error).__name__}") from None
         finally:
-            clear(self.work, keep)
+            reply["Body"].close()
 
-    def tidy(self, is_needed: Callable[[], bool] = lambda: False) -> None:
-        """See Store."""
-        if not is_needed():
-            journal = f"{WORK_FOLDER}/{JOURNAL_FILE}"  # if there is one by now, a run has begun
-            self.folder.remove(name for name in self.folder.files(below=WORK_FOLDER) if name != journal)
-        with contextlib.suppress(OutputError, OSError):
-            if self.work.exists():
-                with locked(self.work, self):
-                    clear(self.work, ())
+    @property
+    def _system(self) -> Any:
+        """The file system, opened when it is first needed."""
+        with self._lock:
+            if self._opened is None:
+                self._opened = open_file_system(self.address)
+            return self._opened
+
+    @property
+    def _is_s3(self) -> bool:
+        return SAME_SCHEMES.get(self.address.scheme, self.address.scheme) == "s3"
+
+    def _path(self, name: str) -> str:
+        """Return the path under which the file system knows a file, or the folder."""
+        url = (self.address / name if name else self.address).url
+        return str(self._system._strip_protocol(url)).rstrip("/")
+
+    def _request(
+        self, action: str, name: str, send: Callable[[], Result], *, in_parts: bool = False, optional: bool = False
+    ) -> Any:
+        """Send a request, again if the reply is cut, and return its result.
+
+        in_parts: whether it consists of several, of which the last may be found done: then all are sent once more
+        optional: whether to return None if there is no such file; otherwise that is an error
+        """
+        system, address = self._system, self.address / name if name else self.address
+        alone = contextlib.nullcontext() if getattr(system, "async_impl", False) else _ONE_AT_A_TIME
+
+        def sent() -> Result:
+            with alone:
+                return send()
+
+        def pause(error: Exception, attempt: int) -> float:
+            if isinstance(error, Truncated) and attempt < ATTEMPTS:
+                return float(requests.FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
+            if isinstance(error, FileNotFoundError) and status_and_code(error)[1] != "NoSuchBucket":
+                raise error
+            raise _failed(error, address, action, endpoint_of(system)) from None
+
+        try:
+            return repeated(sent, pause)
+        except FileNotFoundError:
+            if in_parts:
+                return self._request(action, name, send)
+            if not optional:
+                raise StorageError(f"{address}: there is no such file") from None
+            return None
 
 
-def default_scratch() -> Path:
-    """Return the folder in which files are made that are sent elsewhere.
+def _failed(error: Exception, address: Address, action: str, endpoint: str = "") -> StorageError:
+    """Return what to tell the user about a request that failed for good.
 
-    Raises OutputError without one, as in a process without a home.
+    address: what the request was about
+    action: a key of PERMISSIONS
+    endpoint: the server as far as it is known, without credentials
     """
-    chosen = os.environ.get(SCRATCH_VARIABLE)
-    if chosen:
-        return Path(chosen).absolute()
-    cache = users_cache()
-    if cache is None:
-        raise OutputError(f"no home folder, in which shards could be made: set {SCRATCH_VARIABLE} to a folder for them")
-    return cache / "scratch"
+    family, bucket = SAME_SCHEMES.get(address.scheme, address.scheme), str(Address(address.scheme, address.bucket))
+    needed = PERMISSIONS.get(family, {}).get(action, f"permission to {action}")
+    why = reason(
+        error,
+        service="the storage",
+        at=f" at {endpoint}" if endpoint else "",
+        bucket=bucket,
+        credentials=GIVE_CREDENTIALS.get(family, "give those of the storage in its configuration"),
+        permission=f"expected credentials with {needed}; ask the owner of {bucket}",
+        settings=" and AWS_ENDPOINT_URL" if family == "s3" else "",
+    )
+    return StorageError(f"{address}: {why}")
 
 
-def make_scratch(scratch: Path) -> None:
-    """Make a scratch folder, or check that it is the user's own. Raises OutputError if it is not, or cannot be made."""
+def _state(info: dict[str, Any]) -> FileState:
+    """Return the state of a file by a listing's account of it."""
+    version = next((info[key] for key in VERSION_KEYS if info.get(key)), "")
+    times = (_seconds(info[key]) for key in TIME_KEYS if info.get(key))
+    modified = next((seconds for seconds in times if seconds is not None), 0.0)
+    return FileState(int(info.get("size") or 0), _stamp(str(_seconds(version) or version)), int(modified * 1e9))
+
+
+def _seconds(time: Any) -> float | None:
+    """Return a time of a listing in seconds since 1970; None for what is not a time."""
+    if isinstance(time, str):
+        try:
+            time = datetime.datetime.fromisoformat(time)
+        except ValueError:
+            return None
+    if isinstance(time, datetime.datetime):
+        return time.timestamp()
+    return float(time) if isinstance(time, int | float) else None
+
+
+def _stamp(version: str) -> int:
+    return int(hashlib.sha256(version.strip('"').encode()).hexdigest()[:15], 16)
+
+
+CONNECT_SECONDS = 10
+READ_SECONDS = 60
+# Connections to a server at once, of one process and folder.
+CONNECTIONS = 16
+# How often a request to S3 is sent if it fails in a way that may pass.
+ATTEMPTS = 5
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # that install what these schemes need
+
+
+def open_file_system(address: Address) -> Any:
+    """Return fsspec's file system for an address, which belongs to the caller alone.
+
+    Raises OptionError for a scheme that nobody knows, MissingDependencyError if its package is not installed,
+    StorageError if its configuration is wrong.
+    """
     try:
-        make_private(scratch)
-    except OSError as error:
-        raise OutputError(
-            f"{scratch}: cannot be made ({error.strerror}), and shards are made there: set {SCRATCH_VARIABLE} to "
-            "another folder"
+        import fsspec
+        from fsspec.registry import known_implementations, registry
+    except ImportError:
+        raise MissingDependencyError(f"{address}: needs fsspec, which is not installed: pip install fsspec") from None
+    scheme = address.scheme
+    if scheme in NOT_STORAGE or (scheme not in known_implementations and scheme not in registry):
+        raise OptionError(
+            f"{address}: expected an address in storage that fsspec can list, such as s3://BUCKET/FOLDER "
+            f"({pip_install('s3')}) or gs://BUCKET/FOLDER ({pip_install('gcs')}), found the scheme {scheme!r}"
+        )
+    try:
+        file_system = fsspec.get_filesystem_class(scheme)
+    except ImportError:
+        extra = EXTRAS.get(scheme)
+        install = pip_install(extra) if extra else "install the package of fsspec for this storage"
+        raise MissingDependencyError(
+            f"{address}: fsspec needs another package for {scheme}://, which is not installed: {install}"
         ) from None
+    try:
+        opened = file_system(**_options(file_system, address))
+        if EXTRAS.get(scheme) == "s3":
+            opened.retries = 1  # botocore sends requests again, see _options
+            opened.connect()
+    except (ValueError, KeyError, TypeError) as error:
+        hint = ": check AWS_ENDPOINT_URL and the configuration" if EXTRAS.get(scheme) == "s3" else ""
+        raise StorageError(
+            f"{address}: the storage cannot be opened with its configuration ({type(error).__name__}){hint}"
+        ) from None
+    except expected_errors() as error:
+        raise _failed(error, address, "open") from None
+    return opened
 
 
-def users_cache() -> Path | None:
-    """Return the folder: PQWEIGHTS_CACHE if set, else one below XDG_CACHE_HOME or ~/.cache; None without a home."""
-    chosen = os.environ.get("PQWEIGHTS_CACHE")
-    if chosen:
-        return Path(chosen)
-    users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(users) / "pqweights" if os.path.isabs(users) else None  # without a home, ~ stays ~
+def _options(file_system: Any, address: Address) -> dict[str, Any]:
+    """Return the arguments of a file system; those of the user's configuration for fsspec are added by fsspec."""
+    from fsspec.config import conf
+
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+    options |= file_system._get_kwargs_from_urls(address.url)  # the host and the user, of schemes that have them
+    if EXTRAS.get(address.scheme) == "s3":
+        ours = {
+            "connect_timeout": CONNECT_SECONDS,
+            "read_timeout": READ_SECONDS,
+            "max_pool_connections": CONNECTIONS,
+            "retries": {"mode": "legacy", "total_max_attempts": ATTEMPTS},  # the one that takes 429 for throttling
+        }
+        options["config_kwargs"] = ours | conf.get("s3", {}).get("config_kwargs", {})
+    return options
+
+
+def endpoint_of(file_system: Any) -> str:
+    """Return the server of a file system without credentials, as far as it is known."""
+    endpoint = getattr(getattr(getattr(file_system, "_s3", None), "meta", None), "endpoint_url", None)
+    if not isinstance(endpoint, str):
+        return ""
+    scheme, _, rest = endpoint.partition("://")
+    return f"{scheme}://{rest.partition('/')[0].partition('?')[0].rpartition('@')[2]}"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from pqweights.checkpoint.ahead import Stop
 from pqweights.common.documents import Count
 from pqweights.storage.addresses import Address
-from pqweights.storage.remote.failures import Stop
 
 __all__ = ["CheckLock", "FileRecord", "Stop", "Store"]
 

@@ -23,7 +23,7 @@ from pqweights.checkpoint.header import MAX_NAME, MOST_OF_NOTHING, StoredTensor
 from pqweights.checkpoint.master import logical_tensors
 from pqweights.checkpoint.mlx_stacks import with_single_experts
 from pqweights.checkpoint.source import open_local
-from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.storage import Storage
 from pqweights.codecs.columns import MOST_STORED_COLUMNS, ColumnCut
 from pqweights.common.documents import Document, as_document
 from pqweights.common.strict_json import parse_json
@@ -116,7 +116,7 @@ def test_long_tokens_are_refused(tmp_path: Path) -> None:
     token = "a" * 1_000_000
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {token: 0}, "merges": []}}))
     with quickly(), pytest.raises(SourceError, match=r"tokenizer\.json: .*token"):
-        read_tokenizer(LocalStorage(tmp_path))
+        read_tokenizer(Storage(tmp_path))
 
 
 def master_of(shape: tuple[int, ...], transposed: bool) -> Callable[[], Any]:
@@ -157,7 +157,7 @@ def test_transposed_columns_are_the_same_in_bands(tmp_path: Path, monkeypatch: p
         data += raw_bytes
     (tmp_path / "x").write_bytes(data)
     tensor = ColumnTensor(
-        storage=LocalStorage(tmp_path, only=["x"]), name="x", shape=shape, dtype="BF16",
+        storage=Storage(tmp_path, only=["x"]), name="x", shape=shape, dtype="BF16",
         coder=ColumnCoding(bits_of(codes.cut, len(codes.trellis))), state=Orientation(transposed=True),
         encoded=tuple(stored),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from helpers import bf16, gaussian, write_checkpoint
 from pqweights.checkpoint.companions import companions
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE
 from pqweights.checkpoint.source import files_beside, needed_files, open_local
-from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.storage import Storage
 from pqweights.errors import SourceError
 
 # What the tokenizers, processors and configurations of transformers 5 read, by a search through their code.
@@ -116,10 +116,10 @@ def test_fetched_files_of_a_result_are_those_of_its_manifest(tmp_path: Path) -> 
     tensors = {"mlp.up_proj.weight": bf16(gaussian(64, 128))}
     small = {"tokenizer.json": b"{}", "data.csv": b"x", "stray.csv": b"x"}
     folder = write_checkpoint(tmp_path / "model", tensors, config={}, companions=small)
-    storage = LocalStorage(folder)
+    storage = Storage(folder)
     assert set(needed_files(storage)) == {"config.json", "model.safetensors", "tokenizer.json"}
     listed = {"files": {"data.csv": {}, "config.json": {}, "gone.txt": {}}}
     (folder / "pqweights.json").write_text(json.dumps(listed))
-    assert set(needed_files(LocalStorage(folder))) == {"config.json", "model.safetensors", "data.csv", "pqweights.json"}
+    assert set(needed_files(Storage(folder))) == {"config.json", "model.safetensors", "data.csv", "pqweights.json"}
     (folder / "pqweights.json").write_text("damaged")
-    assert "tokenizer.json" in needed_files(LocalStorage(folder))
+    assert "tokenizer.json" in needed_files(Storage(folder))

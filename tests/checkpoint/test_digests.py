@@ -27,7 +27,7 @@ from pqweights.checkpoint.digests import (
     CheckedReads,
     PieceHasher,
 )
-from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.storage import Storage
 from pqweights.errors import MasterError
 
 SIZES = {"large": 5 * PIECE_BYTES + 77, "exact": 2 * PIECE_BYTES, "small": 1000, "empty": 0}
@@ -55,7 +55,7 @@ def reads_of(folder: Path, tensor_hash: object = HASH_OF_PIECES) -> CheckedReads
         name: SHA256.combined([SHA256.of_part([content(size)])]) if old else by_the_page(content(size).tobytes())
         for name, size in SIZES.items()
     }
-    storage = LocalStorage(folder)
+    storage = Storage(folder)
     hash_of = SHA256 if old else HASH_OF_PIECES
     return CheckedReads(storage, stored_in(folder).values(), tensor_hash=hash_of, digests=digests)
 

@@ -15,7 +15,7 @@ from helpers import folder_bytes, small_checkpoint
 
 from pqweights.checkpoint.companions import leads_outside
 from pqweights.checkpoint.names import is_inside
-from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.storage import Storage
 from pqweights.storage.local import LocalStore
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
@@ -268,4 +268,4 @@ def test_files_that_are_not_links_are_inside(tmp_path: Path) -> None:
     folder = tmp_path / ".hidden/folder"
     assert not leads_outside(folder, folder / "a") and not leads_outside(folder, folder)
     assert leads_outside(folder, tmp_path) and leads_outside(tmp_path, folder)
-    assert LocalStorage(folder).links.outside == ()
+    assert Storage(folder).links.outside == ()

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from pqweights.checkpoint import promise
 from pqweights.checkpoint.gguf.model import outline_model
 from pqweights.checkpoint.source import open_local
-from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.storage import Storage
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -165,7 +165,7 @@ def test_both_places_of_a_configuration_say_that_the_head_is_its_own(tmp_path: P
     assert read_all(tmp_path / "src").keys() == {tensor.name for tensor in opened.tensors}
 
 
-class Elsewhere(LocalStorage):
+class Elsewhere(Storage):
     """A folder of which only parts are read, as if each read were a request."""
 
     def local_folder(self) -> None:

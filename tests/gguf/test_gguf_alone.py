@@ -30,10 +30,10 @@ from pqweights.checkpoint.gguf.model import architecture_name
 from pqweights.checkpoint.models.llama_cpp_names import CLASSES, TEXT_PARTS
 from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.checkpoint.storage import LocalStorage, read_file
+from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.checkpoint.weight_files import find_weight_files
 from pqweights.errors import SourceError
-from pqweights.storage.hub.sources import Access, open_source
+from pqweights.storage.sources import Access, open_source
 
 FAMILIES = (
     *("llama", "llama with biases, tied", "llama linear", "llama llama3", "llama yarn", "llama yarn factor"),
@@ -372,9 +372,9 @@ def test_of_several_files_elsewhere_the_message_says_which_there_are(
     """A repository such as ORG/NAME-GGUF holds the same model in many types."""
     for kind in ("Q4_K_M", "Q8_0"):
         (tmp_path / f"m-{kind}.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(LocalStorage, "local_folder", lambda storage: None)
+    monkeypatch.setattr(Storage, "local_folder", lambda storage: None)
     with pytest.raises(SourceError, match=r"fetch one of m-Q4_K_M\.gguf, m-Q8_0\.gguf"):
-        find_weight_files(LocalStorage(tmp_path), allow_pickle=False, single_file=False)
+        find_weight_files(Storage(tmp_path), allow_pickle=False, single_file=False)
 
 
 def test_a_tower_beside_a_file_is_no_model(llama: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, processors
 from pqweights.checkpoint.gguf.file import open_gguf
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.errors import SourceError
-from pqweights.storage.hub.sources import Access, open_source
+from pqweights.storage.sources import Access, open_source
 
 # Models that llama.cpp computes as those of another type become that.
 OTHER_TYPES = {"Roberta": "bert", "Camembert": "bert", "XLMRoberta": "bert", "MT5": "t5"}

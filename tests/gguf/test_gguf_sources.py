@@ -24,7 +24,7 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.common.dtypes import PACKED_DTYPES
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.storage.hub.sources import Access, open_source
+from pqweights.storage.sources import Access, open_source
 
 FAMILIES = (
     *("llama", "llama with biases, tied", "llama llama3", "mistral", "qwen2", "qwen2 moe", "qwen2 moe tied", "qwen3"),

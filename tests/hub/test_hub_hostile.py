@@ -348,8 +348,8 @@ def test_hostile_cards_are_read_in_a_second(name: str, tmp_path: Path) -> None:
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (2, 2)); from pathlib import Path\n"
         "from pqweights.checkpoint.config import model_facts\n"
-        "from pqweights.checkpoint.storage import LocalStorage\n"
-        "model_facts(LocalStorage(Path(sys.argv[1])))\n"
+        "from pqweights.checkpoint.storage import Storage\n"
+        "model_facts(Storage(Path(sys.argv[1])))\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")

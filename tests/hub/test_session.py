@@ -13,7 +13,8 @@ import pytest
 from hub_cases import Client
 
 from pqweights.errors import HubError
-from pqweights.storage.hub.client import UNLIMITED, Hub
+from pqweights.storage.hub import UNLIMITED, Hub
+from pqweights.storage.repository import open_repository
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_a_hundred_hubs_in_threads_put_two_hooks_into_the_session(sent: list[Any
     def use(number: int) -> None:
         hub = Hub(f"hf_token{number:03}")
         assert hub.log_in() == "somebody"
-        hub.repository("org/name")
+        open_repository(hub, "org/name")
 
     use(0)
     with ThreadPoolExecutor(8) as pool:
@@ -83,7 +84,7 @@ def test_every_request_of_ours_has_a_timeout(sent: list[Any]) -> None:
     hub = Hub("hf_token")
     hub.log_in()
     hub.exists("org/name")
-    hub.repository("org/name")
+    open_repository(hub, "org/name")
     timeouts = [request.extensions["timeout"] for request in sent]
     assert timeouts[0] == timeouts[1] == dict.fromkeys(UNLIMITED, 300.0) | {"connect": 30.0}
     assert timeouts[2] == dict.fromkeys(UNLIMITED, 30.0)
@@ -93,7 +94,7 @@ def test_temporary_refusals_are_left_to_our_retries(sent: list[Any]) -> None:
     """The official client would send its request six times for each of ours."""
     from huggingface_hub.utils import http_backoff
 
-    with pytest.raises(HubError, match="failed 3 times"):
+    with pytest.raises(HubError, match="is failing"):
         Hub("hf_token").call("org/name", lambda: http_backoff("GET", "http://127.0.0.1:9/failing"), attempts=3)
     assert len(sent) == 3
 

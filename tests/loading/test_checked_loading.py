@@ -78,7 +78,7 @@ def test_tensors_that_a_model_does_not_use_are_not_read(master):
 
 def test_a_master_of_manifest_version_1_is_checked(tmp_path):
     from pqweights.checkpoint.source import stored_tensors
-    from pqweights.checkpoint.storage import LocalStorage
+    from pqweights.checkpoint.storage import Storage
     from pqweights.rewrite.listed_files import checked_reads
     from pqweights.rewrite.manifest import read_manifest
 
@@ -86,7 +86,7 @@ def test_a_master_of_manifest_version_1_is_checked(tmp_path):
     shutil.copy(make.HERE / "version-1.json", old / "pqweights.json")
     name = next(name for name in stored_in(old) if name.endswith("_codes"))
     place = flip(old, name)
-    storage = LocalStorage(old)
+    storage = Storage(old)
     stored, _ = stored_tensors(storage, tuple(path.name for path in sorted(old.glob("*.safetensors"))))
     checks = checked_reads(storage, stored.values(), read_manifest(old))
     checks.check(tensor for tensor in stored.values() if tensor.name != name)

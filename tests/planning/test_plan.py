@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pqweights.checkpoint.header import TensorSpec, build_header, parse_header
-from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.storage import Storage
 from pqweights.common.dtypes import DTYPE_BITS
 from pqweights.common.strict_json import json_bytes
 from pqweights.errors import SourceError
@@ -88,13 +88,13 @@ def test_index_lists_every_tensor(source: Path, tmp_path: Path) -> None:
 
 def test_planning_reads_no_weight(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[tuple[str, int, int]] = []
-    read_into = LocalStorage.read_into
+    read_into = Storage.read_into
 
-    def recorded(self: LocalStorage, file: str, offset: int, buffer: Any) -> None:
+    def recorded(self: Storage, file: str, offset: int, buffer: Any) -> None:
         reads.append((file, offset, len(buffer)))
         read_into(self, file, offset, buffer)
 
-    monkeypatch.setattr(LocalStorage, "read_into", recorded)
+    monkeypatch.setattr(Storage, "read_into", recorded)
     planned(source)
     weights = [read for read in reads if read[0].endswith(".safetensors")]
     assert {file for file, _, _ in weights} == {path.name for path in source.glob("*.safetensors")}

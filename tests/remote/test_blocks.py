@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from pqweights.checkpoint import ahead as blocks
+from pqweights.checkpoint.ahead import BlockCache, TransferStopped
 from pqweights.errors import StorageError
-from pqweights.storage.remote import storage as blocks
-from pqweights.storage.remote.failures import TransferStopped
-from pqweights.storage.remote.storage import BlockCache
 
 SIZE = 1_003_333
 
@@ -109,10 +108,10 @@ def test_waiting_readers_give_up_after_stop() -> None:
     with ThreadPoolExecutor(30) as pool:
         waiting = [pool.submit(files.read, "a", number * 30_000, 10) for number in range(30)]  # more than have room
         time.sleep(0.1)
-        files.cache.stop()
+        files.cache.stopped = True
         for each in waiting:
             with pytest.raises(TransferStopped):
                 each.result(timeout=20)
         files.going_on.set()
-    files.cache.start()
+    files.cache.stopped = False
     assert files.read("a", 0, SIZE)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from remote_server import BUCKET, SECRETS, ObjectServer, address_of
 
+from pqweights.checkpoint.ahead import TransferStopped
 from pqweights.errors import MissingDependencyError, OptionError, SourceChangedError, StorageError
-from pqweights.storage.remote import folder as remote_folder
-from pqweights.storage.remote.failures import TransferStopped
-from pqweights.storage.remote.folder import ATTEMPTS, RemoteFolder
+from pqweights.storage import bucket as remote_folder
+from pqweights.storage.bucket import ATTEMPTS, RemoteFolder
 
 ADDRESS = f"s3://{BUCKET}/a folder/of mine"
 
@@ -185,7 +185,7 @@ def test_permanent_failures_are_one_line_after_a_bounded_number_of_attempts(serv
         (400, "ExpiredToken", "the credentials were refused (ExpiredToken)"),
         (403, "RequestTimeTooSkewed", "the clock of this machine is wrong"),
         (400, "AuthorizationHeaderMalformed", "region (AuthorizationHeaderMalformed): set AWS_DEFAULT_REGION"),
-        (400, "Strange", "refuses to read it (Strange)"),
+        (400, "Strange", "refuses the request (Strange)"),
     ],
 )
 def test_refusals_are_not_sent_again(server: ObjectServer, status: int, code: str, says: str) -> None:

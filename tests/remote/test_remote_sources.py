@@ -19,12 +19,12 @@ from helpers import bf16, folder_bytes, gaussian, write_checkpoint
 from remote_server import BUCKET, SECRETS, ObjectServer, address_of
 
 import pqweights
+from pqweights.checkpoint import ahead, storage
 from pqweights.checkpoint.source import open_local
-from pqweights.checkpoint.storage import LocalStorage, read_bytes
+from pqweights.checkpoint.storage import Storage, read_bytes
 from pqweights.errors import SourceError
-from pqweights.storage.remote import storage as remote_storage
-from pqweights.storage.remote.folder import RemoteFolder
-from pqweights.storage.remote.storage import RemoteStorage, open_address
+from pqweights.storage.bucket import RemoteFolder
+from pqweights.storage.sources import open_address
 
 CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}
 
@@ -32,8 +32,8 @@ CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}
 @pytest.fixture(autouse=True)
 def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the tests are small; they are read in blocks all the same."""
-    monkeypatch.setattr(remote_storage, "BLOCK_BYTES", 1 << 16)
-    monkeypatch.setattr(remote_storage, "LARGE_READ_BYTES", 1 << 14)
+    monkeypatch.setattr(ahead, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(storage, "LARGE_READ_BYTES", 1 << 14)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_single_file_is_read_like_a_local_one(server: ObjectServer, source: Pa
     address = f"{server.put(source, 'single')}/{file}"
     local, remote = (json.loads(done("plan", model, "--json").stdout) for model in (source / file, address))
     more = remote["totals"].pop("peak_memory_bytes") - local["totals"].pop("peak_memory_bytes")
-    assert local == remote and more == RemoteStorage(RemoteFolder(address_of(address))).memory_bytes
+    assert local == remote and more == Storage(RemoteFolder(address_of(address))).memory_bytes
     done("quantize", source / file, tmp_path / "local")
     done("quantize", address, tmp_path / "remote")
     assert folder_bytes(tmp_path / "remote") == folder_bytes(tmp_path / "local")
@@ -232,8 +232,8 @@ def test_options_of_the_hub_and_credentials_are_refused(source: Path) -> None:
 
 
 def test_sent_storage_reads_the_same_bytes_from_any_thread(server: ObjectServer, source: Path) -> None:
-    local = LocalStorage(source)
-    remote = pickle.loads(pickle.dumps(RemoteStorage(RemoteFolder(address_of(server.put(source, "same"))))))
+    local = Storage(source)
+    remote = pickle.loads(pickle.dumps(Storage(RemoteFolder(address_of(server.put(source, "same"))))))
     assert {n: s.byte_count for n, s in remote.files().items()} == {n: s.byte_count for n, s in local.files().items()}
     assert str(remote) == f"s3://{BUCKET}/same" and remote.origin is None and remote.frees == 0
 

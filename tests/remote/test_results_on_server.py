@@ -12,7 +12,7 @@ from helpers import folder_bytes, run_command, small_checkpoint
 from remote_server import BUCKET, CUT, LOST, SECRETS, ObjectServer
 
 from pqweights.errors import StorageError
-from pqweights.storage.remote import folder
+from pqweights.storage import bucket as folder
 
 OUT = f"s3://{BUCKET}/out"
 

@@ -20,7 +20,7 @@ from rewriting import Killed, command, finished, interrupt, marks, watched
 
 from pqweights.checkpoint import file_reader
 from pqweights.checkpoint.file_reader import FileState
-from pqweights.checkpoint.storage import LocalStorage, read_bytes
+from pqweights.checkpoint.storage import Storage, read_bytes
 from pqweights.errors import SourceChangedError, SourceError, SourceReadError
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.finished_shards import FinishedShards
@@ -174,7 +174,7 @@ def test_file_that_changed_is_neither_mapped_nor_read_at_stale_offsets(
     change: Callable[[Path], None], own_source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_reader, "MOST_OPEN_FILES", 1)
-    storage = LocalStorage(own_source)
+    storage = Storage(own_source)
     for file in (FIRST, LAST):
         read_bytes(storage, file, 0, 8)
     change(own_source / FIRST)
@@ -235,7 +235,7 @@ def test_bad_weight_leaves_the_tensors_of_earlier_runs(
 
 def test_state_of_a_sent_storage_is_compared_without_the_number_of_the_file(own_source: Path) -> None:
     """Another machine may number the files of a shared folder otherwise; size and time it sees alike."""
-    sent = pickle.loads(pickle.dumps(LocalStorage(own_source)))
+    sent = pickle.loads(pickle.dumps(Storage(own_source)))
     assert {state.inode for state in sent.files().values()} == {0}
     assert bytes(read_bytes(sent, FIRST, 0, 100)) == (own_source / FIRST).read_bytes()[:100]
     in_place(own_source / LAST)

@@ -20,8 +20,8 @@ from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.quantizing import plan_quantize, quantize
 from pqweights.storage import open_store
-from pqweights.storage.bucket import BucketStore
 from pqweights.storage.local import LocalStore
+from pqweights.storage.store import BucketStore
 
 OUT = "memory://results/model"
 

@@ -14,8 +14,8 @@ from rewriting import TENSORS, Killed, command, watched
 
 from pqweights.errors import OutputError
 from pqweights.rewrite.finished_shards import FinishedShards
-from pqweights.storage.bucket import BucketStore
-from pqweights.storage.remote.folder import RemoteFolder
+from pqweights.storage.bucket import RemoteFolder
+from pqweights.storage.store import BucketStore
 
 OUT = "memory://resumed/model"
 SECOND_SHARD = "model-00002-of-00004.safetensors"

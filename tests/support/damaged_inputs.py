@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from hostile.case import DOWN, GOOD_MAP, NORM, SHARD_1, SHARD_2, UP, VECTOR, WEIGHT, stored
 from hostile.masters import MAKE
 
 from pqweights.checkpoint import quantized
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.config_schema import check_layers, checked_config
-from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.gguf.model import FilePart, encode_header, gguf_model, outline_model
 from pqweights.checkpoint.gguf.sources import MODEL_TYPES, open_gguf_source
 from pqweights.checkpoint.header import StoredTensor
@@ -50,21 +48,10 @@ class MemoryFiles(Storage):
     """A folder in memory."""
 
     def __init__(self, files: Files) -> None:
-        self._files, self.bytes_read = files, 0
+        super().__init__(Path("memory"), (), made=files)
 
-    def files(self) -> dict[str, FileState]:
-        """See Storage."""
-        return {name: FileState(len(data), 0) for name, data in sorted(self._files.items())}
-
-    def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
-        """See Storage."""
-        buffer[:] = np.frombuffer(self._files[file], np.uint8)[offset : offset + len(buffer)]
-
-    def check_unchanged(self, names: Any = ()) -> None:
-        """See Storage."""
-
-    def __str__(self) -> str:
-        return "memory"
+    def local_folder(self) -> None:
+        return None
 
 
 def place_in(value: Any, rng: Random) -> tuple[Any, Any] | None:

@@ -12,7 +12,7 @@ from helpers import Array, Tensor, as_float32
 from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
-from pqweights.checkpoint.storage import LocalStorage, read_bytes, read_file
+from pqweights.checkpoint.storage import Storage, read_bytes, read_file
 from pqweights.common.dtypes import to_float32
 from pqweights.errors import SourceError
 from pqweights.inference.runtimes.folders import refuse_transforms
@@ -192,7 +192,7 @@ def export_weight(folder: Path) -> Callable[[str], Floats]:
 
     Raises SourceError if config.json declares transforms of inputs, and for a tensor that is missing.
     """
-    storage, stored = LocalStorage(folder), Stored(folder)
+    storage, stored = Storage(folder), Stored(folder)
     config = json.loads(read_file(storage, CONFIG_FILE)) if CONFIG_FILE in storage.files() else {}
     settings, of_mlx = config.get("quantization_config") or {}, config.get("quantization", {})
     if settings.get("quant_method") == "compressed-tensors":
@@ -220,7 +220,7 @@ def export_weight(folder: Path) -> Callable[[str], Floats]:
 
 def master_weight(folder: Path) -> Callable[[str], Floats]:
     """Return a function that decodes a weight of a master, given its name, and raises MasterError if it is damaged."""
-    storage = LocalStorage(folder)
+    storage = Storage(folder)
     master = open_result(storage, find_manifest(storage))
     tensors = {tensor.name: tensor for tensor in master.tensors}
 
@@ -243,7 +243,7 @@ class Stored(Mapping[str, Tensor]):
     """The tensors and metadata of all safetensors files in a folder, read when they are asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self._storage = LocalStorage(folder)
+        self._storage = Storage(folder)
         self.tensors: dict[str, StoredTensor] = {}
         self.metadata: dict[str, str] = {}
         for file, state in self._storage.files().items():

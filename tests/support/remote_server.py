@@ -130,7 +130,7 @@ def server(running_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setenv("AWS_ENDPOINT_URL", running_server.url)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr("pqweights.storage.remote.folder.FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("pqweights.storage.requests.FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr("botocore.retryhandler.delay_exponential", lambda base, growth_factor, attempts: 0.01)
     running_server.log.clear()
     yield running_server

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from pqweights.checkpoint.digests import pieces_of
 from pqweights.checkpoint.source import open_local
-from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.storage import Storage
 from pqweights.rewrite.manifest import read_manifest
 
 
 def restate_hashes(master: Path) -> Path:
     """Make the manifest of a changed master agree with its files, so that only a decoder can notice the change."""
-    manifest, storage = read_manifest(master), LocalStorage(master)
+    manifest, storage = read_manifest(master), Storage(master)
     by_name = {tensor.name: tensor for tensor in open_local(master).stored}
 
     def digest(name: str) -> str:

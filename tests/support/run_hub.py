@@ -7,9 +7,9 @@ import time
 
 from pqweights_cli.main import main
 
-from pqweights.storage.hub import client
+from pqweights.storage import requests
 
-client.FIRST_WAIT_SECONDS = 0.05
+requests.FIRST_WAIT_SECONDS = 0.05
 sleep = time.sleep
 time.sleep = lambda seconds: sleep(min(seconds, 0.05))  # in the official client
 

@@ -41,7 +41,7 @@ from pqweights.checkpoint.models.llama_cpp_names import CLASSES, OF_IMAGES, TEXT
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.checkpoint.storage import ByteReads, LocalStorage, StorageWithMade, check_not_interrupted
+from pqweights.checkpoint.storage import ByteReads, Storage, check_not_interrupted
 from pqweights.common.dtypes import FLOAT_DTYPES, from_float32
 from pqweights.errors import ExportError, SourceError
 from pqweights.kernels.gguf_encoding import decode_blocks
@@ -78,7 +78,7 @@ def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:
     contents, remarks = _text_part(open_gguf(path))
     others = [name for name in top_level_files(contents.folder) if not name.endswith(SUFFIX) and name[0] != "."]
     only = None if path.is_dir() else [*others, *contents.files]
-    storage: LocalStorage = LocalStorage(contents.folder, only=only)
+    storage = Storage(contents.folder, only=only)
     check_not_interrupted(storage)
     check_links(storage.links.broken, storage.links.outside)
     made = {} if any(name in storage.files() for name in (FAST, *OTHERS)) else _tokenizer(contents)
@@ -86,7 +86,7 @@ def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:
         made |= _modules(storage, contents)
     if CONFIG_FILE not in storage.files():
         made[CONFIG_FILE] = json.dumps(_configuration(storage, contents), indent=2).encode()
-    storage = StorageWithMade(contents.folder, only, made)
+    storage = Storage(contents.folder, only, made=made)
     config = model_config(storage)
     assert config is not None
     check_layers(config, [tensor.name for tensor in contents.tensors])
@@ -128,7 +128,7 @@ def _tokenizer(contents: GgufContents) -> dict[str, bytes]:
     return tokenizer_files(str(contents.path), whole_metadata(contents), contents.context)
 
 
-def _modules(storage: LocalStorage, contents: GgufContents) -> dict[str, bytes]:
+def _modules(storage: Storage, contents: GgufContents) -> dict[str, bytes]:
     """Return the files that say how vectors of tokens become one, if the file says it."""
     try:
         mode = pooling_of(contents)
@@ -151,7 +151,7 @@ def _modules(storage: LocalStorage, contents: GgufContents) -> dict[str, bytes]:
     return module_files(mode, width, matrices)
 
 
-def _configuration(storage: LocalStorage, contents: GgufContents) -> dict[str, Any]:
+def _configuration(storage: Storage, contents: GgufContents) -> dict[str, Any]:
     """Return the config.json that the metadata state, as the first type of the architecture that has all of them."""
     names = [name for name in CLASSES if contents.architecture in _labels(_architecture(name))]
     if contents.number(f"{contents.architecture}.expert_count"):
@@ -194,7 +194,7 @@ def _refused(contents: GgufContents, error: ExportError, what: str) -> SourceErr
     return SourceError(f"{contents.path}: {what}: {reason}")
 
 
-def _factors(storage: LocalStorage, contents: GgufContents) -> Factors:
+def _factors(storage: Storage, contents: GgufContents) -> Factors:
     """Return the values of the tensors that follow from the configuration."""
     factors: Factors = {}
     for tensor in contents.tensors:

@@ -24,7 +24,7 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.master import logical_tensors
 from pqweights.checkpoint.readers import EncodedTensor, whole_blocks
 from pqweights.checkpoint.source import stored_tensors
-from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.weight_files import check_index
 from pqweights.errors import MasterError, SourceError
 from pqweights.inference.loading.packed import PackedTensor, bytes_per_weight, pack
@@ -175,12 +175,12 @@ class Master:
         self.parts, self._model = {}, None
 
 
-def _files_of(files: list[str]) -> LocalStorage:
+def _files_of(files: list[str]) -> Storage:
     """Return the folder of the weight files, with no other files."""
     folders = {Path(file).parent for file in files}
     if len(folders) != 1:
         raise SourceError(f"expected the weight files of a master in one folder, found {sorted(map(str, folders))}")
-    return LocalStorage(folders.pop(), only=tuple(Path(file).name for file in files))
+    return Storage(folders.pop(), only=tuple(Path(file).name for file in files))
 
 
 class PlainName(WeightRenaming):

@@ -24,7 +24,7 @@ from pqweights.errors import MissingDependencyError, OptionError, PqweightsWarni
 from pqweights.inference.loading import autoload
 from pqweights.rewrite.listed_files import check_weight_files
 from pqweights.storage.addresses import repository_id
-from pqweights.storage.hub.sources import Access, local_folder
+from pqweights.storage.sources import Access, local_folder
 
 # The module that each method of quantization needs, and the extra that has it.
 NEEDED = {"torchao": ("torchao", "torchao"), "compressed-tensors": ("compressed_tensors", "vllm")}

@@ -23,7 +23,7 @@ from pqweights.checkpoint.models import described, has_trait
 from pqweights.checkpoint.models.names import names_in_memory
 from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.source import read_header
-from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.storage import Storage
 from pqweights.common.units import counted
 from pqweights.errors import DeviceError, EvaluationError, PqweightsWarning, SourceError
 from pqweights.exports.formats import unpack_tiles
@@ -223,7 +223,7 @@ def _stored(folder: Path) -> tuple[set[str], dict[str, str]]:
     """Return the names of all tensors in the safetensors files of a folder, and the metadata of these files."""
     names: set[str] = set()
     metadata: dict[str, str] = {}
-    storage = LocalStorage(folder)
+    storage = Storage(folder)
     for file in storage.files():
         if file.endswith(".safetensors"):
             tensors, stated = read_header(storage, file)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from msgspec import structs
 
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
-from pqweights.checkpoint.storage import LocalStorage, Storage, read_file
+from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.checkpoint.writer import sha256_of_file, write_whole
 from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_json, read_document
 from pqweights.common.strict_json import json_bytes
@@ -159,8 +159,8 @@ def read_records(result: Path | Storage, manifest_sha256: str) -> tuple[Evaluati
     return file.evaluations if file.manifest_sha256 == manifest_sha256 else ()
 
 
-def _file_of(folder: Path) -> LocalStorage:
-    return LocalStorage(folder, only=[EVALUATION_FILE] if (folder / EVALUATION_FILE).is_file() else [])
+def _file_of(folder: Path) -> Storage:
+    return Storage(folder, only=[EVALUATION_FILE] if (folder / EVALUATION_FILE).is_file() else [])
 
 
 def _damaged(problem: str) -> MasterError:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pqweights.checkpoint.readers import file_uses, most_fetched
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import LOW_DISK_FILES
 from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
 from pqweights.exports.memory_advice import MemoryAdvice, advise
 from pqweights.exports.possible import planned_master, possible_exports
@@ -21,7 +22,6 @@ from pqweights.planning.recipe import Recipe
 from pqweights.rewrite.quantizing import plan_quantize, sensitivity_of
 from pqweights.rewrite.task import PossibleExport, ResourceNeeds, RunOptions, resource_needs
 from pqweights.storage import Store
-from pqweights.storage.hub.storage import LOW_DISK_FILES
 
 # How an entry of plan --json begins.
 BEFORE_NAME = f'{{{LIST_ITEM}  "name": '

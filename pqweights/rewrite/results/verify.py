@@ -22,7 +22,7 @@ from pqweights.checkpoint.names import (
     is_inside,
 )
 from pqweights.checkpoint.source import open_folder
-from pqweights.checkpoint.storage import LocalStorage, Storage, describe_interrupted, read_bytes, read_file
+from pqweights.checkpoint.storage import Storage, describe_interrupted, read_bytes, read_file
 from pqweights.common.strict_json import json_pieces
 from pqweights.errors import MasterError, PqweightsError, StorageError
 from pqweights.exports import EXPORTS, get_target, target_name
@@ -84,7 +84,7 @@ def verify(
     read; everything else is a problem in the result.
     """
     manifest = read_manifest(result)
-    storage = LocalStorage(result) if isinstance(result, Path) else result
+    storage = Storage(result) if isinstance(result, Path) else result
     shards = shards_of(manifest)
     damaged = {shard.file: problem for shard in shards if (problem := _check_header(storage, shard)) is not None}
     good = [shard for shard in shards if shard.file not in damaged]

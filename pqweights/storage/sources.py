@@ -7,18 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES
 from pqweights.checkpoint.gguf.sources import open_local_source
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.checkpoint.source import Checkpoint, needed_files, open_checkpoint
-from pqweights.checkpoint.storage import Origin, Storage
+from pqweights.checkpoint.source import Checkpoint, needed_files, open_checkpoint, open_folder, others_of_model
+from pqweights.checkpoint.storage import Origin, Storage, check_not_interrupted
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.errors import OptionError, SourceError
 from pqweights.storage.addresses import HUB_PREFIX, Address, RepositoryName, parse_location
-from pqweights.storage.hub.client import Hub, Tell
-from pqweights.storage.hub.storage import HubStorage
-from pqweights.storage.hub.transfers import fetch_to_cache
-from pqweights.storage.remote.folder import RemoteFolder
-from pqweights.storage.remote.storage import RemoteStorage, open_address
+from pqweights.storage.bucket import RemoteFolder
+from pqweights.storage.hub import Hub, Tell
+from pqweights.storage.repository import open_repository
 
 # The commands that copy folders from object storage.
 COPIES = {
@@ -95,22 +94,47 @@ def open_source(
 ) -> Checkpoint:
     """Open a local checkpoint, one on the Hub, or one in object storage; only its headers are read.
 
-    low_disk: see HubStorage
+    low_disk: see Storage
     allow_pickle: whether to open weights in PyTorch's pickle files
     include: patterns of files to copy, see checkpoint/companions.py
 
     Raises SourceError, HubError, StorageError.
     """
-    repository, access = _located(source, access, low_disk)
-    if isinstance(repository, Address):
-        return open_address(repository, allow_pickle, include=include)
-    if isinstance(repository, Path):
-        return open_local_source(repository, allow_pickle=allow_pickle, include=include)
-    hub = access.hub()
-    storage = HubStorage(hub, hub.repository(repository, access.revision), low_disk)
-    checkpoint = open_checkpoint(storage, allow_pickle, include=include)
-    storage.check_cached((*checkpoint.weight_files, *checkpoint.companions))
+    location, access = _located(source, access, low_disk)
+    if isinstance(location, Address):
+        return open_address(location, allow_pickle, include=include)
+    if isinstance(location, Path):
+        return open_local_source(location, allow_pickle=allow_pickle, include=include)
+    repository = open_repository(access.hub(), location, access.revision)
+    checkpoint = open_checkpoint(Storage(repository, low_disk=low_disk), allow_pickle, include=include)
+    repository.check_cached((*checkpoint.weight_files, *checkpoint.companions))
     return checkpoint
+
+
+def open_address(address: Address, allow_pickle: bool = False, *, include: Sequence[str] = ()) -> Checkpoint:
+    """Open the checkpoint in a folder in object storage, or in a single file; only its headers are read.
+
+    allow_pickle: also open pickled weights
+    include: patterns of files to copy, see checkpoint/companions.py
+
+    Raises StorageError, SourceError also if there is nothing; MasterError for a damaged master or an unfinished one.
+    """
+    storage = Storage(RemoteFolder(address))
+    if storage.files():
+        return open_folder(storage, allow_pickle, include=include)
+    check_not_interrupted(storage)
+    around = RemoteFolder(address.parent)
+    single = Storage(around, only=[address.name]) if address.path else storage
+    if not single.files():
+        raise SourceError(
+            f"{address}: no such file or folder, or nothing in it; give the address of a checkpoint folder or of a "
+            ".safetensors file"
+        )
+    opened = open_checkpoint(single, allow_pickle, single_file=True)
+    beside: tuple[str, ...] = ()
+    if address.name.lower().endswith(WEIGHT_SUFFIXES):
+        beside = others_of_model(Storage(around, recursive=False), address.name)
+    return replace(opened, left_out=dict.fromkeys(beside, NOT_GIVEN))
 
 
 def local_folder(
@@ -128,17 +152,17 @@ def local_folder(
 
     Raises SourceError, HubError.
     """
-    repository, access = _located(source, access)
-    if isinstance(repository, Address):
-        copy = COPIES.get(repository.scheme, "the tool of that storage")
+    location, access = _located(source, access)
+    if isinstance(location, Address):
+        copy = COPIES.get(location.scheme, "the tool of that storage")
         raise SourceError(
-            f"{repository}: expected a local folder or a repository on the Hub, found an address in object storage, "
+            f"{location}: expected a local folder or a repository on the Hub, found an address in object storage, "
             f"which this command does not read: copy it to a folder first, with {copy}, and give that"
         )
-    if isinstance(repository, Path):
-        return Fetched(repository)
-    hub = access.hub()
-    storage = HubStorage(hub, hub.repository(repository, access.revision))
+    if isinstance(location, Path):
+        return Fetched(location)
+    repository = open_repository(access.hub(), location, access.revision)
+    storage = Storage(repository)
     if ours and MANIFEST_FILE not in storage.files():
         raise SourceError(
             f"{repository}: expected a master or an export that pqweights pushed, found no {MANIFEST_FILE} in the "
@@ -147,9 +171,9 @@ def local_folder(
     wanted = [name for name in only if name in storage.files()] if only else needed_files(storage)
     if not wanted:
         raise SourceError(f"{repository}: expected {', '.join(only)} in the repository, found none")
-    storage.check_cached(wanted)
-    folder = _fetch(storage, wanted, progress)
-    if not hub.is_offline:
+    repository.check_cached(wanted)
+    folder = storage.fetch(wanted, progress)
+    if not repository.hub.is_offline:
         _remember(folder, access.revision or "main")
     return Fetched(folder, storage.origin, tuple(name for name in storage.files() if name not in wanted))
 
@@ -178,7 +202,7 @@ def find_result(
     """
     address, _ = _located(source, access)
     if isinstance(address, Address):
-        return FoundResult(RemoteStorage(RemoteFolder(address)))
+        return FoundResult(Storage(RemoteFolder(address)))
     return FoundResult(*local_folder(source, access, only=only, ours=ours, progress=progress))
 
 
@@ -191,24 +215,6 @@ def find_original(
     """
     address = parse_location(source)
     return address if isinstance(address, Address) else local_folder(source, access, progress=progress).path
-
-
-def _fetch(storage: HubStorage, names: Sequence[str], progress: Progress) -> Path:
-    """Fetch files into the cache, and return the folder in which they lie."""
-    repository = storage.repository
-    total = sum(repository.files[name].byte_count for name in names)
-    done = 0
-    folder = Path()
-    for name in names:
-
-        def show(count: int, name: str = name) -> None:
-            nonlocal done
-            done += count
-            progress(min(done, total), total, name)
-
-        path = fetch_to_cache(storage.hub, repository, repository.files[name], show=show)
-        folder = path.parents[name.count("/")]
-    return folder
 
 
 def _remember(snapshot: Path, revision: str) -> None:

@@ -1,0 +1,170 @@
+"""Requests to the Hub and to object storage: sent again while that may help, and one line for what fails in the end.
+
+The messages of servers and clients may quote tokens, keys, signatures and whole requests. So nothing of them is shown
+but the code of the error, and of the Hub what `Hub.clean` leaves.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pqweights.checkpoint.ahead import Stop, TransferStopped
+
+FIRST_WAIT_SECONDS = 1.0  # doubled after each attempt
+# Statuses and codes of a server that may answer the same request later.
+TEMPORARY_STATUSES = (408, 425, 429, 500, 502, 503, 504)
+_TEMPORARY = (
+    *("InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling", "TooManyRequests"),
+    *map(str, TEMPORARY_STATUSES),
+)
+_CODE = re.compile(r"[A-Za-z0-9_.]{1,60}")
+# What is said of a failure by the names of its exception's classes, the code of the storage, or the status of the
+# reply. The first line that has one of them counts.
+_REASONS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("Truncated",), "{shown}: the file was cut, or the connection fails: run the same command again"),
+    (("LocalTokenNotFoundError",), "pushing needs a token with write access: {credentials}"),
+    (("OfflineModeIsEnabled",), "HF_HUB_OFFLINE switches the Hub off; unset it"),
+    (
+        ("GatedRepoError",),
+        "the repository is gated: accept its conditions at {page}, then log in to that account with `hf auth login`, "
+        "or pass its token with `token`",
+    ),
+    (("DisabledRepoError",), "the Hub has disabled access to it"),
+    (("RevisionNotFoundError",), "no such branch, tag or commit; see {page}/tree/main"),
+    (
+        ("RepositoryNotFoundError",),
+        "neither a local folder nor a repository{at} that you can see: check the name; if it is private, {credentials}",
+    ),
+    (("EntryNotFoundError",), "is not in the repository"),
+    (("NoSuchBucket",), "there is no bucket {bucket}{at}: check its name, or create it"),
+    (
+        (
+            *("ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "RequestExpired", "SignatureDoesNotMatch"),
+            *("TokenRefreshRequired", "401"),
+        ),
+        "the credentials were refused ({shown}): {credentials}",
+    ),
+    (
+        ("RequestTimeTooSkewed",),
+        "the request was refused ({shown}): the clock of this machine is wrong: set it",
+    ),
+    (("403", "PermissionError"), "access denied ({shown}): {permission}"),
+    (
+        (
+            *("301", "307", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
+            *("PermanentRedirect", "TemporaryRedirect"),
+        ),
+        "the bucket is in another region ({shown}): set AWS_DEFAULT_REGION to that",
+    ),
+    (
+        (
+            *("CredentialRetrievalError", "DefaultCredentialsError", "NoCredentialsError", "PartialCredentialsError"),
+            *("ProfileNotFound", "RefreshError"),
+        ),
+        "no credentials found ({shown}): {credentials}",
+    ),
+    (("409", "412"), "somebody else has changed it in between ({shown}): run the same command again"),
+    (
+        ("TooManyRequests", "429"),
+        "too many requests: {service}{at} asks to wait{wait} ({shown}): wait, and run it again",
+    ),
+    (_TEMPORARY, "{service}{at} is failing ({shown}): run the same command again later"),
+    (("ParamValidationError", "status"), "{service}{at} refuses the request ({shown})"),
+    (
+        ("Exception",),
+        "{service}{at} cannot be reached, or does not answer ({shown}): check the network{settings}, and run the same "
+        "command again",
+    ),
+)
+
+Result = TypeVar("Result")
+
+
+class Truncated(Exception):
+    """A reply has fewer or more bytes than were asked for."""
+
+
+def repeated(
+    request: Callable[[], Result], pause: Callable[[Exception, int], float], *, stop: Stop = lambda: False
+) -> Result:
+    """Send a request until it succeeds.
+
+    pause: called with an error and the number of the attempt; returns the seconds to wait before the next one, or
+        raises what ends it
+    stop: asked while waiting
+
+    Raises what `pause` raises, TransferStopped once `stop` returns True.
+    """
+    for attempt in itertools.count(1):
+        try:
+            return request()
+        except expected_errors() as error:
+            end = time.monotonic() + pause(error, attempt)
+        while (left := end - time.monotonic()) > 0:
+            if stop():
+                raise TransferStopped
+            time.sleep(min(0.1, left))
+    raise AssertionError
+
+
+def expected_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions by which the clients that are loaded tell of failed requests."""
+    found: list[type[Exception]] = [OSError, Truncated]
+    for module, names in (
+        ("httpx2", ("HTTPError",)),
+        ("botocore.exceptions", ("BotoCoreError", "ClientError")),
+        ("aiohttp", ("ClientError",)),
+        ("fsspec.exceptions", ("FSTimeoutError",)),
+        ("gcsfs.retry", ("HttpError", "ChecksumError")),
+        ("google.auth.exceptions", ("GoogleAuthError",)),
+        ("azure.core.exceptions", ("AzureError",)),
+    ):
+        loaded = sys.modules.get(module)
+        found += [getattr(loaded, name) for name in names if hasattr(loaded, name)]
+    return tuple(found)
+
+
+def status_and_code(error: Exception) -> tuple[int, str]:
+    """Return the HTTP status of a reply and the storage's code for the error; 0 and an empty text if there is none."""
+    for raised in (error, error.__cause__):
+        response: Any = getattr(raised, "response", None)
+        if isinstance(response, dict):
+            code = str(response.get("Error", {}).get("Code", ""))
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            return int(status or (code if code.isdecimal() else 0)), code if _CODE.fullmatch(code) else ""
+    # Not of the cause: aiohttp calls a body that was cut a 400.
+    for source in (getattr(error, "response", None), error):
+        for name in ("status_code", "status", "code"):
+            found = getattr(source, name, None)
+            if isinstance(found, int) and 100 <= found < 600:
+                return found, ""
+    return 0, ""
+
+
+def reason(error: Exception, *, said: str = "", **fields: str) -> str:
+    """Return why a request failed for good, and what to do, in one line.
+
+    said: the message of the error, if it may be shown
+    fields: what the lines of _REASONS are about: the service, at (its address), credentials (what to do without them),
+        permission (likewise), and whatever else the errors of its client need
+    """
+    status, code = status_and_code(error)
+    shown = code or (str(status) if status else type(error).__name__)
+    if isinstance(error, Truncated):
+        shown, said = str(error), ""
+    elif not status and not code and isinstance(error, OSError) and error.errno is not None:
+        shown = errno.errorcode.get(error.errno, shown)
+    signs = {
+        code,
+        str(status),
+        "status" if status or code else "",
+        *(raised.__name__ for raised in type(error).__mro__),
+    }
+    text = next(text for names, text in _REASONS if signs.intersection(names))
+    return text.format_map({"wait": "", "settings": "", **fields, "shown": f"{shown}: {said}" if said else shown})
