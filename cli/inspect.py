@@ -59,6 +59,7 @@ def _show_folder(folder: Path | Storage, *, summary: bool | None, json: bool) ->
     else:
         tensors = _tensor_lines(inspection.manifest, summary)
         output.show(*tensors, "", *_totals_lines(inspection), *_error_lines(inspection.manifest))
+        output.show(*(f"{output.WARNING}{remark}" for remark in inspection.manifest.identity.remarks))
     return inspection
 
 

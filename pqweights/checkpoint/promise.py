@@ -7,27 +7,34 @@ every target reads the same. What cannot be mended is said.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from blake3 import blake3
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.models import text_config, text_model
 from pqweights.checkpoint.models.conventions import EMBEDDINGS_OF, HEADS
 from pqweights.checkpoint.models.description import stated_or_default
 from pqweights.checkpoint.models.names import is_embedding, role_name
-from pqweights.checkpoint.readers import LogicalTensor, element_count
-from pqweights.checkpoint.storage import Storage, read_bytes
+from pqweights.checkpoint.readers import LogicalTensor, PlainTensor, element_count
+from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.structure import differences
+from pqweights.common.dtypes import DTYPE_BITS
+
+if TYPE_CHECKING:
+    from pqweights.checkpoint.source import Checkpoint
 
 TIED = "tie_word_embeddings"
-# What is compared at a time; of files elsewhere, so much at each of so many places.
+# So much is looked at in each of so many places; then it is read in runs.
+PLACE_BYTES, PLACES = 1 << 16, 8
 RUN_BYTES = 1 << 22
-SAMPLE_BYTES, SAMPLES = 1 << 16, 8
 
 Config = dict[str, Any]
 Remarks = tuple[str, ...]
+Progress = Callable[[int, int, str], None]  # called with the bytes read, those to be read, and the name of a tensor
 
 
 def with_embeddings(stored: dict[str, StoredTensor], config: Config | None) -> tuple[dict[str, StoredTensor], Remarks]:
@@ -47,56 +54,110 @@ def with_embeddings(stored: dict[str, StoredTensor], config: Config | None) -> t
     return renamed, (f"{old} is stored alone, and the embeddings are the same ({TIED}): called {new} from here on",)
 
 
-def checked_config(
-    storage: Storage, tensors: Sequence[LogicalTensor], config: Config | None
-) -> tuple[Config | None, Remarks]:
-    """Return the configuration with what the tensors show to be otherwise, and remarks on that."""
-    if config is None:
-        return None, ()
-    config, of_head = _with_head(storage, tensors, config)
-    of_embeddings = _differing_embeddings(storage, tensors, config)
-    return config, (*of_head, *of_embeddings, *differences({tensor.name: tensor.shape for tensor in tensors}, config))
+class Pair(NamedTuple):
+    """Two tensors that are to be the same. is_head: whether `one` is the head, not embeddings as well"""
+
+    one: LogicalTensor
+    other: LogicalTensor
+    is_head: bool
+
+    @property
+    def seems(self) -> str:
+        """What is said as long as the two were compared in places alone."""
+        return (
+            f"{self.one.name} is to be the same as {self.other.name} by config.json, and is in the {PLACES} places "
+            "that were read: what makes a result reads all of both first"
+        )
 
 
-def _with_head(storage: Storage, tensors: Sequence[LogicalTensor], config: Config) -> tuple[Config, Remarks]:
-    """Return the configuration of a model whose head is stored, and differs from embeddings that are to be the same.
+class CheckedConfig(NamedTuple):
+    """A configuration with what the tensors show to be otherwise.
 
-    transformers computes with such a head, whatever is said; llama.cpp, MLX and vLLM would not.
+    unproven: those that were compared in places alone, as the files are elsewhere; `proven` reads them
     """
-    pair = None if all(tied is False for tied in _ties(config)) else differing_head(storage, tensors, config)
-    if pair is None:
-        return config, ()
-    remark = f"{pair[0]} is to be the same as {pair[1]} by config.json ({TIED}), and their values differ"
-    return untied(config), (f"{remark}: both are kept and computed with, as in transformers, and the result says so",)
+
+    config: Config | None
+    remarks: Remarks
+    unproven: tuple[Pair, ...] = ()
 
 
-def differing_head(
-    storage: Storage, tensors: Sequence[LogicalTensor], config: Mapping[str, Any]
-) -> tuple[str, str] | None:
-    """Return the names of head and embeddings, if each is stored, with different values."""
+def checked_config(storage: Storage, tensors: Sequence[LogicalTensor], config: Config | None) -> CheckedConfig:
+    """Return the configuration with what the tensors show to be otherwise."""
+    if config is None:
+        return CheckedConfig(None, ())
+    is_elsewhere = storage.local_folder() is None
+    pairs = [] if all(tied is False for tied in _ties(config)) else _pairs_to_be_same(tensors, config)
+    differing = [pair for pair in pairs if not same_values(pair, everywhere=not is_elsewhere)]
+    unproven = [pair for pair in pairs if is_elsewhere and pair not in differing and not _places(pair).are_all]
+    changed, remarks = _with_differing(config, differing)
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    return CheckedConfig(changed, (*remarks, *differences(shapes, changed)), tuple(unproven))
+
+
+def proven(checkpoint: Checkpoint, progress: Progress) -> Checkpoint:
+    """Return a checkpoint of which all values are read that decide what its configuration says.
+
+    Raises what reading raises.
+    """
+    pairs = checkpoint.unproven
+    if not pairs or checkpoint.config is None:
+        return checkpoint
+    files = dict.fromkeys(part.file for pair in pairs for of in pair[:2] for part in of.parts)
+    checkpoint.storage.keep(tuple(files), progress)
+    differing = [pair for pair in pairs if not same_values(pair, progress)]
+    config, remarks = _with_differing(checkpoint.config, differing)
+    return replace(checkpoint, config=config, remarks=(*checkpoint.remarks, *remarks), unproven=())
+
+
+def _pairs_to_be_same(tensors: Sequence[LogicalTensor], config: Mapping[str, Any]) -> list[Pair]:
+    """Return what is to be the same if head and embeddings are tied, and is stored more than once."""
+    head = _head_and_embeddings(tensors, config)
+    shared = next((tensor for tensor in tensors if tensor.name in ("shared.weight", "model.shared.weight")), None)
+    copies = [tensor for tensor in tensors if tensor.name.endswith("coder.embed_tokens.weight")]
+    of_copies = [] if shared is None else [Pair(of, shared, False) for of in copies if of.shape == shared.shape]
+    return [*([] if head is None else [head]), *of_copies]
+
+
+def _head_and_embeddings(tensors: Sequence[LogicalTensor], config: Mapping[str, Any]) -> Pair | None:
+    """Return head and embeddings, if each is stored."""
     text = text_model(config)
     weights = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.name.endswith(".weight")]
     heads = [tensor for tensor in weights if role_name(tensor.name, tensor.dtype, tensor.shape, text) == "lm_head"]
     embeddings = [tensor for tensor in weights if is_embedding(tensor.name)]
-    if len(heads) != 1 or not embeddings:
-        return None
-    head, embedding = heads[0], embeddings[0]
-    is_same = head.shape == embedding.shape and same_values(storage, head, embedding)
-    return None if is_same else (head.name, embedding.name)
+    return Pair(heads[0], embeddings[0], True) if len(heads) == 1 and embeddings else None
 
 
-def _differing_embeddings(storage: Storage, tensors: Sequence[LogicalTensor], config: Config) -> Iterator[str]:
-    """Yield which embeddings of encoder and decoder are to be the same, and are not."""
-    if all(tied is False for tied in _ties(config)):
-        return
-    shared = next((tensor for tensor in tensors if tensor.name in ("shared.weight", "model.shared.weight")), None)
-    copies = [tensor for tensor in tensors if tensor.name.endswith("coder.embed_tokens.weight")]
-    for of in copies:
-        if shared is not None and shared.shape == of.shape and not same_values(storage, shared, of):
-            yield (
-                f"{of.name} is to be the same as {shared.name} by config.json, and their values differ: transformers "
+def tied_head(tensors: Sequence[LogicalTensor], config: Mapping[str, Any]) -> str | None:
+    """Return the name of a head that is stored beside embeddings, and is to be the same."""
+    pairs = [] if all(tied is False for tied in _ties(config)) else _pairs_to_be_same(tensors, config)
+    return next((pair.one.name for pair in pairs if pair.is_head), None)
+
+
+def differing_head(tensors: Sequence[LogicalTensor], config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the names of head and embeddings, if each is stored, with different values; all of them are read."""
+    pair = _head_and_embeddings(tensors, config)
+    return None if pair is None or same_values(pair) else (pair.one.name, pair.other.name)
+
+
+def _with_differing(config: Config, differing: Iterable[Pair]) -> tuple[Config, Remarks]:
+    """Return the configuration of a model of which these differ that it says to be the same, and remarks on them.
+
+    transformers computes with a head that is stored, whatever is said; llama.cpp, MLX and vLLM would not.
+    """
+    remarks = []
+    for one, other, is_head in differing:
+        if is_head:
+            config = untied(config)
+            remarks.append(
+                f"{one.name} is to be the same as {other.name} by config.json ({TIED}), and their values differ: both "
+                "are kept and computed with, as in transformers, and the result says so"
+            )
+        else:
+            remarks.append(
+                f"{one.name} is to be the same as {other.name} by config.json, and their values differ: transformers "
                 "computes with both; a GGUF file has room for one"
             )
+    return config, tuple(remarks)
 
 
 def untied(config: Mapping[str, Any]) -> Config:
@@ -113,32 +174,58 @@ def _ties(config: Mapping[str, Any]) -> list[Any]:
     return stated or [stated_or_default({}, text_model(config), TIED)]
 
 
-def same_values(storage: Storage, one: LogicalTensor, other: LogicalTensor) -> bool:
-    """Whether two tensors of one shape hold the same numbers; of files elsewhere, in the places that are looked at."""
-    pairs = list(zip(one.parts, other.parts, strict=False))
-    if len(one.parts) == len(other.parts) and all(a[1:3] == b[1:3] for a, b in pairs):
-        return all(_same_bytes(storage, *pair) for pair in pairs)
-    count, size = element_count(one), RUN_BYTES // 4
-    runs, buffers = range(0, count, size), [np.empty(RUN_BYTES, dtype=np.uint8) for _ in range(2)]
-    if storage.local_folder() is None:
-        runs = range(0, count, max(size, -(-count // SAMPLES)))
-    for start in runs:
-        length = min(size, count - start)
-        for tensor, buffer in zip((one, other), buffers, strict=True):
-            tensor.read(start, length, "F32", buffer)
-        if not np.array_equal(buffers[0][: 4 * length], buffers[1][: 4 * length]):
-            return False
-    return True
+class _Places(NamedTuple):
+    """Where two tensors are compared first: `size` elements from each multiple of `step` on, read as `dtype`."""
+
+    dtype: str
+    size: int
+    step: int
+
+    @property
+    def are_all(self) -> bool:
+        """Whether there is nothing between them."""
+        return self.size == self.step
 
 
-def _same_bytes(storage: Storage, one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two stored tensors of one dtype and shape hold the same bytes."""
-    size, step = (RUN_BYTES,) * 2
-    if storage.local_folder() is None:
-        size, step = SAMPLE_BYTES, max(SAMPLE_BYTES, -(-one.byte_count // SAMPLES))
-    for start in range(0, one.byte_count, step):
-        count = min(size, one.byte_count - start)
-        pair = [read_bytes(storage, of.file, of.offset + start, count) for of in (one, other)]
-        if pair[0] != pair[1]:
+def _places(pair: Pair) -> _Places:
+    one, other, _ = pair
+    is_plain = isinstance(one, PlainTensor) and isinstance(other, PlainTensor) and one.dtype == other.dtype
+    dtype = one.dtype if is_plain else "F32"
+    size = PLACE_BYTES * 8 // DTYPE_BITS[dtype]
+    return _Places(dtype, size, max(size, -(-element_count(one) // PLACES)))
+
+
+def same_values(pair: Pair, progress: Progress = lambda done, total, name: None, *, everywhere: bool = True) -> bool:
+    """Whether two tensors hold the same numbers: all of them, or else those in a few places.
+
+    Places can tell that they differ; only all values tell that they do not.
+    """
+    one, other, _ = pair
+    if one.shape != other.shape:
+        return False
+    count, places = element_count(one), _places(pair)
+    for start in range(0, count, places.step):
+        length = min(places.size, count - start)
+        if _values(one, start, length, places.dtype) != _values(other, start, length, places.dtype):
             return False
-    return True
+    if not everywhere or places.are_all:
+        return True
+    return _digest(one, places.dtype, progress, 0) == _digest(other, places.dtype, progress, 1)
+
+
+def _digest(tensor: LogicalTensor, dtype: str, progress: Progress, number: int) -> bytes:
+    """Return the hash of all values of a tensor. number: whether it is the first of two, or the second"""
+    digest, count, bits = blake3(), element_count(tensor), DTYPE_BITS[dtype]
+    run = RUN_BYTES * 8 // bits
+    for start in range(0, count, run):
+        length = min(run, count - start)
+        digest.update(_values(tensor, start, length, dtype))
+        progress((number * count + start + length) * bits // 8, 2 * count * bits // 8, tensor.name)
+    return digest.digest()
+
+
+def _values(tensor: LogicalTensor, start: int, count: int, dtype: str) -> bytes:
+    """Return elements [start, start + count) as raw bytes of `dtype`."""
+    raw = np.empty(count * DTYPE_BITS[dtype] // 8, dtype=np.uint8)
+    tensor.read(start, count, dtype, raw)
+    return raw.tobytes()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from pqweights.common.dtypes import (
     from_float32,
     item_bytes,
 )
+from pqweights.common.units import counted, first_names
 from pqweights.errors import SourceError
 from pqweights.kernels.workers import kept, scratch
 
@@ -50,14 +52,17 @@ ACTIVATION_SCALES = (
     *("q_scale", "k_scale", "v_scale", "kv_scale", "q_zero_point", "k_zero_point", "v_zero_point"),
 )
 SCALES_ANYWHERE = "*"
+# What scales are called, whatever they belong to.
+SCALE = re.compile(r"scal|inv(?!_freq)", re.IGNORECASE)
 NOT_A_WEIGHT = "a scale for activations in 8 bits, which a model with decoded weights does not have"
 
 
 class ModelTensors(NamedTuple):
-    """The logical tensors of a source, and by name the reason why others are none."""
+    """The logical tensors of a source, by name the reason why others are none, and what users are told."""
 
     tensors: list[LogicalTensor]
     left_out: dict[str, str]
+    remarks: tuple[str, ...] = ()
 
 
 def logical_tensors(storage: ByteReads, stored: dict[str, StoredTensor], config: dict[str, Any] | None) -> ModelTensors:
@@ -88,7 +93,17 @@ def logical_tensors(storage: ByteReads, stored: dict[str, StoredTensor], config:
     refuse_codes(stored[name] for name in rest)
     tensors += [PlainTensor.of(storage, stored[name]) for name in rest]
     _check_names([tensor.name for tensor in tensors])
-    return ModelTensors(tensors, left_out)
+    return ModelTensors(tensors, left_out, tuple(_casts(tensors)))
+
+
+def _casts(tensors: Iterable[LogicalTensor]) -> Iterator[str]:
+    """Yield that weights in FP8 have no scales."""
+    casts = [tensor.name for tensor in tensors if isinstance(tensor, Float8Tensor) and len(tensor.parts) == 1]
+    if casts:
+        yield (
+            f"FP8 weights without scales are read as plain casts, a scale of 1: {counted(len(casts), 'tensor')}, "
+            f"{first_names(casts)}"
+        )
 
 
 def _decoded(
@@ -99,7 +114,7 @@ def _decoded(
     in_module: defaultdict[str, list[str]] = defaultdict(list)
     for name in stored:
         in_module[name.rpartition(".")[0]].append(name)
-        if "scale" in name.lower() and name.rpartition(".")[2] not in ACTIVATION_SCALES:
+        if SCALE.search(name) and name.rpartition(".")[2] not in ACTIVATION_SCALES:
             in_module[SCALES_ANYWHERE].append(name)
     for name, tensor in stored.items():
         weight = name.removesuffix("_blocks")
@@ -136,7 +151,7 @@ def _check_unscaled(tensor: StoredTensor, others: Iterable[str], settings: dict[
     known = (name, f"{module}.bias", f"{module}_bias")
     unknown = (of for of in others if module in of and of not in known and not _is_of_activations(of, [name]))
     beside = name if module == name else f"{module}."
-    found = next((of for of in unknown if of.startswith(beside) or "scal" in of.lower()), None)
+    found = next((of for of in unknown if of.startswith(beside) or SCALE.search(of)), None)
     if settings or found is not None:
         expected = " or ".join(repr(scale) for scale in (f"{name}_scale_inv", f"{name}_scale"))
         raise SourceError(

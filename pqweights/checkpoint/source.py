@@ -32,7 +32,7 @@ from pqweights.checkpoint.digests import CheckedReads, MapFunction
 from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, PICKLE_SUFFIXES
 from pqweights.checkpoint.other_weights import holds_weights
-from pqweights.checkpoint.promise import checked_config, with_embeddings
+from pqweights.checkpoint.promise import Pair, checked_config, with_embeddings
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.storage import (
     Origin,
@@ -76,6 +76,7 @@ class Checkpoint:
     checked: what its tensors are read through, if each is checked against a known hash
     left_out_tensors: stored tensors that are not part of the model, each with the reason
     remarks: where the files and config.json do not say the same, and what was made of it, a sentence each
+    unproven: tensors that are to be the same, and are in the places that were read: `proven` reads all of them
     """
 
     storage: Storage
@@ -89,6 +90,7 @@ class Checkpoint:
     checked: CheckedReads | None = None
     left_out_tensors: dict[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    unproven: tuple[Pair, ...] = ()
     _fingerprints: dict[str, str] = field(default_factory=dict)  # by file
 
     def finish_checks(self, parts: Iterable[StoredTensor] | None = None, *, run: MapFunction = map) -> None:
@@ -277,10 +279,10 @@ def open_checkpoint(
         return order[first.file], first.offset, tensor.name
 
     beside = companions(files, weight_files, include, outside_links=storage.links.outside)
-    checked, of_config = checked_config(storage, model.tensors, config)
+    checked = checked_config(storage, model.tensors, config)
     return Checkpoint(
         storage=storage,
-        config=checked,
+        config=checked.config,
         stored=tuple(stored.values()),
         tensors=tuple(sorted(model.tensors, key=place)),
         weight_files=weight_files,
@@ -288,7 +290,8 @@ def open_checkpoint(
         left_out=beside.left_out | weights.unlike | misplaced | copies,
         is_master=is_master,
         left_out_tensors=model.left_out,
-        remarks=(*remarks, *of_config),
+        remarks=(*remarks, *model.remarks, *checked.remarks),
+        unproven=checked.unproven,
     )
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pqweights.checkpoint.promise import proven
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.errors import OptionError, SourceError
@@ -100,6 +101,7 @@ def export(
         if where is not None:
             store.check_apart(where)
     checkpoint, manifest = master.opened
+    checkpoint = proven(checkpoint, run.progress)
     if leave_out:
         checkpoint = without(checkpoint, leave_out)
     source = ExportSource(

@@ -311,7 +311,7 @@ def _check_head(checkpoint: Checkpoint, used: Set[str]) -> None:
     if unused.isdisjoint(f"{head}.weight" for head in HEADS):
         return
     config = checkpoint.config or {}
-    pair = differing_head(checkpoint.storage, checkpoint.tensors, config)
+    pair = differing_head(checkpoint.tensors, config)
     if pair is not None and pair[0] not in used:
         raise ExportError(
             f"tensor {pair[0]!r}: mlx-lm's model of type {config.get('model_type')!r} computes with {pair[1]!r} in its "

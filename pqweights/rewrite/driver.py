@@ -64,7 +64,7 @@ def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int
         source_bytes=checkpoint.weight_file_bytes,
         companion_bytes=sum(files[name].byte_count for name in checkpoint.companions),
         max_shard_bytes=max_shard_bytes,
-        remarks=checkpoint.remarks,
+        remarks=(*checkpoint.remarks, *(pair.seems for pair in checkpoint.unproven)),
     )
     return replace(plan, original=original_of(checkpoint.storage)) if plan.already_quantized else plan
 
@@ -74,6 +74,7 @@ def rewrite(task: RewriteTask, options: RunOptions) -> RewriteReport:
 
     Raises SourceError, OutputError or HubError; after any of them every file under a final name is complete.
     """
+    assert not task.checkpoint.unproven
     if task.source is not None:
         task.out.check_apart(task.source)
     if not options.overwrite and MANIFEST_FILE in task.out.names() and not is_under_way(task.out):

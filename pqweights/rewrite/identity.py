@@ -49,6 +49,7 @@ class RunIdentity:
     metadata: the `__metadata__` of the safetensors files
     container: what there is to say of another format of the files (Container.to_json)
     left_out: tensors that are not carried over, each with the reason
+    remarks: where the files and config.json of the source do not say the same (Checkpoint.remarks)
     model: what is known of the original model (checkpoint.config.model_facts)
     master: for an export, what the master's manifest states about the master
     same_bytes_since: the first version that makes the same bytes
@@ -63,6 +64,7 @@ class RunIdentity:
     metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
     container: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
     model: dict[str, Any] = field(default_factory=dict)
     master: dict[str, Any] = field(default_factory=dict)
     same_bytes_since: str = field(default_factory=lambda: SAME_BYTES_SINCE)
@@ -74,6 +76,7 @@ class RunIdentity:
             self,
             tensors=tuple([tensor._replace(reason="") for tensor in self.tensors]),
             left_out=dict.fromkeys(self.left_out, ""),
+            remarks=(),
             made_by=_without_prose(self.made_by),
             master=_without_prose(self.master),
         )
@@ -83,6 +86,7 @@ class RunIdentity:
         # In JSON, tensors and origin are the lists of their fields.
         stated = dict(vars(self.decisive))
         stated["version"] = stated.pop("same_bytes_since")
+        del stated["remarks"]
         return hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
 
 

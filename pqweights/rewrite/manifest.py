@@ -81,6 +81,7 @@ class ManifestFile(ClosedDocument, frozen=True, kw_only=True):
     metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
     container: _Container | None = None
     left_out: dict[str, str] = {}
+    remarks: tuple[str, ...] = ()
     exceeding: tuple[str, ...] = ()
     tensors: tuple[TensorEntry, ...]
     files: dict[str, FileRecord]
@@ -155,6 +156,7 @@ class Manifest:
             **metadata,
             **({"container": identity.container} if identity.container else {}),
             **({"left_out": identity.left_out} if identity.left_out else {}),
+            **({"remarks": list(identity.remarks)} if identity.remarks else {}),
             "exceeding": self.exceeding,
             "tensors": (
                 tensor_json(tensor, record, self.tensor_hash.key)
@@ -300,6 +302,7 @@ def _parsed(document: dict[str, Any], version: int) -> Manifest:
         metadata=file.metadata,
         container={} if file.container is None else _container(file.container).to_json(),
         left_out=file.left_out,
+        remarks=file.remarks,
         model=file.model,
         master=file.master,
         same_bytes_since=file.same_bytes_since,

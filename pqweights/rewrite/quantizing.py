@@ -13,6 +13,7 @@ from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.models import text_model
+from pqweights.checkpoint.promise import proven
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import get_codec, nearest_rate
@@ -58,7 +59,7 @@ def quantize(
     Raises SourceError, RecipeError, OutputError, HubError or StorageError.
     """
     store, location = open_store(out), parse_location(source)
-    checkpoint, transform, plan = plan_quantize(source, recipe, options, ready, run=run)
+    checkpoint, transform, plan = plan_quantize(source, recipe, options, ready, run=run, surely=True)
     if checkpoint.storage.origin is not None and str(Path(source)) == str(store):
         raise OutputError(
             f"{out}: expected a folder whose name is not that of the repository, or later commands would read the "
@@ -83,10 +84,12 @@ def plan_quantize(
     ready: ReadyWeights | FinishedWeights | None = None,
     *,
     run: RunOptions = RunOptions(),
+    surely: bool = False,
 ) -> tuple[Checkpoint, Quantize | Lossless, Plan]:
     """Open a source, and decide what quantizing it would do: from its headers alone, but for `lossless`.
 
     run: with how many threads to find out how small weights become without loss, and how to show progress
+    surely: whether to read all values that decide, as what is done with them cannot be undone
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
@@ -97,6 +100,8 @@ def plan_quantize(
         allow_pickle=options.allow_pickle,
         include=options.include_files,
     )
+    if surely:
+        checkpoint = proven(checkpoint, run.progress)
     if options.leave_out:
         checkpoint = without(checkpoint, options.leave_out)
     if options.lossless:

@@ -63,6 +63,7 @@ class RewriteTask:
             metadata=plan.container.metadata,
             container=plan.container.to_json(),
             left_out=plan.left_out_tensors,
+            remarks=plan.remarks,
             model=self.model,
             master=self.master,
         )

@@ -10,16 +10,20 @@ from typing import Any
 
 import families
 import numpy as np
+import packed_cases
 import pytest
 import torch
 import transformers
-from commands import done
-from helpers import bf16, gaussian, read_all, write_checkpoint
+from commands import answer, done
+from gguf_files import write_gguf
+from helpers import bf16, folder_bytes, gaussian, read_all, write_checkpoint
+from memory_storage import put
 from safetensors.torch import load_file, save_file
 
 from pqweights.checkpoint import promise
 from pqweights.checkpoint.gguf.model import outline_model
-from pqweights.checkpoint.source import open_local
+from pqweights.checkpoint.gguf.sources import open_local_source
+from pqweights.checkpoint.source import open_checkpoint, open_local
 from pqweights.checkpoint.storage import Storage
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -69,6 +73,11 @@ def last_row_of_head(tensors: dict[str, Any]) -> None:
 
 def same_head(tensors: dict[str, Any]) -> None:
     tensors[HEAD] = tensors[EMBEDDING].clone()
+
+
+def answer_of(*arguments: object) -> Any:
+    """The JSON of a command that may warn."""
+    return json.loads(done(*arguments, "--json").stdout)
 
 
 def head_alone(tensors: dict[str, Any]) -> None:
@@ -165,20 +174,151 @@ def test_both_places_of_a_configuration_say_that_the_head_is_its_own(tmp_path: P
     assert read_all(tmp_path / "src").keys() == {tensor.name for tensor in opened.tensors}
 
 
+def in_fp8(tensors: dict[str, Any], head: Any) -> dict[str, Any]:
+    tensors[HEAD] = (head * 100).to(torch.float8_e4m3fn)
+    tensors[f"{HEAD}_scale_inv"] = torch.full((4, 2), 0.01)
+    return {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+
+
+def in_gptq(tensors: dict[str, Any], head: Any) -> dict[str, Any]:
+    of_head, settings, _ = packed_cases.gptq(4, "gptq", shape=tuple(head.shape))
+    of_head["scales"] /= 100
+    tensors |= {f"lm_head.{name}": tensor for name, tensor in of_head.items()}
+    return {"quantization_config": settings | {"lm_head": True}}
+
+
+def in_mlx(tensors: dict[str, Any], head: Any) -> dict[str, Any]:
+    settings = {}
+    for name, values in ((HEAD, head), (EMBEDDING, tensors.pop(EMBEDDING))):
+        parts, settings = of_mlx(values)
+        tensors |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
+    return settings
+
+
+def of_mlx(values: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    import mlx.core as mx
+
+    made = zip(("weight", "scales", "biases"), mx.quantize(mx.array(values.float().numpy()), 64, 8), strict=True)
+    arrays = {name: np.array(part) for name, part in made}
+    return {n: torch.from_numpy(a) for n, a in arrays.items()}, {"quantization": {"group_size": 64, "bits": 8}}
+
+
+QUANTIZED = {"fp8": in_fp8, "gptq": in_gptq, "mlx": in_mlx}
+
+
+def with_quantized_head(base: Path, folder: Path, kind: str, *, differs: bool = True) -> Path:
+    """A model with tied embeddings, and beside them a head in the format of a tool."""
+    plain = families.model(base, "llama-tied")
+    embeddings = load_file(plain / "model.safetensors")[EMBEDDING]
+    head = embeddings.flip(0).contiguous() if differs else embeddings
+    if kind == "gguf":
+        untied = changed(plain, folder.parent / "untied", lambda t: t.update({HEAD: head}), tie_word_embeddings=False)
+        for file in untied.glob("tokenizer*"):
+            file.unlink()
+        folder.mkdir()
+        shutil.move(write_gguf(untied, "Q8_0"), folder / "model.gguf")
+        shutil.copy(plain / "config.json", folder)
+        return folder
+    settings = dict[str, Any]()
+    changed(plain, folder, lambda tensors: settings.update(QUANTIZED[kind](tensors, head)))
+    (folder / "config.json").write_text(json.dumps(config_of(folder) | settings))
+    return folder
+
+
+@pytest.mark.parametrize("kind", [*QUANTIZED, "gguf"])
+def test_a_quantized_head_that_differs_reaches_every_target(kind: str, base: Path, tmp_path: Path) -> None:
+    source, master = with_quantized_head(base, tmp_path / "src", kind), tmp_path / "m"
+    opened = open_local_source(source)
+    assert opened.config is not None and opened.config["tie_word_embeddings"] is False
+    expected = values_of(next(tensor for tensor in opened.tensors if tensor.name == HEAD))
+    assert HEAD in done("quantize", source, master, "--bits", 8).stderr
+    assert config_of(master)["tie_word_embeddings"] is False
+    found = {"gguf": values_of(gguf_tensors(master)["output.weight"])}
+    for target in ("bf16", "mlx"):
+        done("export", master, tmp_path / target, "-t", target, *TARGETS[target])
+        assert config_of(tmp_path / target)["tie_word_embeddings"] is False
+        found[target] = read_values(tmp_path / target, target)[HEAD]
+    for values in found.values():
+        assert (values - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", ["mlx", "gguf"])
+def test_a_quantized_head_that_is_the_same_stays_tied(kind: str, base: Path, tmp_path: Path) -> None:
+    source = with_quantized_head(base, tmp_path / "src", kind, differs=False)
+    opened = open_local_source(source)
+    assert opened.remarks == () and opened.config == config_of(source)
+    assert (HEAD in opened.left_out_tensors) == (kind == "gguf")
+
+
 class Elsewhere(Storage):
-    """A folder of which only parts are read, as if each read were a request."""
+    """A folder of which only places are read at first, as if each read were a request."""
 
     def local_folder(self) -> None:
         return None
 
 
-def test_of_files_elsewhere_parts_are_compared(base: Path, tmp_path: Path) -> None:
+def number_between_places(tensors: dict[str, Any]) -> None:
+    """The head has one other number, behind the second of the places that are compared first."""
+    tensors[EMBEDDING] = torch.arange(1 << 20).reshape(4096, 256).remainder(251).to(torch.bfloat16)
+    tensors[HEAD] = tensors[EMBEDDING].clone()
+    tensors[HEAD].view(-1)[(1 << 17) + (promise.PLACE_BYTES // 2)] += 1
+
+
+def nothing_between_places(tensors: dict[str, Any]) -> None:
+    number_between_places(tensors)
+    same_head(tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [(other_head, True), (number_between_places, True), (same_head, False), (nothing_between_places, False)],
+)
+def test_of_files_elsewhere_places_prove_nothing_but_a_difference(
+    change: Any, differs: bool, base: Path, tmp_path: Path
+) -> None:
+    source = changed(families.model(base, "llama-tied"), tmp_path / "src", change, vocab_size=4096)
+    storage, read = Elsewhere(source), list[int]()
+    opened = open_checkpoint(storage)
+    assert storage.bytes_read < 2 * promise.PLACES * promise.PLACE_BYTES + (1 << 18)
+    assert opened.config is not None
+    if change in (other_head, same_head):  # one differs, and of the other the places are all
+        assert opened.unproven == () and opened.config["tie_word_embeddings"] is not differs
+        return
+    assert opened.config == config_of(source) and not any(HEAD in remark for remark in opened.remarks)
+    (pair,) = opened.unproven
+    assert HEAD in pair.seems and EMBEDDING in pair.seems
+    sure = promise.proven(opened, lambda done, total, name: read.append(total - done))
+    assert sure.config is not None and sure.unproven == () and read[-1] == 0
+    assert sure.config["tie_word_embeddings"] is not differs
+    assert any(HEAD in remark for remark in sure.remarks) == differs
+
+
+@pytest.mark.parametrize("change", [number_between_places, nothing_between_places])
+def test_what_makes_a_result_of_files_elsewhere_reads_all_values(change: Any, base: Path, tmp_path: Path) -> None:
+    """A plan says that places are the same; a master and its exports have the head if anything differs."""
+    address, differs = f"memory://promise/{tmp_path.name}", change is number_between_places
+    source = changed(families.model(base, "llama-tied"), tmp_path / "src", change, vocab_size=4096)
+    put(f"{address}/src", folder_bytes(source))
+    planned = answer_of("plan", f"{address}/src")["warnings"]
+    assert any(HEAD in warning and EMBEDDING in warning for warning in planned)
+    done("quantize", f"{address}/src", f"{address}/m", "--bits", 8)
+    done("export", f"{address}/m", tmp_path / "out", "-t", "mlx", *TARGETS["mlx"])
+    config = config_of(tmp_path / "out")
+    assert config["tie_word_embeddings"] is not differs
+    names = json.loads((tmp_path / "out/model.safetensors.index.json").read_bytes())["weight_map"].keys()
+    assert any(name.startswith("lm_head.") for name in names) == differs
+
+
+def test_a_manifest_keeps_what_was_said_of_the_source(base: Path, tmp_path: Path) -> None:
     source = changed(families.model(base, "llama-tied"), tmp_path / "src", other_head)
-    tensors = {tensor.name: tensor for tensor in open_local(source).tensors}
-    storage = Elsewhere(source)
-    assert not promise.same_values(storage, tensors[HEAD], tensors[EMBEDDING])
-    assert storage.bytes_read <= 2 * promise.SAMPLES * promise.SAMPLE_BYTES
-    assert promise.same_values(storage, tensors[HEAD], tensors[HEAD])
+    warnings = answer_of("plan", source)["warnings"]
+    done("quantize", source, tmp_path / "m", "--bits", 8)
+    done("export", tmp_path / "m", tmp_path / "out", "-t", "bf16")
+    for folder in (tmp_path / "m", tmp_path / "out"):
+        assert answer("inspect", folder)["warnings"] == warnings != []
+        assert HEAD in done("inspect", folder).stdout and "WARNING" in done("inspect", folder).stdout
+        assert ": ok: " in done("verify", folder).stdout
+    assert "already holds" in done("quantize", source, tmp_path / "m", "--bits", 8).stderr
 
 
 @pytest.mark.parametrize("differs", [False, True])

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from pqweights.checkpoint.quantized import NOT_A_WEIGHT
 from pqweights.checkpoint.source import open_local
+from pqweights.errors import SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify
@@ -168,7 +169,20 @@ def test_scales_are_found_under_the_names_that_tools_give_them(
 def test_plain_fp8_without_any_scale_is_read_as_it_is(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     tensors = {name: torch.ones(64, 128).to(torch.float8_e4m3fn), "model.norm.weight": torch.ones(128)}
-    assert {tensor.name for tensor in open_local(save(tmp_path / "src", tensors, {})).tensors} == tensors.keys()
+    source = save(tmp_path / "src", tensors, {})
+    assert {tensor.name for tensor in open_local(source).tensors} == tensors.keys()
+    for command in (("plan", source), ("quantize", source, tmp_path / "out")):
+        assert name in done(*command).stderr  # that it is read as a plain cast
+
+
+@pytest.mark.parametrize(
+    "beside", ["{}.weight_inv", "{}.inv", "{}_inv", "{}.scaling", "{}_max_scale", "scales.{}", "inv.{}"]
+)
+def test_fp8_beside_what_may_be_its_scale_is_refused(beside: str, tmp_path: Path) -> None:
+    module = "model.layers.0.mlp.up_proj"
+    tensors = {f"{module}.weight": torch.ones(64, 128).to(torch.float8_e4m3fn), beside.format(module): torch.ones(1)}
+    with pytest.raises(SourceError, match=f"{module}.weight.*without its scales.*{beside.format(module)}"):
+        open_local(save(tmp_path / "src", tensors, {}))
 
 
 @pytest.mark.parametrize("method", ["hqq", "quanto", "aqlm", "gptq", "bitsandbytes", "compressed-tensors"])

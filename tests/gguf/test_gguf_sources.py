@@ -49,7 +49,7 @@ def source_of(model: Path, folder: Path, dtype: str) -> Path:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 264}
     return language_models.with_tokenizer(write_llama(tmp_path / "llama", rows=264, sizes=sizes))
 
 

@@ -39,6 +39,7 @@ from pqweights.checkpoint.models import described
 from pqweights.checkpoint.models.llama_cpp import Architecture
 from pqweights.checkpoint.models.llama_cpp_names import CLASSES, OF_IMAGES, TEXT_PARTS
 from pqweights.checkpoint.names import CONFIG_FILE
+from pqweights.checkpoint.promise import checked_config, tied_head, untied
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import ByteReads, Storage, check_not_interrupted
@@ -92,11 +93,15 @@ def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:
     check_layers(config, [tensor.name for tensor in contents.tensors])
     stored = {tensor.name: _stored(tensor) for tensor in contents.tensors}
     tensors, left_out = _model_tensors(storage, contents, stored, config)
+    checked = checked_config(storage, tensors, config)
+    if checked.config == config and (head := tied_head(tensors, config)) is not None:
+        tensors = [tensor for tensor in tensors if tensor.name != head]
+        left_out[head] = "the same as the embeddings"
     beside = companions(storage.files(), contents.files, include, outside_links=storage.links.outside)
     order = {name: number for number, name in enumerate(contents.files)}
     return Checkpoint(
         storage=storage,
-        config=config,
+        config=checked.config,
         stored=tuple(stored.values()),
         tensors=tuple(sorted(tensors, key=lambda t: (order[t.parts[0].file], t.parts[0].offset, t.name))),
         weight_files=contents.files,
@@ -104,7 +109,7 @@ def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:
         left_out=beside.left_out,
         is_master=False,
         left_out_tensors=left_out,
-        remarks=remarks,
+        remarks=(*remarks, *checked.remarks),
     )
 
 
@@ -226,7 +231,8 @@ def _model_tensors(
     try:
         if config.get("model_type") not in MODEL_TYPES:
             raise ExportError(f"its model_type is {config.get('model_type')}; {', '.join(MODEL_TYPES)} can be read")
-        _, views = _views(contents, config)
+        has_head = any(tensor.name == "output.weight" for tensor in contents.tensors)
+        _, views = _views(contents, untied(config) if has_head else config)
     except ExportError as error:
         raise _refused(contents, error, f"not read as the model of {CONFIG_FILE}") from None
     dtype = "F16" if model_dtype(config, ()) == "F16" else "BF16"
@@ -244,10 +250,9 @@ def _model_tensors(
                 f"{CONFIG_FILE}; put the one of {_original(contents)} beside the file"
             )
         made = [*pieces_of(view, _read_as(storage, tensor, stored[tensor.name], dtype))]
-        new = [of for of in made if (of.first, of.step) not in pieces.get(of.of.name, ())]
-        if not new:
-            left_out[tensor.name] = FOLLOWS if not made else "the same as the embeddings"
-        for of in new:
+        if not made:
+            left_out[tensor.name] = FOLLOWS
+        for of in made:
             pieces.setdefault(of.of.name, {})[of.first, of.step] = of
     missing = min(views.keys() - stored.keys() - {"output.weight"}, default=None)
     if missing is not None and not isinstance(views[missing], ConstantTensor):

@@ -70,6 +70,7 @@ class Inspection:
             "kind": self.manifest.kind,
             **self.manifest.made_by,
             "totals": self.totals.to_json() | measured,
+            "warnings": list(self.manifest.identity.remarks),
             "tensors": [tensor.to_json() for tensor in self.tensors],
         }
 
