@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -23,9 +22,6 @@ from pqweights.checkpoint.readers import LogicalTensor, PlainTensor, element_cou
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.structure import differences
 from pqweights.common.dtypes import DTYPE_BITS
-
-if TYPE_CHECKING:
-    from pqweights.checkpoint.source import Checkpoint
 
 TIED = "tie_word_embeddings"
 # So much is looked at in each of so many places; then it is read in runs.
@@ -73,7 +69,7 @@ class Pair(NamedTuple):
 class CheckedConfig(NamedTuple):
     """A configuration with what the tensors show to be otherwise.
 
-    unproven: those that were compared in places alone, as the files are elsewhere; `proven` reads them
+    unproven: those that were compared in places alone, as the files are elsewhere
     """
 
     config: Config | None
@@ -89,24 +85,9 @@ def checked_config(storage: Storage, tensors: Sequence[LogicalTensor], config: C
     pairs = [] if all(tied is False for tied in _ties(config)) else _pairs_to_be_same(tensors, config)
     differing = [pair for pair in pairs if not same_values(pair, everywhere=not is_elsewhere)]
     unproven = [pair for pair in pairs if is_elsewhere and pair not in differing and not _places(pair).are_all]
-    changed, remarks = _with_differing(config, differing)
+    changed, remarks = with_differing(config, differing)
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     return CheckedConfig(changed, (*remarks, *differences(shapes, changed)), tuple(unproven))
-
-
-def proven(checkpoint: Checkpoint, progress: Progress) -> Checkpoint:
-    """Return a checkpoint of which all values are read that decide what its configuration says.
-
-    Raises what reading raises.
-    """
-    pairs = checkpoint.unproven
-    if not pairs or checkpoint.config is None:
-        return checkpoint
-    files = dict.fromkeys(part.file for pair in pairs for of in pair[:2] for part in of.parts)
-    checkpoint.storage.keep(tuple(files), progress)
-    differing = [pair for pair in pairs if not same_values(pair, progress)]
-    config, remarks = _with_differing(checkpoint.config, differing)
-    return replace(checkpoint, config=config, remarks=(*checkpoint.remarks, *remarks), unproven=())
 
 
 def _pairs_to_be_same(tensors: Sequence[LogicalTensor], config: Mapping[str, Any]) -> list[Pair]:
@@ -139,7 +120,7 @@ def differing_head(tensors: Sequence[LogicalTensor], config: Mapping[str, Any]) 
     return None if pair is None or same_values(pair) else (pair.one.name, pair.other.name)
 
 
-def _with_differing(config: Config, differing: Iterable[Pair]) -> tuple[Config, Remarks]:
+def with_differing(config: Config, differing: Iterable[Pair]) -> tuple[Config, Remarks]:
     """Return the configuration of a model of which these differ that it says to be the same, and remarks on them.
 
     transformers computes with a head that is stored, whatever is said; llama.cpp, MLX and vLLM would not.

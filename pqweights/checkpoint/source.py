@@ -32,7 +32,7 @@ from pqweights.checkpoint.digests import CheckedReads, MapFunction
 from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, PICKLE_SUFFIXES
 from pqweights.checkpoint.other_weights import holds_weights
-from pqweights.checkpoint.promise import Pair, checked_config, with_embeddings
+from pqweights.checkpoint.promise import Pair, Progress, checked_config, same_values, with_differing, with_embeddings
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.storage import (
     Origin,
@@ -293,6 +293,21 @@ def open_checkpoint(
         remarks=(*remarks, *model.remarks, *checked.remarks),
         unproven=checked.unproven,
     )
+
+
+def proven(checkpoint: Checkpoint, progress: Progress) -> Checkpoint:
+    """Return a checkpoint of which all values were read that decide what its configuration says.
+
+    Raises what reading raises.
+    """
+    pairs = checkpoint.unproven
+    if not pairs or checkpoint.config is None:
+        return checkpoint
+    files = dict.fromkeys(part.file for pair in pairs for of in (pair.one, pair.other) for part in of.parts)
+    checkpoint.storage.keep(tuple(files), progress)
+    differing = [pair for pair in pairs if not same_values(pair, progress)]
+    config, remarks = with_differing(checkpoint.config, differing)
+    return replace(checkpoint, config=config, remarks=(*checkpoint.remarks, *remarks), unproven=())
 
 
 def needed_files(storage: Storage) -> tuple[str, ...]:

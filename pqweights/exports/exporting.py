@@ -8,8 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.promise import proven
-from pqweights.checkpoint.source import Checkpoint, open_local
+from pqweights.checkpoint.source import Checkpoint, open_local, proven
 from pqweights.checkpoint.storage import Origin, Storage
 from pqweights.errors import OptionError, SourceError
 from pqweights.exports import get_target, target_name

@@ -13,9 +13,8 @@ from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.models import text_model
-from pqweights.checkpoint.promise import proven
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.source import Checkpoint, proven
 from pqweights.codecs import get_codec, nearest_rate
 from pqweights.errors import OutputError, RecipeError, SourceError, StrictError
 from pqweights.exports.possible import planned_master, possible_exports

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from pqweights.checkpoint import promise
 from pqweights.checkpoint.gguf.model import outline_model
 from pqweights.checkpoint.gguf.sources import open_local_source
-from pqweights.checkpoint.source import open_checkpoint, open_local
+from pqweights.checkpoint.source import open_checkpoint, open_local, proven
 from pqweights.checkpoint.storage import Storage
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -287,7 +287,7 @@ def test_of_files_elsewhere_places_prove_nothing_but_a_difference(
     assert opened.config == config_of(source) and not any(HEAD in remark for remark in opened.remarks)
     (pair,) = opened.unproven
     assert HEAD in pair.seems and EMBEDDING in pair.seems
-    sure = promise.proven(opened, lambda done, total, name: read.append(total - done))
+    sure = proven(opened, lambda done, total, name: read.append(total - done))
     assert sure.config is not None and sure.unproven == () and read[-1] == 0
     assert sure.config["tie_word_embeddings"] is not differs
     assert any(HEAD in remark for remark in sure.remarks) == differs
