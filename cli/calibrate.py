@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pqweights.quality.options import CalibrateArguments
+from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS, SELF
 
 from . import options, output
 
@@ -17,26 +17,45 @@ COLUMNS = ["weight", "codec", "#bits", "#tokens", "exponents", "#gain", "#gain h
 REASONS_SHOWN = 2
 
 
-@options.taking(CalibrateArguments, continues=lambda asked: options.work_beside(asked.out))
-def command(asked: CalibrateArguments, *, json: options.JsonOption = False) -> None:
+def command(
+    source: options.Source,
+    out: options.OutFile,
+    recipe: options.Recipe = "q5",
+    codec: options.Codec = None,
+    bits: options.Bits = None,
+    keep: options.Keep = None,
+    set_bits: options.SetBits = None,
+    text: options.SampleText = SELF,
+    tokens: options.CalibrationTokens = DEFAULT_SAMPLE_TOKENS,
+    overwrite: options.Overwrite = False,
+    threads: options.Threads = None,
+    revision: options.Revision = None,
+    token: options.Token = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
     """Search activation-aware scales (AWQ) for quantize --awq by running the model over a text.
 
     The scales of the input channels of a matrix are those with the least error of the layer's output, for the codec
     that the recipe gives the matrix. Every fourth window of the text is held back, and a matrix that does not clearly
     gain on those windows keeps scale 1. The model runs layer by layer, with one layer in memory.
     """
-    from pqweights.planning.choice import choose_recipe
-    from pqweights.planning.options import RecipeOptions
-    from pqweights.quality.calibrate import calibrate
+    with output.errors(quiet=quiet, kept=lambda: options.work_beside(out)):
+        from pqweights.planning.choice import choose_recipe
+        from pqweights.planning.options import RecipeOptions
+        from pqweights.quality.calibrate import calibrate
+        from pqweights.quality.options import SamplingOptions
 
-    recipe = choose_recipe(asked.recipe, asked.part(RecipeOptions))
-    model = options.fetched(str(asked.source), asked.access).path
-    with output.progress("calibrating", unit="steps") as progress:
-        done = calibrate(model, asked.out, recipe=recipe, options=asked, progress=progress)
-    if json:
-        output.print_json({"output": str(asked.out)} | done.to_json())
-    else:
-        output.summary(*_lines(done, str(asked.source), asked.out))
+        changes = RecipeOptions(codec=codec, bits=bits, keep=keep or (), set_bits=set_bits)
+        chosen = choose_recipe(recipe, changes)
+        asked = SamplingOptions(text=text, tokens=tokens, threads=threads, overwrite=overwrite)
+        model = options.fetched(source, options.access(revision, token)).path
+        with output.progress("calibrating", unit="steps") as progress:
+            done = calibrate(model, out, recipe=chosen, options=asked, progress=progress)
+        if json:
+            output.print_json({"output": str(out)} | done.to_json())
+        else:
+            output.summary(*_lines(done, source, out))
 
 
 def _lines(done: ScaleReport, source: str, out: Path) -> list[str]:

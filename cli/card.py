@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from pqweights.common.units import counted
-from pqweights.publish.options import CardArguments
 
 from . import options, output, report
 
 if TYPE_CHECKING:
     from pqweights.publish.card import Card
 
-PrintOption = Annotated[bool, typer.Option("--print", help="Print the card without writing it.")]
 
-
-@options.taking(CardArguments)
-def command(asked: CardArguments, *, shown: PrintOption = False, json: options.JsonOption = False) -> None:
+def command(
+    folder: options.LocalFolder,
+    repo: options.CardRepository = None,
+    base_model: options.BaseModel = None,
+    shown: options.PrintCard = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
     """Write or update the model card, DIR/README.md, from the manifest and the recorded evaluations.
 
     Your text between the two comments at the end of the card is kept, and so are keys of the front matter that
     pqweights does not write. A README.md that pqweights did not write is refused.
     """
-    from pqweights.publish.card import make_card, read_card, write_card
-    from pqweights.rewrite.manifest import read_manifest
+    with output.errors(quiet=quiet):
+        from pqweights.publish.card import make_card, read_card, write_card
+        from pqweights.publish.options import CardOptions, model_id
+        from pqweights.rewrite.manifest import read_manifest
 
-    if shown and json:
-        raise typer.BadParameter("expected either --print or --json, found both")
-    report.warn_of_broken_files(asked.folder, read_manifest(asked.folder))
-    if shown:
-        output.write_text(make_card(asked.folder, asked, old=read_card(asked.folder)).text)
-    else:
-        _show(write_card(asked.folder, asked), asked.folder, json)
+        if shown and json:
+            raise typer.BadParameter("expected either --print or --json, found both")
+        repository = None if repo is None else model_id("repo", repo, namespace=True)
+        asked = CardOptions(repository=repository, base_model=base_model)
+        report.warn_of_broken_files(folder, read_manifest(folder))
+        if shown:
+            output.write_text(make_card(folder, asked, old=read_card(folder)).text)
+        else:
+            _show(write_card(folder, asked), folder, json)
 
 
 def _show(card: Card, folder: Path, json: bool) -> None:

@@ -4,64 +4,114 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pqweights.common.units import counted
 from pqweights.planning.options import path_of
-from pqweights.quality.options import EvaluateArguments
+from pqweights.quality.options import EvaluationOptions
 
 from . import options, output
 
 if TYPE_CHECKING:
     from pqweights.quality.report import EvaluationReport, EvaluationSettings, ModelScores
     from pqweights.rewrite.results.evaluation_record import EvaluationRecord, Place
-    from pqweights.storage.sources import Fetched
+    from pqweights.storage.sources import Access, Fetched
 
+WIKITEXT = "wikitext"
 COLUMNS = "model,KV cache,bits/coord.,bytes/token,GB,bits/param,bits/weight,perplexity,change,KL mean,KL 99%,top-1"
 CACHE_LEGEND = "; bits/coord.: all that the cache holds of a window, with recent tokens at 16 bits"
 
 
-@options.taking(EvaluateArguments)
-def command(asked: EvaluateArguments, *, json: options.JsonOption = False) -> None:
+def command(
+    models: options.Models,
+    text: options.Text = None,
+    dataset: options.Dataset = None,
+    reference: options.Reference = None,
+    no_record: options.NoRecord = False,
+    dtype: options.Dtype = "float32",
+    device: options.Device = "cpu",
+    packed: options.PackedMasters = False,
+    kv_cache: options.KvCaches = None,
+    no_bos: options.NoBos = False,
+    window: options.Window = None,
+    stride: options.Stride = None,
+    score_first: options.ScoreFirst = False,
+    max_tokens: options.TextTokens = None,
+    tokenizer: options.Tokenizer = None,
+    threads: options.Threads = None,
+    revision: options.Revision = None,
+    token: options.Token = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
     """Evaluate models on a text: perplexity, and how far each model is from a reference.
 
     Each model runs in the library that it is made for, which is named below the table. Windows slide over the text,
     and only the last tokens of each window are scored; see docs/evaluation.md. The results of a master or an export
     are also recorded beside it; its model card shows those that score at least 10000 tokens.
     """
-    from pqweights.inference.runtimes.texts import read_text, wikitext
-    from pqweights.quality.evaluation import evaluate
-    from pqweights.quality.report import make_record
-    from pqweights.storage.addresses import repository_id
+    with output.errors(quiet=quiet):
+        from pqweights.errors import OptionError
+        from pqweights.inference.runtimes.texts import read_text, wikitext
+        from pqweights.quality.evaluation import evaluate
 
-    models, base = _fetched(asked)
-    # Figures of a quantized cache are not those of the folder.
-    places = [None] * len(models) if asked.no_record or asked.kv_caches else [_place(model) for model in models]
-    words = wikitext() if asked.text is None else read_text(asked.text)
-    named = replace(asked, text_name=str(asked.text or asked.dataset), reference=base and base.path)
-    with output.progress("evaluating", unit="steps") as progress:
-        done = evaluate([model.path for model in models], words, named, progress=progress)
-    names = dict(zip((*asked.models, str(asked.reference)), (*models, base), strict=True))
-    _show(done.renamed({str(model.path): name for name, model in names.items() if model and model.origin}), json)
-    reference = None if asked.reference is None else repository_id(str(asked.reference))
-    for row, place in zip(done.rows, places, strict=False):
-        if place is not None:
-            _record(place, make_record(done, row, words, tokenizer=path_of(asked.tokenizer), reference=reference))
+        if (text is None) == (dataset is None) or dataset not in (None, WIKITEXT):
+            raise OptionError(f"expected either `text` or `dataset` {WIKITEXT}")
+        asked = EvaluationOptions(
+            dtype=dtype,
+            device=device,
+            packed=packed,
+            kv_caches=kv_cache or (),
+            no_bos=no_bos,
+            window=window,
+            stride=stride,
+            score_first=score_first,
+            max_tokens=max_tokens,
+            tokenizer=tokenizer,
+            threads=threads,
+            text_name=str(text or dataset),
+        )
+        fetched = _fetched(models, options.access(revision, token))
+        base = None if reference is None else options.fetched(reference, options.access(None, token))
+        words = wikitext() if text is None else read_text(text)
+        asked = replace(asked, reference=base and base.path)
+        places = [None if no_record or kv_cache else _place(model) for model in fetched]
+        with output.progress("evaluating", unit="steps") as progress:
+            done = evaluate([model.path for model in fetched], words, asked, progress=progress)
+        names = dict(zip((*models, str(reference)), (*fetched, base), strict=True))
+        _show(done.renamed({str(model.path): name for name, model in names.items() if model and model.origin}), json)
+        _record_all(done, places, words, tokenizer=path_of(tokenizer), reference=reference)
 
 
-def _fetched(asked: EvaluateArguments) -> tuple[list[Fetched], Fetched | None]:
-    """Return the folders of the models, and that of the reference; --revision is of the models."""
+def _fetched(models: Sequence[str], access: Access) -> list[Fetched]:
+    """Return the folders of models; the revision is of those on the Hub."""
     from pqweights.errors import OptionError
     from pqweights.storage.addresses import repository_id
 
-    on_hub = [repository_id(name) is not None for name in asked.models]
-    if asked.revision is not None and not any(on_hub):
+    on_hub = [repository_id(name) is not None for name in models]
+    if access.revision is not None and not any(on_hub):
         raise OptionError("`revision`: expected a repository on the Hub among the models")
-    models = [
-        options.fetched(name, asked.access if there else asked.access_to_main)
-        for name, there in zip(asked.models, on_hub, strict=True)
-    ]
-    return models, None if asked.reference is None else options.fetched(str(asked.reference), asked.access_to_main)
+    main = replace(access, revision=None)
+    return [options.fetched(name, access if there else main) for name, there in zip(models, on_hub, strict=True)]
+
+
+def _record_all(
+    done: EvaluationReport,
+    places: Sequence[Place | None],
+    words: str,
+    *,
+    tokenizer: Path | None,
+    reference: str | None,
+) -> None:
+    """Write the figures of each model beside it; not those of a quantized cache, which are not the folder's."""
+    from pqweights.quality.report import make_record
+    from pqweights.storage.addresses import repository_id
+
+    base = None if reference is None else repository_id(reference)
+    for row, place in zip(done.rows, places, strict=False):
+        if place is not None:
+            _record(place, make_record(done, row, words, tokenizer=tokenizer, reference=base))
 
 
 def _place(model: Fetched) -> Place | None:

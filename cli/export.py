@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
 
-from pqweights.common.parameters import with_options
 from pqweights.common.units import counted, size_text
-from pqweights.planning.options import ExportArguments
+from pqweights.planning.options import DEFAULT_MAX_SHARD_SIZE, DEFAULT_SAMPLE_TOKENS
 
 from . import options, output, report
 from .report import integer_form_lines
@@ -45,21 +43,51 @@ class Command(TyperCommand):
             raise
 
 
-@options.taking(
-    ExportArguments,
-    continues=lambda asked: options.run_continues(str(asked.master), str(asked.out), asked.calibrate is not None),
-)
-def command(asked: ExportArguments, *, json: options.JsonOption = False) -> None:
+def command(
+    ctx: typer.Context,
+    master: options.Master,
+    out: options.Out,
+    target: options.Target,
+    source: options.Original = None,
+    bits: options.IntegerBits = None,
+    group_size: options.GroupSize = None,
+    qparams: options.Qparams = None,
+    rounding: options.Rounding = None,
+    calibrate: options.CalibrateInputs = None,
+    calibration_tokens: options.CalibrationTokens = DEFAULT_SAMPLE_TOKENS,
+    packing: options.Packing = None,
+    mode: options.Mode = None,
+    format: options.Format = None,
+    dtype: options.StoredDtype = None,
+    type: options.GgufType = None,
+    pure: options.Pure = False,
+    without_tokenizer: options.WithoutTokenizer = False,
+    name: options.Name = None,
+    recipe: options.FormatRecipe = None,
+    set_format: options.SetFormat = None,
+    target_size: options.WeightsSize = None,
+    sensitivity: options.FormatSensitivity = None,
+    leave_out: options.LeaveOut = None,
+    max_shard_size: options.MaxShardSize = DEFAULT_MAX_SHARD_SIZE,
+    ray: options.Ray = None,
+    threads: options.Threads = None,
+    overwrite: options.Overwrite = False,
+    revision: options.Revision = None,
+    token: options.Token = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
     """Export a master to a checkpoint that runtimes load.
 
     If the run is interrupted, the same command continues it. The targets are:
     """
-    from pqweights.api import export
-    from pqweights.storage import open_store
+    with output.errors(quiet=quiet, kept=lambda: options.run_continues(master, out, calibrate is not None)):
+        from pqweights.api import export
+        from pqweights.storage import open_store
 
-    with output.progress("exporting") as progress:
-        done = with_options(export)(replace(asked, progress=progress))
-    _show(done, str(asked.master), str(open_store(str(asked.out))), json=json)
+        with output.progress("exporting") as progress:
+            done = export(**options.given(ctx), progress=progress)
+        _show(done, master, str(open_store(out)), json=json)
 
 
 def _show(done: RewriteReport, folder: str, out: str, *, json: bool) -> None:

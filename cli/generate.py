@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from pqweights.common.units import counted, size_text
-from pqweights.inference.options import GenerateArguments, ModelArguments
+from pqweights.inference.options import DEFAULT_MAX_TOKENS, GenerationOptions
 
 from . import interrupts, options, output
 
@@ -26,38 +27,75 @@ STOPS = {
     "interrupted": "interrupted",
 }
 
-PromptOption = Annotated[str | None, options.option(GenerateArguments, "prompt")]
 
-
-@options.taking(ModelArguments)
-def command(asked: ModelArguments, *, prompt: PromptOption = None, json: options.JsonOption = False) -> None:
+def command(
+    model: options.Model,
+    prompt: options.Prompt = None,
+    system: options.System = None,
+    no_chat: options.NoChat = False,
+    max_tokens: options.MaxTokens = DEFAULT_MAX_TOKENS,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    seed: options.Seed = None,
+    packed: options.Packed = None,
+    kv_cache: options.KvCache = None,
+    tokenizer: options.Tokenizer = None,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "auto",
+    threads: options.Threads = None,
+    revision: options.Revision = None,
+    token: options.Token = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
     """Generate text with a model, as an answer in a chat or as a continuation, and show it as it comes.
 
     Without --prompt, the prompt is read from stdin; on a terminal, the command asks for one after another and keeps the
     conversation. Ctrl-C ends a reply. The speed and the memory are printed at the end.
     """
-    from pqweights.inference.generator import Generator
-    from pqweights.inference.runtimes.cached import check_spec
+    with output.errors(quiet=quiet):
+        from pqweights.inference.generator import Generator
+        from pqweights.inference.runtimes.cached import check_spec
+
+        asked = GenerationOptions(
+            system=system,
+            no_chat=no_chat,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            packed=packed,
+            kv_cache=kv_cache,
+            tokenizer=tokenizer,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+        )
+        if kv_cache is not None:
+            check_spec(kv_cache)
+        interactive = prompt is None and sys.stdin.isatty()
+        text = "" if interactive else _checked(prompt)
+        if interactive and json:
+            raise typer.BadParameter("--json: expected --prompt TEXT, or a text on stdin")
+        folder = _fetched(model, revision, token)
+        with output.status(f"loading {model}"):
+            generator = Generator(folder, asked, name=model, tell=output.note)
+            if not interactive:
+                generator.check(text, _name(prompt))
+            generator.load()
+        if interactive:
+            _converse(generator)
+        else:
+            _reply_once(generator, text, json=json)
+
+
+def _fetched(model: str, revision: str | None, token: str | None) -> Path:
+    """Return the local folder of a model."""
     from pqweights.storage.addresses import repository_id
 
-    if asked.kv_cache is not None:
-        check_spec(asked.kv_cache)
-    interactive = prompt is None and sys.stdin.isatty()
-    text = "" if interactive else _checked(prompt)
-    if interactive and json:
-        raise typer.BadParameter("--json: expected --prompt TEXT, or a text on stdin")
-    if asked.revision is not None and repository_id(str(asked.model)) is None:
+    if revision is not None and repository_id(model) is None:
         raise typer.BadParameter("--revision: expected a repository on the Hub as MODEL")
-    model = options.fetched(str(asked.model), asked.access)
-    with output.status(f"loading {asked.model}"):
-        generator = Generator(model.path, asked, name=str(asked.model), tell=output.note)
-        if not interactive:
-            generator.check(text, _name(prompt))
-        generator.load()
-    if interactive:
-        _converse(generator)
-    else:
-        _reply_once(generator, text, json=json)
+    return options.fetched(model, options.access(revision, token)).path
 
 
 def _checked(prompt: str | None) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pqweights.common.units import size_text
-from pqweights.planning.options import InspectArguments
 
 from . import options, output, report
 from .report import action_text, integer_form_lines, is_summarized, quality_lines, summary_table
@@ -24,30 +23,36 @@ if TYPE_CHECKING:
 ITEMS_SHOWN, CHARACTERS_SHOWN = 8, 60
 
 
-@options.taking(InspectArguments)
 def command(
-    asked: InspectArguments, *, summary: options.SummaryOption = None, json: options.JsonOption = False
+    folder: options.Folder,
+    summary: options.Summary = None,
+    revision: options.Revision = None,
+    token: options.Token = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Show what a finished folder holds: tensors, bits, relative errors, sizes and totals.
 
     Of a GGUF file, whoever wrote it, show the tensors, their types and sizes, and the metadata.
     """
-    from pqweights.checkpoint.names import MANIFEST_FILE
-    from pqweights.rewrite.results.inspect import inspect_gguf
-    from pqweights.storage.sources import find_result
+    with output.errors(quiet=quiet):
+        from pqweights.checkpoint.names import MANIFEST_FILE
+        from pqweights.rewrite.results.inspect import inspect_gguf
+        from pqweights.storage.sources import find_result
 
-    with output.progress("fetching") as progress:
-        result = find_result(str(asked.folder), asked.access, only=[MANIFEST_FILE], progress=progress)
-    if isinstance(result.where, Path) and _is_foreign_gguf(result.where):
-        inspection = inspect_gguf(result.where)
-        if json:
-            output.print_json(inspection.to_json())
-        else:
-            output.show(*_gguf_lines(inspection, summary))
-        return
-    shown = _show_folder(result.where, summary=summary, json=json)
-    if result.origin is None:
-        report.warn_of_broken_files(result.where, shown.manifest)
+        access = options.access(revision, token)
+        with output.progress("fetching") as progress:
+            result = find_result(folder, access, only=[MANIFEST_FILE], progress=progress)
+        if isinstance(result.where, Path) and _is_foreign_gguf(result.where):
+            inspection = inspect_gguf(result.where)
+            if json:
+                output.print_json(inspection.to_json())
+            else:
+                output.show(*_gguf_lines(inspection, summary))
+            return
+        shown = _show_folder(result.where, summary=summary, json=json)
+        if result.origin is None:
+            report.warn_of_broken_files(result.where, shown.manifest)
 
 
 def _show_folder(folder: Path | Storage, *, summary: bool | None, json: bool) -> Inspection:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
 import importlib
 import os
@@ -45,6 +44,13 @@ class Commands(TyperGroup):
         """See click.Group."""
         with _printable_usage_errors():
             return super().make_context(*args, **extra)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See click.Group; messages then have the flags of the command."""
+        name, command, rest = super().resolve_command(ctx, args)
+        options = [param for param in command.params if param.param_type_name == "option"] if command else []
+        output.flags = {param.name: max(param.opts, key=len) for param in options}
+        return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
         """See click.Group."""
@@ -110,17 +116,6 @@ def __getattr__(name: str) -> typer.Typer:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     made = globals()["app"] = _made(*COMMANDS)
     return made
-
-
-@functools.cache
-def _flag_names() -> dict[str, str]:
-    """Return the flags of all commands by the name of the parameter."""
-    group: Any = typer.main.get_group(_made(*COMMANDS))
-    params = [param for command in group.commands.values() for param in command.params]
-    return {str(param.name): max(param.opts, key=len) for param in params if param.param_type_name == "option"}
-
-
-output.flag_names = _flag_names
 
 
 def main() -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pqweights.common.parameters import parameters
 from pqweights.common.units import counted, size_text
-from pqweights.planning.options import ExportOptions, PlanArguments, QuantizeArguments
 
 from . import options, output, tables
 
@@ -23,14 +21,16 @@ TITLES = ["runtime", "target", "format", "#bits", "#weights", "#context", "#over
 LEAST_NEEDED = ["#overhead", "#context", "#weights", "#bits"]
 # How many proposals for a runtime are shown if all runtimes are.
 MOST_SHOWN = 3
+# Options of `plan` that are not for the command that makes a master.
+NOT_OF_QUANTIZE = {"source", "token", "threads", "tell", "memory", "context", "runtime"}
 
 
-def show(advice: MemoryAdvice, asked: PlanArguments | QuantizeArguments) -> None:
-    """Print which exports of a model fit. asked: the model, and how to quantize it"""
+def show(advice: MemoryAdvice, asked: Mapping[str, Any]) -> None:
+    """Print which exports of a model fit. asked: what `plan` was given"""
     where = f"{size_text(advice.memory_bytes)} of memory, {counted(advice.context, 'token')} of context"
-    shown = advice.fitting if isinstance(asked, PlanArguments) and asked.runtime else [*_first(advice.best)]
+    shown = advice.fitting if "runtime" in asked else [*_first(advice.best)]
     if shown:
-        measured = asked.sensitivity not in (None, "heuristic")
+        measured = asked.get("sensitivity", "heuristic") != "heuristic"
         by = "as it was measured" if measured else "by a rule of thumb that only compares formats of a model"
         output.show(f"{where}; best expected quality first (least rise of the loss, {by})")
         if any("export" in proposal.stored.steps for proposal in shown):
@@ -68,20 +68,19 @@ def _cells(proposal: Proposal) -> list[str]:
     return [proposal.runtime, stored.target, stored.format, bits, weights, *sizes, rise]
 
 
-def _command(stored: Stored, asked: PlanArguments | QuantizeArguments) -> str:
+def _command(stored: Stored, asked: Mapping[str, Any]) -> str:
     """Return the command that makes what is proposed."""
     if "export" not in stored.steps:
-        return _quantize(asked) if stored.steps else f"nothing to make: {shlex.quote(str(asked.source))}"
+        return _quantize(asked) if stored.steps else f"nothing to make: {shlex.quote(asked['source'])}"
     out = re.sub(r"[^a-z0-9_]+", "-", f"{stored.target} {stored.format}")
-    words = options.spelled(ExportOptions(**stored.options), parameters(ExportOptions))
+    words = options.spelled(stored.options)
     # The option names neither a revision nor what reads pickles; then the error of the master adds to that of rounding.
-    if stored.takes_original and asked.revision is None and not asked.allow_pickle:
-        words += ["--source", shlex.quote(str(asked.source))]
+    if stored.takes_original and not asked.keys() & {"revision", "allow_pickle"}:
+        words += ["--source", shlex.quote(asked["source"])]
     return " ".join(["pqweights export master/", f"{out}/", "--target", stored.target, *words])
 
 
-def _quantize(asked: PlanArguments | QuantizeArguments) -> str:
+def _quantize(asked: Mapping[str, Any]) -> str:
     """Return the command that makes the master."""
-    names = parameters(QuantizeArguments).keys() - {"source", "out", "token", "threads"}
-    words = [shlex.quote(str(asked.source)), "master/", *options.spelled(asked, names)]
-    return " ".join(["pqweights quantize", *words])
+    words = options.spelled({name: value for name, value in asked.items() if name not in NOT_OF_QUANTIZE})
+    return " ".join(["pqweights quantize", shlex.quote(asked["source"]), "master/", *words])

@@ -1,122 +1,660 @@
-"""The options of commands: made from the parameters of the library (planning/options.py), or of commands alone."""
+"""The arguments and options of commands, shared by all of them: what Typer parses, and the texts of help.
+
+The names of parameters are those of the functions of the API. What values mean is checked there, once.
+"""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from pqweights.common import parameters as checks
-from pqweights.common.parameters import Check, Options, Parameter, in_order, parameters
+from pqweights.common.parameters import Options, parameters
 
 from . import output
 
 if TYPE_CHECKING:
     from pqweights.storage.sources import Access, Fetched
 
-Asked = TypeVar("Asked")
+Taken = TypeVar("Taken", bound=Options)
 
-# What Typer parses for each check, if not a text; the library's own checks follow.
-TYPES: dict[Check, Any] = {
-    checks.flag: bool,
-    checks.number: float,
-    checks.whole: int,
-    checks.path: Path,
-    checks.patterns: list[str],
-    checks.bits_by_pattern: list[str],
-    checks.formats_by_pattern: list[str],
-}
-NUMBERS = {"temperature", "top_p"}
-QUIET = Annotated[
+# Samples of text for a calibration.
+SAMPLES = "self|mixture|FILE|ORG/DATASET"
+
+# Arguments: checkpoints and results
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SRC",
+        help="Checkpoint: a folder of safetensors files, one safetensors file, ORG/MODEL on the Hub, or an address "
+        "such as s3://BUCKET/FOLDER.",
+    ),
+]
+Master = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR",
+        help="Master written by pqweights: a folder, ORG/NAME on the Hub, or an address such as s3://BUCKET/FOLDER.",
+    ),
+]
+Folder = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR",
+        help="Master or export written by pqweights: a folder, ORG/NAME on the Hub, or an address such as "
+        "s3://BUCKET/FOLDER.",
+    ),
+]
+LocalFolder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder of a master or an export written by pqweights.")
+]
+Out = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUT",
+        help="Folder for the result, new or empty: a local one, or an address such as s3://BUCKET/FOLDER.",
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Master, export or any checkpoint of a language model: a folder, or ORG/NAME on the Hub; or a GGUF file.",
+    ),
+]
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL...",
+        help="Checkpoints, masters and exports: folders, or ORG/NAME on the Hub; also GGUF files.",
+    ),
+]
+Repository = Annotated[
+    str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub; created if it does not exist.")
+]
+
+OutFile = Annotated[Path, typer.Argument(metavar="OUT", help="File for the result.")]
+
+# What is printed
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print no progress, notes or summary; errors and warnings stay.")
+]
+Summary = Annotated[
+    bool | None,
+    typer.Option(
+        "--summary/--no-summary",
+        show_default="a summary on a terminal, above 200 tensors",
+        help="Show a line for each role, codec and bit width in place of one for each tensor.",
+    ),
+]
+PRINTING = {"json", "quiet", "summary", "dry_run"}
+
+# The Hub, and how a command runs
+
+Revision = Annotated[
+    str | None,
+    typer.Option(metavar="REV", show_default="main", help="Branch, tag or commit of the repository on the Hub."),
+]
+Branch = Annotated[
+    str | None,
+    typer.Option("--revision", metavar="BRANCH", show_default="main", help="Branch; created if it does not exist."),
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKEN",
+        show_default="HF_TOKEN, or the token saved by hf auth login",
+        help="Access token for the Hub.",
+    ),
+]
+Threads = Annotated[int | None, typer.Option(show_default="the number of cores", help="Number of worker threads.")]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS|auto|local",
+        help="Have the nodes of a Ray cluster do the work, output file by output file: HOST:PORT of its head node, "
+        "auto for the cluster of this machine, local for a new one on it. --threads is then that of a task. The "
+        "output bytes are the same.",
+    ),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite", help="Replace an earlier result in OUT. Only files listed in its manifest are deleted."
+    ),
+]
+MaxShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of an output file, e.g. 5GB.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan without writing anything.")]
+
+# Recipes, and what changes them
+
+Recipe = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        "-r",
+        metavar="NAME|FILE",
+        show_default="q5",
+        help="Name of a built-in recipe, or a YAML file.",
+    ),
+]
+Codec = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        show_default="the recipe's",
+        help="Default codec, where no rule of the recipe gives another.",
+    ),
+]
+Bits = Annotated[
+    float | None,
+    typer.Option(
+        "--bits",
+        "-b",
+        metavar="BITS",
+        show_default="the recipe's",
+        help="Default bit width, where no rule of the recipe gives another; a fraction for codecs that "
+        "have such rates.",
+    ),
+]
+Effort = Annotated[
+    int | None,
+    typer.Option(
+        show_default="the recipe's, else the codec's least",
+        help="How much work goes into encoding, for codecs that have a choice: more takes longer and errs less, in the "
+        "same bytes.",
+    ),
+]
+Keep = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        show_default=False,
+        help="Keep the tensors whose names match a shell-style PATTERN, e.g. '*.layers.0.*'; before --set, and before "
+        "the rules of the recipe. Can be repeated.",
+    ),
+]
+SetBits = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="PATTERN=BITS",
+        show_default=False,
+        help="Quantize the tensors whose names match a shell-style PATTERN with BITS, e.g. '*.mlp.*=6'; the first that "
+        "matches decides, before the rules of the recipe. Can be repeated.",
+    ),
+]
+TargetSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Choose the bit width of each weight so that the safetensors files take at most SIZE, e.g. 9GB or 9GiB.",
+    ),
+]
+TargetBpw = Annotated[
+    float | None,
+    typer.Option(
+        metavar="BITS",
+        help="Choose the bit width of each weight so that the mean over the weights that the recipe quantizes is at "
+        "most BITS, all overhead counted.",
+    ),
+]
+Sensitivity = Annotated[
+    str | None,
+    typer.Option(
+        metavar="heuristic|FILE",
+        show_default="heuristic",
+        help="Basis for choosing bit widths to meet a target: a rule of thumb, or a FILE written by pqweights "
+        "sensitivity.",
+    ),
+]
+
+# How a source is read and quantized
+
+LeaveOut = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        show_default=False,
+        help="Leave out the tensors whose name matches a shell-style PATTERN, such as '*.k_scale'; repeatable.",
+    ),
+]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict", help="Fail if the error of a tensor is above the limit of its codec, even after it is rescued."
+    ),
+]
+Awq = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Scale input channels before quantizing, with the scales in a FILE written by pqweights calibrate.",
+    ),
+]
+AwqAnyCodec = Annotated[
+    bool,
+    typer.Option("--awq-any-codec", help="Accept scales that were searched for another codec or bit width."),
+]
+AllowPickle = Annotated[
+    bool,
+    typer.Option("--allow-pickle", help="Also read pickled weights, with torch's restricted weights_only loader."),
+]
+IncludeFiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        show_default=False,
+        help="Also copy files of the source that match PATTERN, such as 'data/*'; repeatable. Without it, only what "
+        "loading the model needs is copied.",
+    ),
+]
+Lossless = Annotated[
+    bool,
+    typer.Option(
+        "--lossless",
+        help="Round nothing: store every weight in the source's own numbers, coded by their entropy, and bit for bit "
+        "the same when it is read. The source is read twice.",
+    ),
+]
+LowDisk = Annotated[
+    bool,
+    typer.Option(
+        "--low-disk",
+        help="For a source on the Hub: keep at most two of its files at a time, and delete each when it is done.",
+    ),
+]
+Calibrate = Annotated[
+    str | None,
+    typer.Option(
+        metavar=SAMPLES,
+        help="Calibrate the weights of the trellis, layer by layer: on text that is sampled from the model itself, a "
+        "FILE or a folder of *.txt, a data set of the Hub, or a short mixture that comes with pqweights. Takes longer, "
+        "for much less divergence in the same bytes.",
+    ),
+]
+SampleText = Annotated[
+    str,
+    typer.Option(
+        metavar=SAMPLES,
+        help="Text for the model to read: a FILE in UTF-8, a folder of *.txt, or a data set of the Hub; self stands "
+        "for text that is sampled from the model itself, mixture for a short one that comes with pqweights.",
+    ),
+]
+CalibrationTokens = Annotated[int, typer.Option(help="Number of tokens of the sample.")]
+Rate = Annotated[
+    str,
+    typer.Option(
+        metavar="model|tensor",
+        help="How bits are shared: more of them where they matter more (model), or as the recipe gives them to each "
+        "weight (tensor).",
+    ),
+]
+
+# What exports are to fit into
+
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Propose targets and formats with which the model fits into SIZE of memory, e.g. 16GB: that of the GPU, "
+        "or all of a Mac's.",
+    ),
+]
+Context = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENS",
+        show_default="the most that the model takes, but not more than 8192",
+        help="For --memory: how many tokens the model keeps, e.g. 32k.",
+    ),
+]
+Runtime = Annotated[
+    str | None,
+    typer.Option(
+        metavar="llama.cpp|mlx|vllm|transformers",
+        help="For --memory: propose what this runtime loads, and nothing else.",
+    ),
+]
+
+# Exports
+
+Target = Annotated[
+    str,
+    typer.Option("--target", "-t", metavar="TARGET", help="Format of the result, one of those above."),
+]
+Original = Annotated[
+    str | None,
+    typer.Option(
+        "--source",
+        metavar="SRC",
+        help="Make the integers from the original checkpoint, and report what the error of the master would add.",
+    ),
+]
+IntegerBits = Annotated[
+    int | None, typer.Option("--bits", "-b", show_default="4", help="Bits per code of an integer target.")
+]
+GroupSize = Annotated[
+    int | None,
+    typer.Option("--group-size", "-g", show_default="128, for mlx 64", help="Weights per scale of an integer target."),
+]
+Qparams = Annotated[
+    str | None,
+    typer.Option(
+        metavar="best|minmax",
+        show_default="best",
+        help="How to choose scales and offsets: best minimizes the squared error, minmax works like the converter of "
+        "the runtime.",
+    ),
+]
+Rounding = Annotated[
+    str | None,
+    typer.Option(
+        metavar="plain|gptq|importance",
+        show_default="not plain with --calibrate",
+        help="How to choose codes: the nearest ones (plain), or, with --calibrate, such that errors within a row "
+        "cancel in the outputs (gptq), or weighed by how large inputs are (importance, for gguf).",
+    ),
+]
+CalibrateInputs = Annotated[
+    str | None,
+    typer.Option(
+        "--calibrate",
+        metavar=SAMPLES,
+        help="For --rounding: learn the inputs of weights, layer by layer, on text as in quantize: self "
+        "is sampled from the model itself.",
+    ),
+]
+Packing = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PACKING",
+        show_default="tile_packed_to_4d",
+        help="For torchao in INT4: the layout of the packed codes.",
+    ),
+]
+Mode = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODE",
+        show_default="affine",
+        help="For mlx: affine integers, or one of the float formats of MLX.",
+    ),
+]
+Format = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        show_default="w4a16, q4, int4, q4_k_m",
+        help="Format of the weights, of those that the target has: w4a16, w8a16, int8, fp8, nvfp4, mxfp4, ... for "
+        "vllm; q2 to q8, mxfp4, mxfp8, nvfp4 or a mix for mlx; int4, int8, int8-dynamic or fp8 for torchao; a type "
+        "for gguf.",
+    ),
+]
+StoredDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="bf16|source",
+        show_default="bf16",
+        help="For bf16: store all weights as BF16, or each in the dtype that it had in the source.",
+    ),
+]
+GgufType = Annotated[
+    str | None,
+    typer.Option(
+        "--type",
+        metavar="TYPE",
+        show_default="q4_k_m",
+        help="For gguf: a mix or type of llama.cpp, such as q4_k_m, q5_k_m, q6_k, iq4_xs, q8_0 or bf16.",
+    ),
+]
+Pure = Annotated[
+    bool,
+    typer.Option("--pure", help="For gguf: all matrices in the type of the mix, none of them wider."),
+]
+WithoutTokenizer = Annotated[
+    bool,
+    typer.Option(
+        "--without-tokenizer",
+        help="For gguf: write the file although the model has no tokenizer, for programs that give llama.cpp the ids "
+        "of tokens; its own end at the first text.",
+    ),
+]
+Name = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        show_default="that of its repository, else that of its folder",
+        help="For gguf: the name of the model, with which names of files begin.",
+    ),
+]
+FormatRecipe = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        "-r",
+        metavar="FILE",
+        help="YAML FILE that says which format each weight gets: format, rules, target_size, sensitivity.",
+    ),
+]
+SetFormat = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="PATTERN=FORMAT",
+        show_default=False,
+        help="Format of the weights whose name matches a shell-style PATTERN, or of a role as in role:expert; plain "
+        "keeps them. For gguf, a type. Can be repeated, the first that matches counts.",
+    ),
+]
+WeightsSize = Annotated[
+    str | None,
+    typer.Option(
+        "--target-size",
+        metavar="SIZE",
+        help="Choose the format of each weight so that the files of weights take at most SIZE, e.g. 5GB.",
+    ),
+]
+FormatSensitivity = Annotated[
+    str | None,
+    typer.Option(
+        "--sensitivity",
+        metavar="heuristic|FILE",
+        show_default="heuristic",
+        help="For --target-size: how formats are chosen, by a rule of thumb or by what pqweights sensitivity measured.",
+    ),
+]
+
+# Running models
+
+Tokenizer = Annotated[
+    str | None, typer.Option(metavar="DIR", show_default="the model's own", help="Folder of the tokenizer.")
+]
+Device = Annotated[
+    str, typer.Option(metavar="cpu|cuda|auto", help="Device to compute on; auto uses a GPU if there is one.")
+]
+Dtype = Annotated[
+    str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Dtype to compute in; auto is the model's own.")
+]
+
+# Generating
+
+Prompt = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt",
+        "-p",
+        metavar="TEXT",
+        show_default="what comes on stdin; on a terminal, ask for one prompt after another",
+        help="Text to answer or continue.",
+    ),
+]
+System = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="System message, for models with a chat template that takes one.")
+]
+NoChat = Annotated[
+    bool, typer.Option("--no-chat", help="Continue the prompt as it is, even if the model has a chat template.")
+]
+MaxTokens = Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens of a reply.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        "-t",
+        metavar="T",
+        show_default="the model's generation_config.json, else 0",
+        help="Choose tokens at random, with logits divided by T; 0 always takes the likeliest.",
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        metavar="P",
+        show_default="the model's generation_config.json, else 1",
+        help="Choose from the likeliest tokens that together have probability P.",
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(metavar="N", show_default="a random one, printed", help="Seed of the random choices."),
+]
+Packed = Annotated[
+    bool | None,
+    typer.Option(
+        "--packed/--no-packed",
+        show_default="packed for scalar codecs; for others only if the decoded model does not fit into memory",
+        help="Keep the weights of a master packed in memory.",
+    ),
+]
+KvCache = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SPEC",
+        show_default="as the model computes them",
+        help="Quantize keys and values: klt, hadamard, polar or polar-rope, with options as in klt:3.",
+    ),
+]
+
+# Evaluating
+
+Text = Annotated[Path | None, typer.Option(metavar="FILE", help="UTF-8 text to evaluate on.")]
+Dataset = Annotated[
+    str | None,
+    typer.Option(metavar="wikitext", help="Evaluate on the test split of WikiText-2 (raw) instead of --text."),
+]
+Reference = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SRC",
+        help="Model to compare with, token by token: KL divergence, top-1 agreement, change of the perplexity.",
+    ),
+]
+NoRecord = Annotated[
+    bool, typer.Option("--no-record", help="Do not write pqweights-eval.json beside masters and exports.")
+]
+PackedMasters = Annotated[
+    bool, typer.Option("--packed", help="Keep the weights packed in memory; every MODEL must be a master.")
+]
+KvCaches = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kv-cache",
+        metavar="SPEC",
+        show_default=False,
+        help="Quantize keys and values: klt, hadamard, polar or polar-rope, with options as in hadamard:3. Repeat it "
+        "to compare several. Scored tokens are read one by one, as in generation.",
+    ),
+]
+NoBos = Annotated[
+    bool,
+    typer.Option("--no-bos", help="Do not begin windows with BOS, even if the tokenizer puts it before a text."),
+]
+Window = Annotated[
+    int | None, typer.Option(show_default="2048, or the model's limit if smaller", help="Tokens per window.")
+]
+Stride = Annotated[
+    int | None,
+    typer.Option(
+        show_default="a quarter of the window, at most 512",
+        help="Tokens between the starts of consecutive windows.",
+    ),
+]
+ScoreFirst = Annotated[
+    bool, typer.Option("--score-first", help="Score all tokens of the first window, not only its last ones.")
+]
+TextTokens = Annotated[
+    int | None,
+    typer.Option("--max-tokens", show_default="all", help="Maximum number of tokens to read from the text."),
+]
+
+# Cards and pushes
+
+BaseModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ORG/MODEL", help="Original model on the Hub to name in the card, if the manifest names none."
+    ),
+]
+CardRepository = Annotated[
+    str | None,
+    typer.Option(
+        "--repo",
+        metavar="ORG/NAME",
+        show_default="that of the earlier card",
+        help="Repository on the Hub to name in the commands of the card.",
+    ),
+]
+PrintCard = Annotated[bool, typer.Option("--print", help="Print the card without writing it.")]
+Private = Annotated[
+    bool, typer.Option("--private", help="Create the repository as private; one that exists must be private.")
+]
+Message = Annotated[str | None, typer.Option("--message", "-m", help="Title of the commit.")]
+DryPush = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Say what would be pushed, and change nothing. The folder is checked without a network or a token, too.",
+    ),
 ]
 
 
-def taking(
-    options: Callable[..., Asked], continues: Callable[[Asked], bool | Path | None] | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command so that it has the flags of a class of options, of which it gets an instance.
-
-    continues: whether an interrupted run left something from which the same command continues, or where; None, or its
-        answer, if there is nothing to continue
-    """
-    known = parameters(options)
-    named = [name for name in in_order(options) if known[name].flags != ()]
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        also = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
-
-        @functools.wraps(command)
-        def run(**given: Any) -> None:
-            rest = {p.name: given[p.name] for p in also}
-            asked: list[Asked] = []
-            kept = None if continues is None else lambda: continues(asked[0]) if asked else False
-            with output.errors(kept=kept, quiet=given.pop("quiet")):
-                taken = {name: given[name] for name in named if given[name] not in (None, [])}
-                asked.append(options(**taken, **({"tell": output.note} if "token" in named else {})))
-                command(asked[0], **rest)
-
-        flags = [_parameter(options, name) for name in named]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        quiet = inspect.Parameter("quiet", keyword, default=False, annotation=QUIET)
-        run.__signature__ = inspect.Signature([*flags, *also, quiet])  # type: ignore[attr-defined]
-        run.__annotations__ = {}
-        return run
-
-    return decorate
+# The flags of parameters that are not called like them.
+FLAGS = {"set_bits": "--set"}
 
 
-def option(options: Any, name: str) -> Any:
-    """Return what Typer calls the option of a parameter, without its default."""
-    parameter = parameters(options)[name]
-    text = _spoken(parameter.help, options)
-    if parameter.argument:
-        return typer.Argument(metavar=parameter.metavar, help=text)
-    shown = None if parameter.default_text is None else _spoken(parameter.default_text, options)
-    return typer.Option(
-        *(parameter.flags or (flag_of(name, parameter),)),
-        metavar=parameter.metavar or "|".join(parameter.choices) or None,
-        help=text,
-        show_default=shown or TYPES.get(parameter.check) != list[str],
-    )
+def given(context: typer.Context) -> dict[str, Any]:
+    """Return what stands on the command line, but for how it is printed, as the function of the API takes it."""
+    asked = {name: value for name, value in context.params.items() if name not in PRINTING}
+    asked = {name: value for name, value in asked.items() if _is_given(context, name)}
+    return asked | {"tell": output.note}
 
 
-def flag_of(name: str, parameter: Parameter) -> str:
-    """Return the flag of a parameter, its long form."""
-    return parameter.flags[0].partition("/")[0] if parameter.flags else f"--{name.replace('_', '-')}"
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
-def spelled(asked: Options, names: Iterable[str]) -> list[str]:
-    """Return those of some options that were given as words of a command line. names: of the options"""
+def taken(kind: type[Taken], asked: Mapping[str, Any]) -> Taken:
+    """Return a class of options with those of what is asked for that it has."""
+    return kind(**{name: asked[name] for name in parameters(kind) if name in asked})
+
+
+def spelled(values: Mapping[str, Any]) -> list[str]:
+    """Return options as words of a command line."""
     words: list[str] = []
-    known, wanted = parameters(type(asked)), asked.given & {*names}
-    for name in (name for name in in_order(type(asked)) if name in wanted and known[name].flags != ()):
-        value, flag = getattr(asked, name), flag_of(name, known[name])
-        for one in value if isinstance(value, tuple) else (value,):
-            parts = one if isinstance(one, tuple) else (one,)
-            text = "=".join(f"{part:g}" if isinstance(part, float) else str(part) for part in parts)
+    for name, value in values.items():
+        flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
+        for one in value if isinstance(value, tuple | list) else (value,):
+            text = f"{one:g}" if isinstance(one, float) else str(one)
             words += [flag] if one is True else [flag, shlex.quote(text)]
     return words
-
-
-def _spoken(text: str, options: Any) -> str:
-    return output.with_flags(text, {name: flag_of(name, known) for name, known in parameters(options).items()})
-
-
-def _parameter(options: Any, name: str) -> inspect.Parameter:
-    """Return the parameter of the function that Typer calls."""
-    made = inspect.signature(options).parameters[name]
-    typed = float if name in NUMBERS else TYPES.get(parameters(options)[name].check, str)
-    required = made.default is made.empty
-    optional: Any = typed | None if not required and made.default in (None, ()) else typed
-    default = None if made.default == () else made.default
-    annotation: Any = Annotated[optional, option(options, name)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def run_continues(source: str, out: str, calibrates: bool) -> bool | Path:
@@ -151,21 +689,16 @@ def _is_fetched(source: str) -> bool:
     return repository_id(source) is not None
 
 
+def access(revision: str | None, token: str | None) -> Access:
+    """Return how a command reaches the Hub."""
+    from pqweights.storage.sources import Access
+
+    return Access(revision, token or None, output.note)
+
+
 def fetched(source: str, access: Access) -> Fetched:
     """Return a local folder, or a repository on the Hub as a folder in the cache."""
     from pqweights.storage.sources import local_folder
 
     with output.progress("fetching") as progress:
         return local_folder(source, access, progress=progress)
-
-
-SummaryOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--summary/--no-summary",
-        show_default="a summary on a terminal, above 200 tensors",
-        help="Show a line for each role, codec and bit width in place of one for each tensor.",
-    ),
-]
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]

@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -41,8 +40,8 @@ PLAIN_LINE_SECONDS = 5.0
 
 # How lines begin that warn of a result that may be wrong.
 WARNING = "WARNING: "
-# Returns the flags of all commands by the name of the parameter; main.py, which knows the commands, sets it.
-flag_names: Callable[[], Mapping[str, str]] = dict
+# The flags of the command that is running, by the names of the library's parameters; main.py sets them.
+flags: dict[str, str] = {}
 # Whether the command that is running was asked to be quiet.
 _quiet = False
 
@@ -164,13 +163,11 @@ def _warnings_of_ours() -> Iterator[None]:
         yield
 
 
-def with_flags(message: str, flags: Mapping[str, str] | None = None) -> str:
-    """Return a text of the library with flags in place of the names of parameters that stand between backquotes.
-
-    flags: by name; by default those of all commands
-    """
-    known = flag_names() if flags is None else flags
-    return re.sub(r"`([a-z_]+)`", lambda name: known.get(name[1], name[0]), message)
+def with_flags(message: str) -> str:
+    """Return a text of the library with flags in place of the names of parameters that stand between backquotes."""
+    for name, flag in flags.items():
+        message = message.replace(f"`{name}`", flag)
+    return message
 
 
 def _how_to_continue(kept: Callable[[], bool | Path | None] | None) -> str:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from pqweights.common.units import counted, first_names, size_text
-from pqweights.planning.options import CalibrateOptions, MemoryOptions, PlanArguments, QuantizeArguments
+from pqweights.planning.options import (
+    BY_MODEL,
+    DEFAULT_MAX_SHARD_SIZE,
+    DEFAULT_SAMPLE_TOKENS,
+    MemoryOptions,
+    QuantizeOptions,
+)
 
 from . import memory, options, output, report, tables
 from .printable import printable
@@ -29,7 +37,6 @@ if TYPE_CHECKING:
     from pqweights.planning.calibration import PlannedCalibration
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import TensorPlan
-    from pqweights.planning.recipe import Recipe
     from pqweights.rewrite.results.plan_report import HubTraffic, PlanReport
     from pqweights.rewrite.task import ResourceNeeds
     from pqweights.storage import Store
@@ -40,52 +47,64 @@ FEWEST_LINEAR_BITS = 3
 _NUMBERS = re.compile(r"\.\d+\.")
 
 
-@options.taking(PlanArguments)
-def command(asked: PlanArguments, *, summary: options.SummaryOption = None, json: options.JsonOption = False) -> None:
+def command(
+    ctx: typer.Context,
+    source: options.Source,
+    recipe: options.Recipe = None,
+    codec: options.Codec = None,
+    bits: options.Bits = None,
+    effort: options.Effort = None,
+    keep: options.Keep = None,
+    set_bits: options.SetBits = None,
+    target_size: options.TargetSize = None,
+    target_bpw: options.TargetBpw = None,
+    sensitivity: options.Sensitivity = None,
+    leave_out: options.LeaveOut = None,
+    awq: options.Awq = None,
+    awq_any_codec: options.AwqAnyCodec = False,
+    calibrate: options.Calibrate = None,
+    calibration_tokens: options.CalibrationTokens = DEFAULT_SAMPLE_TOKENS,
+    rate: options.Rate = BY_MODEL,
+    allow_pickle: options.AllowPickle = False,
+    include_files: options.IncludeFiles = None,
+    lossless: options.Lossless = False,
+    max_shard_size: options.MaxShardSize = DEFAULT_MAX_SHARD_SIZE,
+    memory: options.Memory = None,
+    context: options.Context = None,
+    runtime: options.Runtime = None,
+    threads: options.Threads = None,
+    revision: options.Revision = None,
+    token: options.Token = None,
+    summary: options.Summary = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
     """Show what quantize would do with each tensor: action, codec, bits, bytes and reason.
 
     Only the headers of the checkpoint are read. With --memory, it shows instead which targets and formats fit into that
     memory, the best expected quality first, with the commands that make them.
     """
-    from pqweights.planning.choice import choose_recipe
-
-    chosen = choose_recipe(asked.recipe, asked)
-    report.warn_of_files_beside(str(asked.source))
-    show_plan(asked, chosen, threads=asked.threads, summary=summary, json=json)
+    with output.errors(quiet=quiet):
+        report.warn_of_files_beside(source)
+        show_plan(options.given(ctx), summary=summary, json=json)
 
 
 def show_plan(
-    asked: PlanArguments | QuantizeArguments,
-    recipe: Recipe,
-    *,
-    threads: int | None,
-    out: Store | None = None,
-    summary: bool | None = None,
-    json: bool = False,
+    asked: Mapping[str, Any], *, out: Store | None = None, summary: bool | None = None, json: bool = False
 ) -> None:
     """Make a plan and print it.
 
-    asked: the source, and how to read and write it
-    recipe: what to do with its tensors
-    threads: number of threads for which the memory is estimated
+    asked: what `plan` or `quantize` was given
     out: where the result is to be written, if that is known
     summary: whether to summarize the tensors; None to choose by their number
     json: whether to print JSON
     """
     from pqweights.rewrite.results.plan_report import report_plan
-    from pqweights.rewrite.task import usable_cores
+    from pqweights.rewrite.task import thread_count
 
-    room = asked.part(MemoryOptions)
-    with output.status("reading the weights" if asked.lossless else "reading the headers"):
-        made = report_plan(
-            str(asked.source),
-            recipe,
-            asked,
-            threads or usable_cores(),
-            out,
-            memory=room,
-            calibrate=asked.part(CalibrateOptions),
-        )
+    quantizing, room = options.taken(QuantizeOptions, asked), options.taken(MemoryOptions, asked)
+    with output.status("reading the weights" if quantizing.lossless else "reading the headers"):
+        made = report_plan(asked["source"], quantizing, thread_count(asked.get("threads")), out, memory=room)
     warn_if_nothing_is_quantized(made.plan.totals)
     for warning in (*made.plan.remarks, *(() if made.memory is None else made.memory.warnings)):
         output.warn(warning)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pqweights.common.units import counted, size_text
-from pqweights.publish.options import PushArguments
 
 from . import options, output
 
@@ -14,28 +12,54 @@ if TYPE_CHECKING:
     from pqweights.publish.push import PushReport
 
 
-@options.taking(PushArguments, continues=lambda asked: None if asked.dry_run else True)
-def command(asked: PushArguments, *, json: options.JsonOption = False) -> None:
+def command(
+    folder: options.LocalFolder,
+    repository: options.Repository,
+    base_model: options.BaseModel = None,
+    private: options.Private = False,
+    message: options.Message = None,
+    dry_run: options.DryPush = False,
+    threads: options.Threads = None,
+    revision: options.Branch = None,
+    token: options.Token = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
     """Bring a master or an export to the Hub, with a model card made from its manifest; a broken folder is refused.
 
     What is there already is not sent again: after an interruption, the same command continues.
     """
-    from pqweights.publish.push import push
+    with output.errors(quiet=quiet, kept=None if dry_run else lambda: True):
+        from pqweights.publish.options import PushOptions
+        from pqweights.publish.push import push
 
-    with (
-        output.progress("verifying") as verifying,
-        output.progress("comparing") as comparing,
-        output.progress("pushing") as pushing,
-    ):
-        told = replace(asked, verifying=verifying, comparing=comparing, progress=pushing)
-        done = push(asked.folder, asked.repository, asked.access, options=told)
+        with (
+            output.progress("verifying") as verifying,
+            output.progress("comparing") as comparing,
+            output.progress("pushing") as pushing,
+        ):
+            asked = PushOptions(
+                base_model=base_model,
+                private=private,
+                message=message,
+                dry_run=dry_run,
+                threads=threads,
+                verifying=verifying,
+                comparing=comparing,
+                progress=pushing,
+            )
+            done = push(folder, repository, options.access(revision, token), options=asked)
+        _show(done, dry_run=dry_run, json=json)
+
+
+def _show(done: PushReport, *, dry_run: bool, json: bool) -> None:
     if json:
-        output.print_json(done.to_json() | {"dry_run": asked.dry_run})
+        output.print_json(done.to_json() | {"dry_run": dry_run})
     else:
-        show = output.show if asked.dry_run else output.summary  # a dry run has nothing else to show
-        show(*_lines(done, asked.dry_run))
+        show = output.show if dry_run else output.summary  # a dry run has nothing else to show
+        show(*_lines(done, dry_run))
     if done.card.replaces_edits:
-        were = "would be" if asked.dry_run else "were"
+        were = "would be" if dry_run else "were"
         output.note(
             f"your notes and keys in README.md on the Hub {were} replaced by those of the folder; commit "
             f"{done.destination.remote.commit} has them"

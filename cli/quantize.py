@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from pqweights.common.parameters import with_options
-from pqweights.planning.options import QuantizeArguments
+from pqweights.planning.options import BY_MODEL, DEFAULT_MAX_SHARD_SIZE, DEFAULT_SAMPLE_TOKENS
 
 from . import options, output, report
 from .plan import fit_lines, show_plan
@@ -18,41 +16,62 @@ from .report import is_summarized, quality_lines, summary_table
 if TYPE_CHECKING:
     from pqweights.rewrite.task import RewriteReport
 
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan without writing anything.")]
 
-
-@options.taking(
-    QuantizeArguments,
-    continues=lambda asked: options.run_continues(str(asked.source), str(asked.out), asked.calibrate is not None),
-)
 def command(
-    asked: QuantizeArguments,
-    *,
-    dry_run: DryRunOption = False,
-    summary: options.SummaryOption = None,
-    json: options.JsonOption = False,
+    ctx: typer.Context,
+    source: options.Source,
+    out: options.Out,
+    recipe: options.Recipe = None,
+    codec: options.Codec = None,
+    bits: options.Bits = None,
+    effort: options.Effort = None,
+    keep: options.Keep = None,
+    set_bits: options.SetBits = None,
+    target_size: options.TargetSize = None,
+    target_bpw: options.TargetBpw = None,
+    sensitivity: options.Sensitivity = None,
+    leave_out: options.LeaveOut = None,
+    strict: options.Strict = False,
+    awq: options.Awq = None,
+    awq_any_codec: options.AwqAnyCodec = False,
+    calibrate: options.Calibrate = None,
+    calibration_tokens: options.CalibrationTokens = DEFAULT_SAMPLE_TOKENS,
+    rate: options.Rate = BY_MODEL,
+    allow_pickle: options.AllowPickle = False,
+    include_files: options.IncludeFiles = None,
+    lossless: options.Lossless = False,
+    max_shard_size: options.MaxShardSize = DEFAULT_MAX_SHARD_SIZE,
+    low_disk: options.LowDisk = False,
+    ray: options.Ray = None,
+    threads: options.Threads = None,
+    overwrite: options.Overwrite = False,
+    revision: options.Revision = None,
+    token: options.Token = None,
+    dry_run: options.DryRun = False,
+    summary: options.Summary = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Quantize a checkpoint into a master: packed codes and block norms, nearly lossless at 5.125 bits per weight.
 
     If the run is interrupted, the same command continues it. Memory does not grow with the size of the model.
     """
-    from pqweights.api import quantize
-    from pqweights.planning.choice import choose_recipe
-    from pqweights.storage import open_store
+    with output.errors(quiet=quiet, kept=lambda: options.run_continues(source, out, calibrate is not None)):
+        from pqweights.api import quantize
+        from pqweights.storage import open_store
 
-    out = open_store(str(asked.out))
-    report.warn_of_files_beside(str(asked.source))
-    if dry_run:
-        recipe = choose_recipe(asked.recipe, asked)
-        show_plan(asked, recipe, threads=asked.threads, out=out, summary=summary, json=json)
-        return
-    with (
-        output.progress("quantizing") as progress,
-        output.progress("calibrating", unit="steps") if asked.calibrate else nullcontext() as calibrating,
-    ):
-        progress.status("reading the headers")
-        done = with_options(quantize)(replace(asked, progress=progress, calibration_progress=calibrating))
-    _show(done, f"{asked.source} -> {out}", out=str(out), summary=summary, json=json)
+        store = open_store(out)
+        report.warn_of_files_beside(source)
+        if dry_run:
+            show_plan(options.given(ctx), out=store, summary=summary, json=json)
+            return
+        with (
+            output.progress("quantizing") as progress,
+            output.progress("calibrating", unit="steps") if calibrate else nullcontext() as calibrating,
+        ):
+            progress.status("reading the headers")
+            done = quantize(**options.given(ctx), progress=progress, calibration_progress=calibrating)
+        _show(done, f"{source} -> {store}", out=str(store), summary=summary, json=json)
 
 
 def _show(done: RewriteReport, what: str, *, out: str, summary: bool | None, json: bool) -> None:

@@ -16,13 +16,15 @@ NameArgument = Annotated[
 ]
 
 
-def command(name: NameArgument = None, json: options.JsonOption = False) -> None:
+def command(name: NameArgument = None, json: options.Json = False) -> None:
     """List the built-in recipes, or print one, to use it or to begin a recipe of your own.
 
     --recipe of quantize and plan takes the name of one of these, or a file.
     """
     with output.errors():
         from pqweights.planning.recipe import load_recipe, recipe_names, recipe_text
+
+        output.flags |= {"recipe": "--recipe", "bits": "--bits"}  # those of quantize and plan
 
         if name is not None:
             recipe = load_recipe(name)

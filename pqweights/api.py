@@ -1,36 +1,41 @@
 """The Python API: the functions that `import pqweights` offers, one for each command of the same name.
 
-They take what the commands take, with the same defaults (planning/options.py), print nothing and return a report.
-docs/python.md has examples.
+They take what the commands take, with the same defaults, print nothing and return a report. docs/python.md has
+examples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pqweights.checkpoint.gguf.sources import open_local_source
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.common.parameters import takes
+from pqweights.common.parameters import StrPath, patterns, text
 from pqweights.errors import OptionError
 from pqweights.exports import get_target
 from pqweights.exports.exporting import MasterFolder
 from pqweights.exports.exporting import export as export_master
-from pqweights.inference.options import GenerateArguments
+from pqweights.inference.options import DEFAULT_MAX_TOKENS, GenerationOptions
 from pqweights.planning.calibration import check_calibration
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import (
-    CalibrateOptions,
-    ExportArguments,
-    InspectArguments,
+    BY_MODEL,
+    DEFAULT_MAX_SHARD_SIZE,
+    DEFAULT_SAMPLE_TOKENS,
+    BitsByPattern,
+    ExportOptions,
+    FormatsByPattern,
+    HubOptions,
     MemoryOptions,
-    PlanArguments,
-    QuantizeArguments,
-    VerifyArguments,
+    Progress,
+    QuantizeOptions,
+    Tell,
     located,
+    shard_bytes,
 )
 from pqweights.rewrite.distributed.engine import engine_of
 from pqweights.rewrite.quantizing import quantize as quantize_source
@@ -39,82 +44,306 @@ from pqweights.rewrite.results.inspect import inspect as inspect_folder
 from pqweights.rewrite.results.plan_report import PlanReport, report_plan
 from pqweights.rewrite.results.verify import Verification
 from pqweights.rewrite.results.verify import verify as verify_folder
-from pqweights.rewrite.task import RewriteReport, RunOptions, usable_cores
+from pqweights.rewrite.task import RewriteReport, RunOptions, thread_count
 from pqweights.storage import Store, open_store
 from pqweights.storage.sources import find_original, find_result, local_folder
 
 if TYPE_CHECKING:
     from pqweights.inference.report import Generation
+    from pqweights.planning.recipe import Recipe
     from pqweights.quality.sampled_inputs import SampledInputs
 
 
-@takes(PlanArguments)
-def plan(asked: PlanArguments) -> PlanReport:
+def plan(
+    source: StrPath,
+    recipe: StrPath | Recipe | None = None,
+    *,
+    codec: str | None = None,
+    bits: float | None = None,
+    effort: int | None = None,
+    keep: str | Sequence[str] = (),
+    set_bits: BitsByPattern | None = None,
+    target_size: int | str | None = None,
+    target_bpw: float | None = None,
+    sensitivity: StrPath | None = None,
+    leave_out: str | Sequence[str] = (),
+    awq: StrPath | None = None,
+    awq_any_codec: bool = False,
+    calibrate: StrPath | None = None,
+    calibration_tokens: int = DEFAULT_SAMPLE_TOKENS,
+    rate: Literal["model", "tensor"] = BY_MODEL,
+    allow_pickle: bool = False,
+    include_files: str | Sequence[str] = (),
+    lossless: bool = False,
+    max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    memory: int | str | None = None,
+    context: int | str | None = None,
+    runtime: Literal["llama.cpp", "mlx", "vllm", "transformers"] | None = None,
+    threads: int | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    tell: Tell | None = None,
+) -> PlanReport:
     """Decide what `quantize` would do with each tensor, from the headers of a checkpoint alone.
+
+    The arguments are those of `quantize`, and:
+
+    memory: propose targets and formats with which the model fits into so many bytes, or a text such as "16GB"
+    context: for `memory`: how many tokens the model keeps, a number or a text such as "32k"
+    runtime: for `memory`: propose what this runtime loads, and nothing else
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
-    chosen = choose_recipe(asked.recipe, asked)
-    threads = asked.threads or usable_cores()
-    room, calibrate = asked.part(MemoryOptions), asked.part(CalibrateOptions)
-    return report_plan(located(asked.source), chosen, asked, threads, memory=room, calibrate=calibrate)
+    asked = QuantizeOptions(
+        recipe=recipe,
+        codec=codec,
+        bits=bits,
+        effort=effort,
+        keep=keep,
+        set_bits=set_bits,
+        target_size=target_size,
+        target_bpw=target_bpw,
+        sensitivity=sensitivity,
+        leave_out=leave_out,
+        awq=awq,
+        awq_any_codec=awq_any_codec,
+        calibrate=calibrate,
+        calibration_tokens=calibration_tokens,
+        rate=rate,
+        allow_pickle=allow_pickle,
+        include_files=include_files,
+        lossless=lossless,
+        max_shard_size=max_shard_size,
+        revision=revision,
+        token=token,
+        tell=tell,
+    )
+    room = MemoryOptions(memory=memory, context=context, runtime=runtime)
+    return report_plan(located("source", source), asked, thread_count(threads), memory=room)
 
 
-@takes(QuantizeArguments)
-def quantize(asked: QuantizeArguments) -> RewriteReport:
+def quantize(
+    source: StrPath,
+    out: StrPath,
+    recipe: StrPath | Recipe | None = None,
+    *,
+    codec: str | None = None,
+    bits: float | None = None,
+    effort: int | None = None,
+    keep: str | Sequence[str] = (),
+    set_bits: BitsByPattern | None = None,
+    target_size: int | str | None = None,
+    target_bpw: float | None = None,
+    sensitivity: StrPath | None = None,
+    leave_out: str | Sequence[str] = (),
+    strict: bool = False,
+    awq: StrPath | None = None,
+    awq_any_codec: bool = False,
+    calibrate: StrPath | None = None,
+    calibration_tokens: int = DEFAULT_SAMPLE_TOKENS,
+    rate: Literal["model", "tensor"] = BY_MODEL,
+    allow_pickle: bool = False,
+    include_files: str | Sequence[str] = (),
+    lossless: bool = False,
+    max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    low_disk: bool = False,
+    ray: str | None = None,
+    threads: int | None = None,
+    overwrite: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    progress: Progress | None = None,
+    calibration_progress: Progress | None = None,
+    tell: Tell | None = None,
+) -> RewriteReport:
     """Quantize a checkpoint into a master, continuing an interrupted run of the same call.
+
+    source: a folder of safetensors files or one of them, ORG/MODEL on the Hub, or an address such as s3://BUCKET/FOLDER
+    out: a folder for the result, new or empty, or an address
+    recipe: the name of a built-in recipe, a YAML file, or a Recipe; by default q5
+    codec, bits, effort: what the recipe gives where no rule does: codec, bit width, work that goes into encoding
+    keep: shell-style patterns of the names of tensors that are kept; they come before set_bits and before all rules
+    set_bits: bit widths by pattern; the first that matches decides, before the rules of the recipe
+    target_size: choose bit widths so that the safetensors files take at most so many bytes, or "9GB"
+    target_bpw: choose them so that the weights take at most so many bits in the mean, all overhead counted
+    sensitivity: how they are chosen: "heuristic", or a file written by the command sensitivity
+    leave_out: patterns of the names of tensors that the result does not get
+    strict: fail if the error of a tensor is above the limit of its codec, even after it is rescued
+    awq: a file of scales for input channels, written by the command calibrate
+    awq_any_codec: accept scales that were searched for another codec or bit width
+    calibrate: calibrate the weights of the trellis, on "self", "mixture", a text file or folder, or a data set
+    calibration_tokens: the number of tokens of that sample
+    rate: whether weights that matter more get more bits (model), or what the recipe gives each (tensor)
+    allow_pickle: also read pickled weights, with torch's restricted loader
+    include_files: patterns of further files of the source that are copied
+    lossless: round nothing; the source is read twice
+    max_shard_size: the most bytes of an output file, or a text such as "5GB"
+    low_disk: of a source on the Hub, keep at most two files at a time
+    ray: the Ray cluster that does the work: HOST:PORT of its head node, auto or local
+    threads: how many threads compute; by default one for each core
+    overwrite: replace an earlier result of pqweights in `out`
+    revision: branch, tag or commit of a repository on the Hub; by default main
+    token: access token for the Hub; by default the one of hf auth login
+    progress: called with the bytes done, the bytes in all, and the name of a tensor or a file
+    calibration_progress: called with the steps of a calibration that are done, those in all, and the next one
+    tell: called with a line about every wait
 
     Raises SourceError, RecipeError, OptionError, OutputError or HubError.
     """
-    recipe, store = choose_recipe(asked.recipe, asked), open_store(located(asked.out))
-    if asked.calibrate is None:
-        with _run(asked) as run:
-            return quantize_source(located(asked.source), store, recipe, options=asked, run=run)
-    from pqweights.quality.calibrated_master import calibrated_codes
+    asked = QuantizeOptions(
+        recipe=recipe,
+        codec=codec,
+        bits=bits,
+        effort=effort,
+        keep=keep,
+        set_bits=set_bits,
+        target_size=target_size,
+        target_bpw=target_bpw,
+        sensitivity=sensitivity,
+        leave_out=leave_out,
+        strict=strict,
+        awq=awq,
+        awq_any_codec=awq_any_codec,
+        calibrate=calibrate,
+        calibration_tokens=calibration_tokens,
+        rate=rate,
+        allow_pickle=allow_pickle,
+        include_files=include_files,
+        lossless=lossless,
+        max_shard_size=max_shard_size,
+        low_disk=low_disk,
+        revision=revision,
+        token=token,
+        tell=tell,
+    )
+    chosen, store = choose_recipe(asked.recipe, asked), open_store(located("out", out))
+    where = located("source", source)
+    if asked.calibrate is not None:
+        check_calibration(asked)
+    with _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run:
+        if asked.calibrate is None:
+            return quantize_source(where, store, chosen, options=asked, run=run)
+        from pqweights.quality.calibrated_master import calibrated_codes
 
-    check_calibration(asked)
-    with _run(asked) as run:
-        source = local_folder(located(asked.source), asked.access, progress=run.progress)
-        if source.origin is not None:  # the branch may move while the model is calibrated
-            asked = replace(asked, revision=source.origin.revision)
-        with calibrated_codes(source.path, store, recipe, asked, run=run) as (ready, checked):
-            return quantize_source(located(asked.source), store, recipe, options=asked, run=checked, ready=ready)
+        fetched = local_folder(where, asked.access, progress=run.progress)
+        if fetched.origin is not None:  # the branch may move while the model is calibrated
+            asked = replace(asked, revision=fetched.origin.revision)
+        show = calibration_progress or _ignore
+        with calibrated_codes(fetched.path, store, chosen, asked, run=run, progress=show) as (ready, checked):
+            return quantize_source(where, store, chosen, options=asked, run=checked, ready=ready)
 
 
-@takes(ExportArguments)
-def export(asked: ExportArguments) -> RewriteReport:
+def export(
+    master: StrPath,
+    out: StrPath,
+    target: str,
+    *,
+    source: StrPath | None = None,
+    bits: int | None = None,
+    group_size: int | None = None,
+    qparams: Literal["best", "minmax"] | None = None,
+    rounding: Literal["plain", "gptq", "importance"] | None = None,
+    calibrate: StrPath | None = None,
+    calibration_tokens: int = DEFAULT_SAMPLE_TOKENS,
+    packing: str | None = None,
+    mode: str | None = None,
+    format: str | None = None,
+    dtype: Literal["bf16", "source"] | None = None,
+    type: str | None = None,
+    pure: bool = False,
+    without_tokenizer: bool = False,
+    name: str | None = None,
+    recipe: StrPath | None = None,
+    set_format: FormatsByPattern | None = None,
+    target_size: int | str | None = None,
+    sensitivity: StrPath | None = None,
+    leave_out: str | Sequence[str] = (),
+    max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    ray: str | None = None,
+    threads: int | None = None,
+    overwrite: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    progress: Progress | None = None,
+    tell: Tell | None = None,
+) -> RewriteReport:
     """Export a master to a checkpoint that a runtime loads, continuing an interrupted run of the same call.
+
+    master: a master: a folder, ORG/NAME on the Hub, or an address
+    out, leave_out, max_shard_size, ray, threads, overwrite, revision, token, progress, tell: those of `quantize`
+    target: "bf16", "torchao", "mlx", "gguf" or "vllm"; each takes some of the options below
+    source: make the integers from the original checkpoint, and report what the error of the master would add
+    bits, group_size: of integers: bits of a code, by default 4, and weights that share a scale, by default 128 or 64
+    qparams: how scales and offsets are chosen: by least squares (best), or as the runtime's converter does (minmax)
+    rounding: to the nearest codes (plain), so that errors cancel in the outputs (gptq), or by importance (for gguf)
+    calibrate, calibration_tokens: the sample from which the inputs of weights are learned, as in `quantize`
+    packing: for torchao in INT4: the layout of codes
+    mode: for mlx: affine integers, or a float format of MLX
+    format: the format of weights, of those that the target has
+    dtype: for bf16: BF16 for all, or what each weight had in the source
+    type: for gguf: a mix or type of llama.cpp, such as "q4_k_m"
+    pure: for gguf: all matrices in the type of the mix
+    without_tokenizer: for gguf: write the file although the model has no tokenizer
+    name: for gguf: the name of the model
+    recipe: a YAML file that says which format each weight gets
+    set_format: formats by pattern of names, or of a role as in role:expert; the first that matches counts
+    target_size: choose formats so that the files of weights take at most so many bytes, or "5GB"
+    sensitivity: how these are chosen: "heuristic", or a file written by the command sensitivity
 
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
-    get_target(asked.target).settings(asked)  # refuses wrong options before anything is fetched
-    if asked.ray is not None and asked.calibrate is not None:
+    asked = ExportOptions(
+        bits=bits,
+        group_size=group_size,
+        qparams=qparams,
+        rounding=rounding,
+        calibrate=calibrate,
+        calibration_tokens=calibration_tokens,
+        packing=packing,
+        mode=mode,
+        format=format,
+        dtype=dtype,
+        type=type,
+        pure=pure,
+        without_tokenizer=without_tokenizer,
+        name=name,
+        recipe=recipe,
+        set_format=set_format,
+        target_size=target_size,
+        sensitivity=sensitivity,
+    )
+    get_target(target).settings(asked)  # refuses wrong options before anything is fetched
+    if ray is not None and calibrate is not None:
         raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
-    store = open_store(located(asked.out))
-    with _run(asked) as run:
-        result = find_result(located(asked.master), asked.access, ours=True, progress=run.progress)
+    hub, most_bytes, left_out = (
+        _hub(revision, token, tell),
+        shard_bytes(max_shard_size),
+        patterns("leave_out", leave_out),
+    )
+    store = open_store(located("out", out))
+    with _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run:
+        result = find_result(located("master", master), hub.access, ours=True, progress=run.progress)
         original = None
-        if asked.source is not None:
-            original = find_original(located(asked.source), asked.access_to_main, run.progress)
-        master = MasterFolder(result.where, result.origin, original)
-        shard_bytes = asked.max_shard_bytes
-        with _inputs(master, store, asked, run) as known:
+        if source is not None:
+            original = find_original(located("source", source), hub.access_to_main, run.progress)
+        opened = MasterFolder(result.where, result.origin, original)
+        with _inputs(opened, store, asked, run) as known:
             checked = run if known is None else replace(run, check=known.check_source)
             return export_master(
-                master,
+                opened,
                 store,
-                asked.target,
+                target,
                 options=asked,
-                max_shard_bytes=shard_bytes,
+                max_shard_bytes=most_bytes,
                 run=checked,
                 inputs=known,
-                leave_out=asked.leave_out,
+                leave_out=left_out,
             )
 
 
 @contextmanager
 def _inputs(
-    master: MasterFolder, store: Store, asked: ExportArguments, run: RunOptions
+    master: MasterFolder, store: Store, asked: ExportOptions, run: RunOptions
 ) -> Iterator[SampledInputs | None]:
     """Yield what is learned of the inputs of the weights that are rounded, if `calibrate` is given."""
     if asked.calibrate is None:
@@ -131,35 +360,83 @@ def _inputs(
         yield inputs
 
 
-@takes(VerifyArguments)
-def verify(asked: VerifyArguments) -> Verification:
+def verify(
+    folder: StrPath,
+    *,
+    threads: int | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    progress: Progress | None = None,
+    tell: Tell | None = None,
+) -> Verification:
     """Check every stored byte of a master or an export against its manifest.
+
+    folder: a folder, ORG/NAME on the Hub, or an address
+    threads, revision, token, progress, tell: those of `quantize`
 
     Raises MasterError if the folder has no readable manifest, SourceError or HubError; every other problem is a line
     of the result.
     """
-    show = asked.progress or _ignore
-    result = find_result(located(asked.folder), asked.access, ours=True, progress=show)
-    return verify_folder(
-        result.where, threads=asked.threads or usable_cores(), beside=result.not_fetched, progress=show
-    )
+    show, count = progress or _ignore, thread_count(threads)
+    result = find_result(located("folder", folder), _hub(revision, token, tell).access, ours=True, progress=show)
+    return verify_folder(result.where, threads=count, beside=result.not_fetched, progress=show)
 
 
-@takes(InspectArguments)
-def inspect(asked: InspectArguments) -> Inspection:
+def inspect(
+    folder: StrPath, *, revision: str | None = None, token: str | None = None, tell: Tell | None = None
+) -> Inspection:
     """Return what a master or an export holds according to its manifest: tensors, bits, errors and sizes.
 
     Of a folder on the Hub or in object storage, only the manifest is fetched. For a GGUF file that has no manifest
     beside it, see pqweights.rewrite.results.inspect.
 
+    folder: a folder, ORG/NAME on the Hub, or an address
+    revision, token, tell: those of `quantize`
+
     Raises MasterError, SourceError or HubError.
     """
-    return inspect_folder(find_result(located(asked.folder), asked.access, only=[MANIFEST_FILE]).where)
+    access = _hub(revision, token, tell).access
+    return inspect_folder(find_result(located("folder", folder), access, only=[MANIFEST_FILE]).where)
 
 
-@takes(GenerateArguments)
-def generate(asked: GenerateArguments) -> Generation:
+def generate(
+    model: StrPath,
+    prompt: str,
+    *,
+    system: str | None = None,
+    no_chat: bool = False,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    packed: bool | None = None,
+    kv_cache: str | None = None,
+    tokenizer: StrPath | None = None,
+    device: Literal["cpu", "cuda", "auto"] = "cpu",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    threads: int | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    progress: Progress | None = None,
+    on_text: Callable[[str], None] | None = None,
+    tell: Tell | None = None,
+) -> Generation:
     """Load a model, and let it answer or continue one prompt.
+
+    model: a master, an export or any checkpoint of a language model: a folder, ORG/NAME on the Hub, or a GGUF file
+    prompt: the text to answer or continue
+    system: a system message, for chat templates that take one
+    no_chat: continue the prompt as it is, even if the model has a chat template
+    max_tokens: the most tokens of the reply
+    temperature: choose tokens at random, with logits divided by it; 0 takes the likeliest; by default as the model says
+    top_p: choose from the likeliest tokens that together have this probability; by default as the model says
+    seed: of the random choices; by default a random one
+    packed: keep the weights of a master packed in memory; by default where that is faster, or needed
+    kv_cache: how keys and values are quantized, such as "klt:3"
+    tokenizer: the folder of the tokenizer; by default the model's own
+    device, dtype: what computes, and in what; auto is a GPU if there is one, and the model's own dtype
+    threads, revision, token, progress, tell: those of `quantize`
+    on_text: called with each piece of the text as it comes
 
     Raises SourceError, MasterError, GenerationError, EvaluationError, OptionError, DeviceError, HubError or
     MissingDependencyError.
@@ -168,11 +445,25 @@ def generate(asked: GenerateArguments) -> Generation:
     from pqweights.inference.report import INTERRUPTED
     from pqweights.inference.runtimes.cached import check_spec
 
+    asked = GenerationOptions(
+        system=system,
+        no_chat=no_chat,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        packed=packed,
+        kv_cache=kv_cache,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+    )
     if asked.kv_cache is not None:
         check_spec(asked.kv_cache)
-    model = local_folder(located(asked.model), asked.access, progress=asked.progress or _ignore)
-    opened = Generator(model.path, asked, name=str(asked.model), tell=asked.tell or _say_nothing)
-    done = opened.reply(asked.prompt, asked.on_text or (lambda piece: None))
+    fetched = local_folder(located("model", model), _hub(revision, token, tell).access, progress=progress or _ignore)
+    opened = Generator(fetched.path, asked, name=str(model), tell=tell or _say_nothing)
+    done = opened.reply(text("prompt", prompt), on_text or (lambda piece: None))
     if done.stop == INTERRUPTED:
         raise KeyboardInterrupt
     return done
@@ -186,13 +477,15 @@ def _say_nothing(line: str) -> None:
     """Report no wait."""
 
 
+def _hub(revision: str | None, token: str | None, tell: Tell | None) -> HubOptions:
+    return HubOptions(revision=revision, token=token, tell=tell)
+
+
 @contextmanager
-def _run(asked: QuantizeArguments | ExportArguments) -> Iterator[RunOptions]:
+def _run(
+    ray: str | None, threads: int | None, *, overwrite: bool, progress: Progress | None, tell: Tell | None
+) -> Iterator[RunOptions]:
     """Yield how a task is carried out."""
-    with engine_of(asked.ray, asked.threads, asked.tell or _say_nothing) as engine:
-        yield RunOptions(
-            threads=asked.threads or usable_cores(),
-            overwrite=asked.overwrite,
-            progress=asked.progress or _ignore,
-            engine=engine,
-        )
+    count = thread_count(threads)
+    with engine_of(ray, threads, tell or _say_nothing) as engine:
+        yield RunOptions(threads=count, overwrite=overwrite, progress=progress or _ignore, engine=engine)

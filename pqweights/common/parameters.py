@@ -1,29 +1,22 @@
-"""Parameters of functions and commands, each defined once: a field of a class of options, made by `option`.
+"""Classes of options, whose values are checked when one is made: types, bounds, and what goes with what.
 
-From such fields come the keywords of a function of the API (`takes`), the flags of its command (cli/options.py), the
-checks of both, their help and docs/commands.md. Texts and messages name parameters between backquotes, such as
-`max_shard_size`; the command line prints their flags in that place.
+Messages name options between backquotes, such as `max_shard_size`; the command line prints their flags in that place.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import math
 import os
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, RecipeError
 
-P = ParamSpec("P")
-Asked = TypeVar("Asked")
-Result = TypeVar("Result")
+Made = TypeVar("Made")
 
 StrPath = str | os.PathLike[str]
 # Checks the type of a value, and returns it in the type that the library takes; the first argument is its name.
@@ -32,26 +25,16 @@ Check = Callable[[str, Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """What a parameter is for, and which values it takes.
+    """Which values an option takes.
 
-    help: for the docstring and for --help
     check: checks the type of a value and converts it; by default that of the annotation in CHECKS
-    flags: how the command line spells it, if not as --its-name; () for what Python alone takes
-    argument: whether it stands on the command line without a flag
-    metavar: what help calls its value
-    default_text: what help says of the default, if not its value
     choices: the values that there are
     least, most: bounds of a number
-    needs: other parameters, one of which must be given as well, and why
-    excludes: other parameters that must not be given as well, and why
+    needs: other options, one of which must be given as well, and why
+    excludes: other options that must not be given as well, and why
     """
 
-    help: str
     check: Check
-    flags: tuple[str, ...] | None = None
-    argument: bool = False
-    metavar: str | None = None
-    default_text: str | None = None
     choices: tuple[str, ...] = ()
     least: float = -math.inf
     most: float = math.inf
@@ -75,28 +58,16 @@ class Parameter:
         return value
 
 
-def option(
-    help: str,
-    check: Check | None = None,
-    *,
-    default: Any = dataclasses.MISSING,
-    kw_only: bool = True,
-    init: bool = True,
-    repr: bool = True,
-    **facts: Any,
-) -> Any:
-    """Return a field of a class of options. facts: further fields of its Parameter"""
-    facts |= {"help": help} | ({} if check is None else {"check": check})
-    return dataclasses.field(default=default, kw_only=kw_only, init=init, repr=repr, metadata=facts)
+def option(check: Check | None = None, *, default: Any, repr: bool = True, **limits: Any) -> Any:
+    """Return a field of a class of options whose values are limited. limits: further fields of its Parameter"""
+    limits |= {} if check is None else {"check": check}
+    return dataclasses.field(default=default, repr=repr, metadata=limits)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option,))
-def options(made: type[Asked]) -> type[Asked]:
+def options(made: type[Made]) -> type[Made]:
     """Decorate a class of options, which are checked when one is made."""
     return dataclass(frozen=True, kw_only=True)(made)
-
-
-Made = TypeVar("Made", bound="Options")
 
 
 @options
@@ -119,67 +90,19 @@ class Options:
 
     @property
     def given(self) -> set[str]:
-        """The names of the parameters that have another value than their default."""
+        """The names of the options that have another value than their default."""
         known = parameters(type(self))
-
-        def differs(field: dataclasses.Field[Any]) -> bool:
-            default, name = field.default, field.name
-            return default is dataclasses.MISSING or getattr(self, name) != known[name].checked(name, default)
-
-        return {field.name for field in fields(self) if differs(field)}
-
-    def part(self, kind: type[Made]) -> Made:
-        """Return those of the options that a smaller class of options has as well."""
-        return kind(**{name: getattr(self, name) for name in parameters(kind) if hasattr(self, name)})
+        defaults = {field.name: known[field.name].checked(field.name, field.default) for field in fields(self)}
+        return {name for name, default in defaults.items() if getattr(self, name) != default}
 
 
 def parameters(options: Any) -> dict[str, Parameter]:
-    """Return the parameters of a class of options in the order of its fields."""
+    """Return which values each option of a class takes."""
     known = {}
     for field in fields(options):
-        facts: dict[str, Any] = {"check": CHECKS.get(str(field.type).removesuffix(" | None")), **field.metadata}
-        known[field.name] = Parameter(**facts)
+        limits: dict[str, Any] = {"check": CHECKS.get(str(field.type).removesuffix(" | None")), **field.metadata}
+        known[field.name] = Parameter(**limits)
     return known
-
-
-def in_order(options: Any) -> list[str]:
-    """Return the names of the parameters as help lists them: arguments, what a class adds, and then its bases."""
-    bases = reversed([*enumerate(options.__mro__)])
-    order = {name: place for place, base in bases for name in inspect.get_annotations(base)}
-    known = parameters(options)
-    return sorted(inspect.signature(options).parameters, key=lambda name: (not known[name].argument, order[name]))
-
-
-def takes(options: Callable[P, Asked]) -> Callable[[Callable[[Asked], Result]], Callable[P, Result]]:
-    """Decorate a function of options so that it takes their parameters instead, and documents them."""
-
-    def decorate(function: Callable[[Asked], Result]) -> Callable[P, Result]:
-        @functools.wraps(function)
-        def call(*args: P.args, **keywords: P.kwargs) -> Result:
-            return function(options(*args, **keywords))
-
-        returned = inspect.signature(function).return_annotation
-        call.__signature__ = inspect.signature(options).replace(return_annotation=returned)  # type: ignore[attr-defined]
-        call.__doc__ = _documented(inspect.getdoc(function) or "", options)
-        return call
-
-    return decorate
-
-
-def with_options(function: Callable[..., Result]) -> Callable[[Any], Result]:
-    """Return the function that `takes` decorated, which takes the options themselves."""
-    return function.__wrapped__  # type: ignore[attr-defined, no-any-return]
-
-
-def _documented(text: str, options: Any) -> str:
-    """Return a docstring with the parameters after its first paragraph."""
-    first, _, rest = text.partition("\n\n")
-    lines = []
-    for name in in_order(options):
-        parameter = parameters(options)[name]
-        default = f" (default: {parameter.default_text})" if parameter.default_text else ""
-        lines.append(textwrap.fill(f"{name}: {parameter.help}{default}", 116, subsequent_indent="    "))
-    return "\n\n".join(part for part in (first, "\n".join(lines), rest) if part)
 
 
 # Checks of values: each returns a value in the type that the library takes, or raises a TypeError that names it.

@@ -73,10 +73,10 @@ class Assignment:
 
         Raises OptionError for an unknown format or role, and for options that contradict each other.
         """
-        asked, size = options.set_format, options.target_size
+        size = options.target_size
         rules = tuple(
             FormatRule(pattern, known_format(f"`set_format` {pattern}={name}", name, (*formats, PLAIN)))
-            for pattern, name in (asked.items() if isinstance(asked, Mapping) else asked or ())
+            for pattern, name in options.set_format or ()
         )
         for rule in rules:
             role = rule.pattern.removeprefix(ROLE)

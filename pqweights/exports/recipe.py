@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,8 +44,7 @@ def with_recipe(options: ExportOptions) -> ExportOptions:
     file = as_document(data, FormatsFile, lambda problem: RecipeError(f"{where}: {problem}"))
     if options.format is not None and file.format not in (None, options.format):
         raise OptionError(f"`format` {options.format}: the recipe {where} says {file.format}; leave out one of the two")
-    own = options.set_format
-    rules = list(own.items() if isinstance(own, Mapping) else own or ())
+    rules = list(options.set_format or ())
     for number, entry in enumerate(file.rules, start=1):
         rules += _rules(f"{where}: rule {number}", entry)
     return replace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -15,10 +15,16 @@ from pqweights.planning.recipe import Recipe, Rule, load_recipe, make_target
 DEFAULT_RECIPE = "q5"
 
 
-def choose_recipe(recipe: str | PathLike[str] | Recipe | None, options: RecipeOptions = RecipeOptions()) -> Recipe:
+def choose_recipe(
+    recipe: str | PathLike[str] | Recipe | None,
+    options: RecipeOptions = RecipeOptions(),
+    *,
+    rates_exports: bool = False,
+) -> Recipe:
     """Load a recipe and change it as the options say.
 
     recipe: the name of a built-in recipe, a YAML file, or a recipe; None for that of DEFAULT_RECIPE
+    rates_exports: whether exports are rated by its sensitivities, which then need no target
 
     Raises OptionError for options that contradict each other or have impossible values and for an unknown name, and
     RecipeError for what is wrong in a file.
@@ -41,7 +47,7 @@ def choose_recipe(recipe: str | PathLike[str] | Recipe | None, options: RecipeOp
     if options.bits is not None:
         recipe = recipe.with_bits(options.bits)
     sensitivity = None if options.sensitivity is None else str(options.sensitivity)
-    if target is None and getattr(options, "memory", None) is not None:  # by it exports are rated, without a target
+    if target is None and rates_exports:
         recipe = replace(recipe, sensitivity=sensitivity or recipe.sensitivity)
     else:
         recipe = recipe.with_target(target, sensitivity)
@@ -64,7 +70,7 @@ def _overrides(codec: str, options: RecipeOptions) -> Iterator[Rule]:
     """
     for pattern in options.keep:
         yield Rule(names=(pattern,), keep=True, reason=f"--keep {pattern}")
-    for pattern, asked in options.set_bits.items() if isinstance(options.set_bits, Mapping) else options.set_bits or ():
+    for pattern, asked in options.set_bits or ():
         try:
             bits = checked_rate(codec, asked)
         except RecipeError as error:

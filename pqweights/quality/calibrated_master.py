@@ -19,7 +19,7 @@ from pqweights.checkpoint.readers import element_count
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
-from pqweights.planning.options import BY_TENSOR, QuantizeArguments
+from pqweights.planning.options import BY_TENSOR, Progress, QuantizeOptions
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
 from pqweights.quality.calibrated import FEWEST_INPUTS, Encoded, LayerwiseCalibration
@@ -44,7 +44,7 @@ LOST = 0.3
 
 @contextlib.contextmanager
 def calibrated_codes(
-    source: Path, out: Store, recipe: Recipe, asked: QuantizeArguments, *, run: RunOptions
+    source: Path, out: Store, recipe: Recipe, asked: QuantizeOptions, *, run: RunOptions, progress: Progress
 ) -> Iterator[tuple[ReadyWeights | FinishedWeights, RunOptions]]:
     """Calibrate a checkpoint, continuing an interrupted calibration, and yield the codes.
 
@@ -55,6 +55,7 @@ def calibrated_codes(
     recipe: which weights are calibrated, those of the trellis, and about how many bits they take together
     asked: `calibrate` and the options beside it
     run: the threads that compute, and what has layers encoded
+    progress: called with the steps that are done, those in all, and the next one
 
     What it worked on goes when the context is left without an error. Raises SourceError, RecipeError, OptionError,
     EvaluationError, OutputError or MissingDependencyError.
@@ -78,7 +79,7 @@ def calibrated_codes(
     planned = [(tensor.name, tensor.bytes) for tensor in plan.tensors]
     stated = [*sample.stated, recipe.to_json(), planned, states, asked.rate]
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
-    if not asked.overwrite and MANIFEST_FILE in out.names() and not is_under_way(out):
+    if not run.overwrite and MANIFEST_FILE in out.names() and not is_under_way(out):
         yield _finished(out, key), run
         return
     model = LayeredModel(checkpoint, source, remedy="quantize it without `calibrate`")
@@ -100,7 +101,7 @@ def calibrated_codes(
             seed=SEED,
             engine=run.engine or LocalEngine(),
             files=tuple(local_files(checkpoint.storage, checkpoint.weight_files)),
-            progress=asked.calibration_progress or _ignore,
+            progress=progress,
             check=sample.check_source,
         )
         encoded = calibration.encode()
@@ -124,10 +125,6 @@ def _about(sample: SampleOf, ids: Tensor, *, states: int, rate: str) -> dict[str
         "rate": rate,
         "sample_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
     }
-
-
-def _ignore(done: int, total: int, what: str) -> None:
-    """Show no progress."""
 
 
 def _finished(out: Store, key: str) -> FinishedWeights:

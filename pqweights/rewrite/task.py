@@ -15,6 +15,8 @@ from pqweights.checkpoint.readers import file_uses, most_fetched
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import DiskNeed
+from pqweights.common.parameters import Parameter, whole
+from pqweights.planning.options import MOST_THREADS
 from pqweights.planning.plan import Plan, ShardPlan, TensorPlan, Totals
 from pqweights.rewrite.finished_shards import ShardMark
 from pqweights.rewrite.identity import Journal, RunIdentity, RunStatement, key_of
@@ -138,6 +140,11 @@ def usable_cores() -> int:
     """Return the number of cores that this process may use."""
     # macOS has no affinity.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def thread_count(asked: int | None) -> int:
+    """Return how many threads compute: as many as are asked for, by default one for each core. Raises OptionError."""
+    return Parameter(check=whole, least=1, most=MOST_THREADS).checked("threads", asked) or usable_cores()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from pqweights.checkpoint.storage import Storage
 from pqweights.common.dtypes import DTYPE_BITS
 from pqweights.common.strict_json import json_bytes
 from pqweights.errors import SourceError
-from pqweights.planning.choice import choose_recipe
-from pqweights.planning.options import QuantizeOptions, RecipeOptions
+from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import DEFAULT_METADATA, KEEP, Plan, Safetensors, TensorPlan, stored_bytes
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.results.plan_report import report_plan
@@ -68,8 +67,7 @@ def test_json_in_pieces_is_that_of_the_report(tmp_path: Path) -> None:
     same = bf16(gaussian(64, 128, seed=1))
     names = ['a."%s".weight', "a.\\1.weight", "a.{}.ä.weight", "a.norm.weight", "b.norm.weight", "c.weight"]
     folder = write_checkpoint(tmp_path / "model", dict.fromkeys(names, same))
-    recipe = choose_recipe("q5", RecipeOptions(set_bits={"c.*": 3}))
-    report = report_plan(folder, recipe, QuantizeOptions(), threads=1)
+    report = report_plan(folder, QuantizeOptions(recipe="q5", set_bits={"c.*": 3}), threads=1)
     assert b"".join(report.to_pieces()) == json_bytes(report.to_json())
     assert sorted(tensor["name"] for tensor in json.loads(b"".join(report.to_pieces()))["tensors"]) == sorted(names)
 

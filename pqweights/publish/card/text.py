@@ -13,7 +13,6 @@ from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
 from pqweights.codecs import MASTER_CODECS
 from pqweights.common.markdown import code, fenced, table, words
-from pqweights.common.parameters import parameters
 from pqweights.common.units import counted, size_text
 from pqweights.exports import EXPORTS, target_name
 from pqweights.exports.loading import LoadableModel, by_pqweights, from_pretrained, shell
@@ -53,7 +52,9 @@ def opening(inspection: Inspection, base_model: str | None) -> list[str]:
     made = "packed without loss" if is_lossless(manifest) else "that are quantized once"
     what = f"This is a *master*: weights {made} and then exported to the formats that runtimes load."
     if manifest.kind != "master":
-        options = {name: value for name, value in manifest.made_by.items() if name in parameters(ExportOptions)}
+        options = {
+            name: value for name, value in manifest.made_by.items() if name in ExportOptions.__dataclass_fields__
+        }
         options = {name: value.get("kind") if isinstance(value, dict) else value for name, value in options.items()}
         shown = [
             f", {name.replace('_', ' ')} {code(as_text(value))}" for name, value in options.items() if value is not None

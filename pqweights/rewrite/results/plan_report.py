@@ -15,10 +15,10 @@ from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_
 from pqweights.exports.memory_advice import MemoryAdvice, advise
 from pqweights.exports.possible import planned_master, possible_exports
 from pqweights.planning.calibration import PlannedCalibration, check_calibration
+from pqweights.planning.choice import choose_recipe
 from pqweights.planning.fit import Fit
-from pqweights.planning.options import CalibrateOptions, MemoryOptions, QuantizeOptions
+from pqweights.planning.options import MemoryOptions, QuantizeOptions
 from pqweights.planning.plan import Plan, TensorPlan, Totals
-from pqweights.planning.recipe import Recipe
 from pqweights.rewrite.quantizing import plan_quantize, sensitivity_of
 from pqweights.rewrite.task import PossibleExport, ResourceNeeds, RunOptions, resource_needs
 from pqweights.storage import Store
@@ -122,33 +122,30 @@ def _entries(tensors: Sequence[TensorPlan]) -> Iterator[JsonText]:
 
 def report_plan(
     source: str | Path,
-    recipe: Recipe,
     options: QuantizeOptions,
     threads: int,
     out: Store | None = None,
     *,
-    memory: MemoryOptions | None = None,
-    calibrate: CalibrateOptions | None = None,
+    memory: MemoryOptions = MemoryOptions(),
 ) -> PlanReport:
     """Plan what quantizing a source would do, from its headers alone.
 
     threads: the number of threads for which the memory is estimated
     out: where the result is to be written; by default a local folder
-    memory: what exports are to fit into; None if nobody asks
-    calibrate: whether and how weights are calibrated; None for no
+    memory: what exports are to fit into
 
-    Raises SourceError, RecipeError or HubError.
+    Raises SourceError, RecipeError, OptionError or HubError.
     """
+    recipe = choose_recipe(options.recipe, options, rates_exports=memory.memory is not None)
     checkpoint, transform, plan = plan_quantize(source, recipe, options, run=RunOptions(threads=threads))
     calibration = None
-    if calibrate is not None and calibrate.calibrate is not None:
+    if options.calibrate is not None:
         check_calibration(options)
-        tokens = calibrate.calibration_tokens
-        calibration = PlannedCalibration.of(recipe, plan.tensors, checkpoint.config, tokens)
+        calibration = PlannedCalibration.of(recipe, plan.tensors, checkpoint.config, options.calibration_tokens)
     is_elsewhere = out is not None and out.is_elsewhere
     master = planned_master(checkpoint, plan.tensors)
     exports, advice = possible_exports(master), None
-    if memory is not None and memory.memory is not None:
+    if memory.memory is not None:
         known = sensitivity_of(checkpoint, recipe.sensitivity)
         advice = advise(master, exports, memory, known)
     needs = resource_needs(
