@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect as signatures
 import pkgutil
 import re
@@ -84,6 +85,26 @@ def test_arguments_are_those_of_the_command(function):
         | ({"target"} & parameters.keys())
         == mirrored
     )
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_defaults_are_those_of_the_command(function):
+    command = importlib.import_module(f"pqweights_cli.{function}").command
+    ours = signatures.signature(getattr(pqweights, function)).parameters
+    theirs = signatures.signature(command).parameters
+    for name in (ours.keys() & theirs.keys()) - {"prompt"}:  # which the command can read from stdin
+        defaults = ours[name].default, theirs[name].default
+        assert defaults[0] == defaults[1] or defaults == ((), None), name
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_signatures_are_those_of_the_code(function):
+    """An editor, which does not run the code, shows them."""
+    called = getattr(pqweights, function)
+    code = called.__code__
+    count = code.co_argcount + code.co_kwonlyargcount
+    assert [*signatures.signature(called).parameters] == [*code.co_varnames[:count]]
+    assert not hasattr(called, "__wrapped__") and not hasattr(called, "__signature__")
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
