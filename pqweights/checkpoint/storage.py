@@ -12,6 +12,7 @@ in object storage are read in blocks, and nothing of them is stored on this mach
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import mmap
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -136,7 +137,6 @@ class Storage:
         only: Sequence[str] | None = None,
         *,
         origin: Origin | None = None,
-        made: Mapping[str, bytes] | None = None,
         low_disk: bool = False,
         recursive: bool = True,
     ) -> None:
@@ -145,7 +145,6 @@ class Storage:
         source: a folder on this machine, or what reads the files of one elsewhere
         only: the names of the files to list; by default all
         origin: where a folder on this machine was fetched from
-        made: the content of files that are not there, but follow from one that is
         recursive: whether the files in folders inside of one elsewhere are listed, too
         """
         self._source, self._only, self._recursive = source, only, recursive
@@ -158,14 +157,28 @@ class Storage:
         else:
             names, self.links = _walk(self.root) if only is None else (only, Links())
             self._files = {name: FileState.of(os.stat(self.root / name)) for name in names}
-        self._made = {name: content for name, content in (made or {}).items() if name not in self._files}
-        states = {name: FileState(len(content), zlib.crc32(content)) for name, content in self._made.items()}
-        self._files = dict(sorted({**self._files, **states}.items()))
+        self._made: dict[str, bytes] = {}
         self._described: Path | None = None
-        self._open({})
+        self._open({}, {})
 
-    def _open(self, digests: dict[str, str]) -> None:
-        """Begin with nothing open, held or read. digests: of the headers that the plan was made from"""
+    def with_made(self, made: Mapping[str, bytes], without: Container[str] = ()) -> Storage:
+        """Return this with files that are not there, but follow from one that is.
+
+        made: their content, unless there are such files
+        without: the names of files that are left out
+        """
+        other = copy.copy(self)
+        other._made = {name: content for name, content in made.items() if name not in self._files}
+        states = {name: FileState(len(content), zlib.crc32(content)) for name, content in other._made.items()}
+        kept = {name: state for name, state in self._files.items() if name not in without}
+        other._files = dict(sorted({**kept, **states}.items()))
+        return other
+
+    def _open(self, digests: dict[str, str], ranges: dict[str, dict[tuple[int, int], str]]) -> None:
+        """Begin with nothing open, held or read.
+
+        digests, ranges: of the headers that the plan was made from, and of parts of GGUF files
+        """
         self._lock = threading.Lock()
         self._reader = FileReader()
         self._mapped: dict[str, npt.NDArray[np.uint8]] = {}
@@ -179,7 +192,7 @@ class Storage:
         self._starts = HeaderStarts(
             lambda file, offset, count: self._range(file, offset, offset + count), self._size_of
         )
-        self._starts.digests = digests
+        self._starts.digests, self._ranges = digests, ranges
 
     def __getstate__(self) -> dict[str, Any]:
         # Another machine may number the files otherwise.
@@ -196,13 +209,14 @@ class Storage:
             "links",
             "_made",
         )
-        return {name: vars(self)[name] for name in kept} | {"_files": files, "digests": self._starts.digests}
+        opened = {"digests": self._starts.digests, "ranges": self._ranges}
+        return {name: vars(self)[name] for name in kept} | {"_files": files} | opened
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        digests = state.pop("digests")
+        opened = state.pop("digests"), state.pop("ranges")
         vars(self).update(state)
         self._described = None
-        self._open(digests)
+        self._open(*opened)
 
     def __str__(self) -> str:
         return str(self._source)
@@ -260,7 +274,11 @@ class Storage:
         elif self.address is not None and (buffer.nbytes >= LARGE_READ_BYTES or self._blocks.holds(file, offset)):
             self._blocks.read_into(file, offset, buffer)
         else:
-            buffer[:] = np.frombuffer(self._range(file, offset, offset + buffer.nbytes), dtype=np.uint8)
+            data = self._range(file, offset, offset + buffer.nbytes)
+            if self._cache is not None:
+                digest = hashlib.sha256(data).hexdigest()
+                self._ranges.setdefault(file, {}).setdefault((offset, buffer.nbytes), digest)
+            buffer[:] = np.frombuffer(data, dtype=np.uint8)
         if file not in self._made:
             with self._lock:
                 self.bytes_read += buffer.nbytes
@@ -271,7 +289,7 @@ class Storage:
         """Return where a file lies on this machine as a whole, and what it was when it was listed or fetched."""
         if self._remote is None:
             return None if file in self._made else (self.root / file, self._files[file])
-        if self._fetcher is None or file in self._small:
+        if self._fetcher is None or file in self._small or file in self._made:
             return None
         self._fetcher.path(file)
         return self._fetched[file]
@@ -401,6 +419,7 @@ class Storage:
                 limit, threads = (LOW_DISK_FILES, 1) if self.low_disk else (len(self._files), DOWNLOADS_AT_ONCE)
                 self._folder = folder
                 # The attribute stays: threads that still read get what is there, or TransferStopped.
+                files = {file: count for file, count in files.items() if file not in self._made}
                 self._fetcher = FileFetcher(self._fetch_ahead, files, limit=limit, threads=threads)
                 at_end.callback(self._fetcher.close)
                 yield
@@ -431,11 +450,13 @@ class Storage:
 
         Raises SourceError if it was another one; no result of such a plan may stay.
         """
-        digest = self._starts.digests.get(file)
-        if digest is not None:
-            with open(path, "rb") as stream:
-                start = stream.read(8)
-                if hashlib.sha256(start + stream.read(int.from_bytes(start, "little"))).hexdigest() != digest:
+        expected = dict(self._ranges.get(file, {}))
+        with open(path, "rb") as stream:
+            if (digest := self._starts.digests.get(file)) is not None:
+                expected[0, 8 + int.from_bytes(stream.read(8), "little")] = digest
+            for (offset, count), digest in expected.items():
+                stream.seek(offset)
+                if hashlib.sha256(stream.read(count)).hexdigest() != digest:
                     raise SourceError(
                         f"{self}: {file}: its header was damaged when it was fetched for the plan: run the same "
                         "command again"

@@ -105,7 +105,7 @@ def find_weight_files(storage: Storage, *, allow_pickle: bool, single_file: bool
         return _complete_files(safetensors, INDEX_FILE)
     gguf = [name for name in here if name.endswith(".gguf")]
     if gguf:
-        raise gguf_refused(gguf[0]) if storage.local_folder() is not None else _choose_gguf(storage, gguf)
+        raise gguf_refused(gguf[0])
     pickles = [name for name in here if name.endswith(PICKLE_SUFFIXES) and holds_weights(name)]
     if not pickles:
         expected = f"expected {INDEX_FILE}, {SINGLE_FILE} or one other safetensors file"
@@ -117,15 +117,6 @@ def find_weight_files(storage: Storage, *, allow_pickle: bool, single_file: bool
     if PICKLE_INDEX_FILE in files:
         return _named_files(storage, PICKLE_INDEX_FILE, PICKLE_SUFFIXES)
     return _complete_files(pickles, PICKLE_INDEX_FILE)
-
-
-def _choose_gguf(storage: Storage, files: list[str]) -> SourceError:
-    shown = ", ".join(files[:6]) + (f" and {len(files) - 6} more" if len(files) > 6 else "")
-    how = " (`hf download ORG/NAME FILE --local-dir DIR`)" if storage.address is None else ""
-    return SourceError(
-        f"{storage}: GGUF files are read here: fetch one of {shown}, that of the most bits that fits{how}, "
-        "and give the file"
-    )
 
 
 def _pickle_refused(file: str) -> SourceError:

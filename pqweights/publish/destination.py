@@ -52,7 +52,7 @@ def checked_destination(repository: str, revision: str | None) -> tuple[str, str
     Raises HubError, OptionError, OutputError for names that cannot be pushed to.
     """
     named = repository_named(repository) or RepositoryName(repository.rstrip("/"))
-    if is_repository_id(named.id):
+    if is_repository_id(named.id) and not named.file:
         repository, revision = named.id, revision or named.revision
     else:
         hint = "" if "/" in repository else "; include the user or organization"

@@ -1,6 +1,7 @@
 """What the text that names a source or a result means: a local path, a repository on the Hub, or object storage.
 
 ORG/NAME, hf://ORG/NAME[@REVISION], https://huggingface.co/ORG/NAME/...   a repository
+hf://ORG/NAME[@REVISION]/FILE.gguf, and the address of its page           a GGUF file in a repository
 s3://BUCKET/FOLDER, gs://..., and other schemes that fsspec knows         a folder or a file in object storage
 file:///PATH, and all else                                               a local path
 """
@@ -30,13 +31,16 @@ SAME_SCHEMES = {"s3a": "s3", "gcs": "gs"}
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"(?:{_PART}/)?{_PART}")
 _MAX_ID = 96
+# A file in a repository, behind hf://.
+_FILE = re.compile(r"(?P<repository>[^/@]+/[^/@]+(@(refs/[^/]+/)?[^/]+)?)/(?P<file>.+\.gguf)", re.IGNORECASE)
 
 
 class RepositoryName(NamedTuple):
-    """A repository that a user names, and the branch, tag or commit, if it is named, too."""
+    """A repository that a user names, and the branch, tag or commit and the GGUF file, if these are named, too."""
 
     id: str
     revision: str | None = None
+    file: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,8 +107,11 @@ def parse_location(given: str | Path) -> Path | RepositoryName | Address:
     found = _SCHEME.match(given)
     scheme = found[1].lower() if found else ""
     if scheme == "hf":
-        id, _, revision = given[len(HUB_PREFIX) :].removeprefix("models/").rstrip("/").partition("@")
-        return RepositoryName(id, revision or None)
+        rest, file = given[len(HUB_PREFIX) :].removeprefix("models/").rstrip("/"), ""
+        if (match := _FILE.fullmatch(rest)) is not None and is_inside(match["file"]):
+            rest, file = match["repository"], match["file"]
+        id, _, revision = rest.partition("@")
+        return RepositoryName(id, revision or None, file)
     bare = not scheme and given.partition("/")[0].lower() in HOSTS and not Path(given).exists()
     if bare or scheme in ("http", "https"):
         parts = _split(f"https://{given}" if bare else given)
@@ -166,7 +173,10 @@ def _hosts() -> set[str]:
 
 
 def _of_page(text: str, path: str) -> RepositoryName:
-    """Return the repository of a page: /ORG/NAME, /ORG/NAME/tree/REVISION, or /ORG/NAME/blob/REVISION/FILE."""
+    """Return the repository of a page: /ORG/NAME, /ORG/NAME/tree/REVISION, or /ORG/NAME/blob/REVISION/FILE.
+
+    Of the files, GGUF files alone are models.
+    """
     parts = [urllib.parse.unquote(part) for part in path.split("/") if part]
     parts = parts[1:] if parts[:1] == ["models"] else parts
     page = next((at for at in (1, 2) if len(parts) > at and parts[at] in _PAGES), len(parts))
@@ -175,6 +185,8 @@ def _of_page(text: str, path: str) -> RepositoryName:
     inside = rest[1 + len(wanted) :]
     if parts[:1] in (["datasets"], ["spaces"]) or not is_repository_id(id, namespace=False):
         raise OptionError(f"{text[:200]}: expected the address of a model, such as https://huggingface.co/ORG/NAME")
+    if inside and inside[-1].lower().endswith(".gguf") and is_inside("/".join(inside)):
+        return RepositoryName(id, "/".join(wanted) or None, "/".join(inside))
     if len(inside) > (rest[:1] != ["tree"]):
         raise OptionError(
             f"{text[:200]}: leads into a folder of the repository, of which models are not read; give {id} if its "

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES
-from pqweights.checkpoint.gguf.sources import open_local_source
+from pqweights.checkpoint.gguf.file import SUFFIX, holds_gguf
+from pqweights.checkpoint.gguf.sources import needed_of_gguf, open_gguf_source, open_local_source
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint, needed_files, open_checkpoint, open_folder, others_of_model
 from pqweights.checkpoint.storage import Origin, Storage, check_not_interrupted
@@ -51,7 +52,7 @@ class Access:
 class Fetched(NamedTuple):
     """A local folder with a model.
 
-    path: the folder
+    path: the folder, or the first file of a GGUF model
     origin: the repository that it was fetched from; None for a folder that the user named
     not_fetched: the other files that the repository lists
     """
@@ -61,20 +62,22 @@ class Fetched(NamedTuple):
     not_fetched: tuple[str, ...] = ()
 
 
-def _located(source: str | Path, access: Access, low_disk: bool = False) -> tuple[Path | Address | str, Access]:
-    """Return what a text means, of a repository its id, and how to read the revision that is meant.
+def _located(
+    source: str | Path, access: Access, low_disk: bool = False
+) -> tuple[Path | Address | RepositoryName, Access]:
+    """Return what a text means, and how to read the revision that is meant.
 
     Raises OptionError for two revisions, SourceError for options that mean something only for the Hub.
     """
     location = parse_location(source)
     if isinstance(location, RepositoryName):
         if location.revision is None or access.revision == location.revision:
-            return location.id, access
+            return location, access
         if access.revision is not None:
             raise OptionError(
                 f"`revision` {access.revision}: {source} names {location.revision}; leave one of them out"
             )
-        return location.id, replace(access, revision=location.revision)
+        return location, replace(access, revision=location.revision)
     for option, given in (("`revision`", access.revision is not None), ("`low_disk`", low_disk)):
         if given:
             raise SourceError(
@@ -105,9 +108,14 @@ def open_source(
         return open_address(location, allow_pickle, include=include)
     if isinstance(location, Path):
         return open_local_source(location, allow_pickle=allow_pickle, include=include)
-    repository = open_repository(access.hub(), location, access.revision)
-    checkpoint = open_checkpoint(Storage(repository, low_disk=low_disk), allow_pickle, include=include)
-    repository.check_cached((*checkpoint.weight_files, *checkpoint.companions))
+    repository = open_repository(access.hub(), location.id, access.revision)
+    storage = Storage(repository, low_disk=low_disk)
+    if location.file or holds_gguf(storage.files()):
+        checkpoint = open_gguf_source(storage, location.file, include)
+    else:
+        checkpoint = open_checkpoint(storage, allow_pickle, include=include)
+    needed = (*checkpoint.weight_files, *checkpoint.companions)
+    repository.check_cached(name for name in needed if name in storage.files())
     return checkpoint
 
 
@@ -120,6 +128,8 @@ def open_address(address: Address, allow_pickle: bool = False, *, include: Seque
     Raises StorageError, SourceError also if there is nothing; MasterError for a damaged master or an unfinished one.
     """
     storage = Storage(RemoteFolder(address))
+    if holds_gguf(storage.files()):
+        return open_gguf_source(storage, include=include)
     if storage.files():
         return open_folder(storage, allow_pickle, include=include)
     check_not_interrupted(storage)
@@ -130,6 +140,8 @@ def open_address(address: Address, allow_pickle: bool = False, *, include: Seque
             f"{address}: no such file or folder, or nothing in it; give the address of a checkpoint folder or of a "
             ".safetensors file"
         )
+    if address.name.lower().endswith(SUFFIX):
+        return open_gguf_source(Storage(around, recursive=False), address.name, include)
     opened = open_checkpoint(single, allow_pickle, single_file=True)
     beside: tuple[str, ...] = ()
     if address.name.lower().endswith(WEIGHT_SUFFIXES):
@@ -147,6 +159,8 @@ def local_folder(
 ) -> Fetched:
     """Return a local folder with a model: the folder that is named, or a repository fetched into the cache.
 
+    Of a GGUF model in a repository it is the file, or the first of its parts.
+
     only: the names of the files to fetch; by default all that are needed
     ours: whether to refuse a repository that pqweights did not push, before anything is fetched
 
@@ -161,21 +175,26 @@ def local_folder(
         )
     if isinstance(location, Path):
         return Fetched(location)
-    repository = open_repository(access.hub(), location, access.revision)
-    storage = Storage(repository)
-    if ours and MANIFEST_FILE not in storage.files():
+    repository = open_repository(access.hub(), location.id, access.revision)
+    storage, file = Storage(repository), ""
+    is_result = MANIFEST_FILE in storage.files()
+    if (ours and not is_result) or (location.file and (only or ours)):
         raise SourceError(
-            f"{repository}: expected a master or an export that pqweights pushed, found no {MANIFEST_FILE} in the "
-            "repository"
+            f"{repository}: expected a master or an export that pqweights pushed, found "
+            + (f"the file {location.file}" if location.file else f"no {MANIFEST_FILE} in the repository")
         )
-    wanted = [name for name in only if name in storage.files()] if only else needed_files(storage)
+    wanted: Sequence[str] = [name for name in only if name in storage.files()]
+    if location.file or (holds_gguf(storage.files()) and not is_result and not only):
+        file, *_ = wanted = needed_of_gguf(storage, location.file)
+    elif not only:
+        wanted = needed_files(storage)
     if not wanted:
         raise SourceError(f"{repository}: expected {', '.join(only)} in the repository, found none")
     repository.check_cached(wanted)
     folder = storage.fetch(wanted, progress)
     if not repository.hub.is_offline:
         _remember(folder, access.revision or "main")
-    return Fetched(folder, storage.origin, tuple(name for name in storage.files() if name not in wanted))
+    return Fetched(folder / file, storage.origin, tuple(name for name in storage.files() if name not in wanted))
 
 
 class FoundResult(NamedTuple):

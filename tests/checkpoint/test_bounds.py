@@ -54,7 +54,7 @@ def test_tensors_without_elements_claim_no_large_dimensions(shape: list[int], tm
     header += struct.pack(f"<{len(shape)}QIQ", *shape, 0, 0)
     header += bytes(-len(header) % 32)
     with pytest.raises(SourceError, match=r"'x': shape .* overflows"):
-        parse_gguf(Path("a.gguf"), BytesIO(header), len(header))
+        parse_gguf(Path(), "a.gguf", BytesIO(header), len(header))
 
 
 def test_stacks_of_experts_without_elements_are_not_taken_apart() -> None:
@@ -172,9 +172,9 @@ def test_transposed_columns_are_the_same_in_bands(tmp_path: Path, monkeypatch: p
 def test_a_gguf_file_alone_that_claims_billions_of_experts_is_refused_at_once(tmp_path: Path) -> None:
     from damaged_inputs import GGUF_KEYS, GGUF_TENSORS, gguf_bytes
 
-    from pqweights.checkpoint.gguf.sources import open_gguf_source
+    from pqweights.checkpoint.gguf.sources import open_local_source
 
     keys = [(name, kind, 2**31 - 1 if name.endswith(".expert_count") else value) for name, kind, value in GGUF_KEYS]
     (tmp_path / "m.gguf").write_bytes(gguf_bytes(keys, GGUF_TENSORS, b"", None))
     with quickly(), pytest.raises(SourceError, match="2147483647 experts"):
-        open_gguf_source(tmp_path / "m.gguf")
+        open_local_source(tmp_path / "m.gguf")

@@ -22,7 +22,7 @@ from commands import done, refused
 from export_decoders import values_of
 from gguf_files import converted, metadata, write_gguf, write_llama
 from helpers import Tensor, write_checkpoint
-from tiny_gguf import finish
+from tiny_gguf import edited
 
 from pqweights.checkpoint.gguf.contents import MetadataList
 from pqweights.checkpoint.gguf.file import open_gguf, whole_metadata
@@ -31,7 +31,6 @@ from pqweights.checkpoint.models.llama_cpp_names import CLASSES, TEXT_PARTS
 from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import Storage, read_file
-from pqweights.checkpoint.weight_files import find_weight_files
 from pqweights.errors import SourceError
 from pqweights.storage.sources import Access, open_source
 
@@ -224,32 +223,6 @@ def converted_of(source: Checkpoint) -> Any:
     return gguf_model(source, name="tiny")
 
 
-def edited(file: Path, out: Path, split_max_tensors: int = 0, dropped: str = "", **changed: Any) -> Path:
-    """A copy of a file with other metadata; None drops a key. `__` stands for the dots of its name.
-
-    dropped: the name of a tensor that it lacks
-    """
-    out.parent.mkdir(exist_ok=True)
-    reader = gguf.GGUFReader(file)
-    changed = {key.replace("__", "."): value for key, value in changed.items()}
-    architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(out, architecture, split_max_tensors=split_max_tensors)
-    for key, field in reader.fields.items():
-        if key.startswith("GGUF.") or key in (*changed, "general.architecture"):
-            continue
-        value = field.contents()
-        writer.add_key_value(key, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
-    for key, value in changed.items():
-        if value is not None:
-            {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[
-                type(value)
-            ](key, value)
-    for tensor in (tensor for tensor in reader.tensors if tensor.name != dropped):
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    finish(writer)
-    return out
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of a Llama with a tokenizer."""
@@ -366,17 +339,6 @@ def test_a_model_without_a_tokenizer_is_exported_only_if_that_is_asked_for(tmp_p
     assert "tokenizer.ggml.tokens" not in gguf.GGUFReader(next((tmp_path / "out").glob("*.gguf"))).fields
 
 
-def test_of_several_files_elsewhere_the_message_says_which_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A repository such as ORG/NAME-GGUF holds the same model in many types."""
-    for kind in ("Q4_K_M", "Q8_0"):
-        (tmp_path / f"m-{kind}.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(Storage, "local_folder", lambda storage: None)
-    with pytest.raises(SourceError, match=r"fetch one of m-Q4_K_M\.gguf, m-Q8_0\.gguf"):
-        find_weight_files(Storage(tmp_path), allow_pickle=False, single_file=False)
-
-
 def test_a_tower_beside_a_file_is_no_model(llama: Path, tmp_path: Path) -> None:
     file = alone(llama, tmp_path / "src")
     (file.parent / "mmproj-m-F16.gguf").write_bytes(b"another model")
@@ -412,16 +374,16 @@ def test_strange_metadata_end_in_a_line(seed: int, lonely: Path, monkeypatch: py
 def refusals(file: Path, further: list[str], count: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said of a file with other metadata, each of which is one line. further: keys that it may have besides"""
     whole, draw = open_gguf(file), random.Random(seed)
-    every = whole_metadata(whole)
+    every = whole_metadata(Storage(file.parent), whole)
     keys = [key for key in whole.metadata if not key.startswith("general.")] + further
-    monkeypatch.setattr("pqweights.checkpoint.gguf.sources.whole_metadata", lambda contents: contents.metadata)
+    monkeypatch.setattr("pqweights.checkpoint.gguf.sources.whole_metadata", lambda storage, contents: contents.metadata)
     said = []
     for _ in range(count):
         metadata = dict(every)
         for key in draw.sample(keys, draw.choice((1, 1, 2))):
             metadata[key] = draw.choice(STRANGE)
         contents = replace(whole, metadata=metadata)
-        monkeypatch.setattr("pqweights.checkpoint.gguf.sources.open_gguf", lambda path, of=contents: of)
+        monkeypatch.setattr("pqweights.checkpoint.gguf.sources.gguf_in", lambda *given, of=contents: of)
         try:
             open_source(file, Access())
         except SourceError as error:
@@ -443,6 +405,6 @@ def test_lists_in_the_place_of_sizes_end_in_a_line(
     for numbers in ((), (4, 8)):
         metadata = whole.metadata | {f"{whole.architecture}.{key}": MetadataList("int32", len(numbers), numbers)}
         contents = replace(whole, metadata=metadata)
-        monkeypatch.setattr("pqweights.checkpoint.gguf.sources.open_gguf", lambda path, of=contents: of)
+        monkeypatch.setattr("pqweights.checkpoint.gguf.sources.gguf_in", lambda *given, of=contents: of)
         with pytest.raises(SourceError, match="not read as a model of type"):
             open_source(file, Access())

@@ -300,6 +300,6 @@ def test_a_dense_layer_of_another_shape_is_refused(
     whole = open_gguf(file)
     tensors = [of._replace(shape=shape) if of.name == "dense_2.weight" else of for of in whole.tensors]
     contents = replace(whole, tensors=tuple(tensors))
-    monkeypatch.setattr("pqweights.checkpoint.gguf.sources.open_gguf", lambda path: contents)
+    monkeypatch.setattr("pqweights.checkpoint.gguf.sources.gguf_in", lambda *given: contents)
     with pytest.raises(SourceError, match=r"dense_2\.weight"):
         open_source(file, Access())

@@ -55,7 +55,7 @@ def tensor(name: str = "a", shape: tuple[int, ...] = (32,), kind: int = 0, offse
 
 
 def parse(data: bytes) -> Any:
-    return parse_gguf(Path("a.gguf"), io.BytesIO(data), len(data))
+    return parse_gguf(Path(), "a.gguf", io.BytesIO(data), len(data))
 
 
 def test_finds_what_the_gguf_package_finds(model: Path) -> None:
@@ -176,7 +176,7 @@ def test_damage_is_named_and_read_in_small_pieces(name: str) -> None:
     data, expected = WRONG[name]
     file = Counted(data)
     with pytest.raises(SourceError, match=expected) as caught:
-        parse_gguf(Path("a.gguf"), file, len(data))
+        parse_gguf(Path(), "a.gguf", file, len(data))
     assert file.most <= PIECE_BYTES
     assert str(caught.value).startswith("a.gguf: ") and "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400

@@ -43,7 +43,7 @@ NAMES = {
 @pytest.mark.parametrize("text", NAMES)
 def test_addresses_of_a_repository_name_it(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")
-    assert repository_named(text) == NAMES[text]
+    assert repository_named(text) == (*NAMES[text], "model.gguf" if "model.gguf" in text else "")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_addresses_of_something_else_are_refused(path: str, client: Client) -> N
 def test_a_local_folder_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ORG/NAME").mkdir(parents=True)
-    assert repository_named("ORG/NAME/") is None and repository_named("hf://ORG/NAME") == ("ORG/NAME", None)
+    assert repository_named("ORG/NAME/") is None and repository_named("hf://ORG/NAME") == ("ORG/NAME", None, "")
 
 
 def test_a_revision_is_named_once(client: Client) -> None:

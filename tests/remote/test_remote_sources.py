@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trained_tokenizers as trained
 from commands import answer, done, invoke, refused
+from gguf_files import write_gguf, write_llama
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
 from remote_server import BUCKET, SECRETS, ObjectServer, address_of
 
@@ -71,6 +73,24 @@ def test_quantized_bytes_are_those_of_a_local_source(
     assert folder_bytes(tmp_path / "remote") == folder_bytes(master)
     assert answer("quantize", address, tmp_path / "remote", "--max-shard-size", "120kB")["already_done"]
     assert answer("plan", f"file://{source}") == answer("plan", source)
+
+
+def test_gguf_files_are_sources_alone(server: ObjectServer, tmp_path: Path) -> None:
+    tokenizer = trained.KINDS["llama3"]()
+    trained.save(tokenizer, tmp_path / "model")
+    write_llama(tmp_path / "model", rows=tokenizer.get_vocab_size())
+    for name in ("m-F32.gguf", "m-BF16.gguf"):
+        (tmp_path / name[2:]).mkdir()
+        write_gguf(tmp_path / "model", name[2:-5]).rename(tmp_path / name[2:] / name)
+    done("quantize", tmp_path / "F32.gguf", tmp_path / "out")
+    address = server.put(tmp_path / "F32.gguf", "alone")
+    for number, given in enumerate((address, f"{address}/m-F32.gguf")):
+        done("quantize", given, tmp_path / str(number))
+        assert folder_bytes(tmp_path / str(number)) == folder_bytes(tmp_path / "out")
+    server.put(tmp_path / "BF16.gguf", "alone")
+    done("quantize", f"{address}/m-F32.gguf", tmp_path / "named")
+    assert folder_bytes(tmp_path / "named") == folder_bytes(tmp_path / "out")
+    assert "m-BF16.gguf, m-F32.gguf" in refused("plan", address)
 
 
 def test_a_source_that_was_changed_between_its_samples_is_quantized_again(

@@ -116,6 +116,32 @@ def _interleaved(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
+def edited(file: Path, out: Path, split_max_tensors: int = 0, dropped: str = "", **changed: Any) -> Path:
+    """A copy of a file with other metadata; None drops a key. `__` stands for the dots of its name.
+
+    dropped: the name of a tensor that it lacks
+    """
+    out.parent.mkdir(exist_ok=True)
+    reader = gguf.GGUFReader(file)
+    changed = {key.replace("__", "."): value for key, value in changed.items()}
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(out, architecture, split_max_tensors=split_max_tensors)
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key in (*changed, "general.architecture"):
+            continue
+        value = field.contents()
+        writer.add_key_value(key, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    for key, value in changed.items():
+        if value is not None:
+            {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[
+                type(value)
+            ](key, value)
+    for tensor in (tensor for tensor in reader.tensors if tensor.name != dropped):
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    finish(writer)
+    return out
+
+
 def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

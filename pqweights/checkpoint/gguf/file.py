@@ -8,14 +8,17 @@ holes, overlaps and foreign bytes, and does not end for a list that claims 2**62
 
 from __future__ import annotations
 
+import io
 import math
-import os
 import re
 import struct
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
 
 from pqweights.checkpoint.gguf.contents import (
     ARRAY,
@@ -32,6 +35,7 @@ from pqweights.checkpoint.gguf.contents import (
     StoredType,
 )
 from pqweights.checkpoint.header import aligned, overflows
+from pqweights.checkpoint.storage import ByteReads, Storage
 from pqweights.errors import SourceError
 
 MAGIC = b"GGUF"
@@ -52,13 +56,15 @@ _LENGTH = struct.Struct("<Q")
 MAX_NAME_BYTES, MAX_DIMENSIONS = 63, 4
 
 
-def parse_gguf(path: Path, stream: BinaryIO, file_bytes: int, *, items_kept: int = ITEMS_KEPT) -> GgufContents:
-    """Parse the header of a GGUF file, given its content and its size. items_kept: of each list
+def parse_gguf(
+    folder: Path, name: str, stream: BinaryIO, file_bytes: int, *, items_kept: int = ITEMS_KEPT
+) -> GgufContents:
+    """Parse the header of a GGUF file in a folder, given its content and its size. items_kept: of each list
 
     Raises SourceError for every way in which a header can be wrong: magic, version, counts, lengths, types, shapes,
     alignment, holes, and data that do not end where the file does.
     """
-    cursor = _Cursor(str(path), stream, file_bytes)
+    cursor = _Cursor(str(folder / name), stream, file_bytes)
     version, tensor_count, key_count = _read_start(cursor)
     metadata: dict[str, MetadataValue] = {}
     for number in range(key_count):
@@ -71,11 +77,11 @@ def parse_gguf(path: Path, stream: BinaryIO, file_bytes: int, *, items_kept: int
         raise cursor.damaged(f"{ALIGNMENT_KEY}: expected a power of two, found {str(alignment)[:40]}")
     entries = [_read_tensor(cursor, number) for number in range(tensor_count)]
     return GgufContents(
-        folder=path.parent,
-        files=(path.name,),
+        folder=folder,
+        files=(name,),
         version=version,
         metadata=metadata,
-        tensors=_located(cursor, path.name, entries, file_bytes=file_bytes, alignment=alignment),
+        tensors=_located(cursor, name, entries, file_bytes=file_bytes, alignment=alignment),
         file_bytes=file_bytes,
     )
 
@@ -267,15 +273,17 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 def is_gguf(path: Path) -> bool:
     """Whether a path is a GGUF file, or a folder with GGUF files and no other weights."""
     if path.is_dir():
-        return bool(_names(path)) and next(path.glob("*.safetensors"), None) is None
+        return holds_gguf(entry.name for entry in path.iterdir() if entry.is_file())
     if path.suffix.lower() == SUFFIX or not path.is_file():
         return path.is_file()
     with open(path, "rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob(f"*{SUFFIX}") if path.is_file() and path.name[0] != ".")
+def holds_gguf(names: Iterable[str]) -> bool:
+    """Whether there are GGUF files and no other weights among files."""
+    suffixes = {Path(name).suffix for name in names if "/" not in name and name[0] != "."}
+    return SUFFIX in suffixes and ".safetensors" not in suffixes
 
 
 def open_gguf(path: Path) -> GgufContents:
@@ -283,44 +291,55 @@ def open_gguf(path: Path) -> GgufContents:
 
     Raises SourceError for a damaged file, and if parts are missing or do not belong together.
     """
-    file = _only_model(path) if path.is_dir() else path
-    if not file.is_file():
+    folder, file = (path, "") if path.is_dir() else (path.parent, path.name)
+    if file and not path.is_file():
         raise SourceError(f"{path}: no such file or folder")
-    first = _read_part(file)
+    return gguf_in(Storage(folder, only=[entry.name for entry in folder.iterdir() if entry.is_file()]), file)
+
+
+def gguf_in(storage: Storage, file: str = "") -> GgufContents:
+    """Read what a GGUF file in a storage holds, as `open_gguf` does. file: by default the only model at its top"""
+    file = file or _only_model(storage)
+    if file not in storage.files():
+        raise SourceError(f"{storage}: expected the file {file}, found no such file")
+    first = _read_part(storage, file)
     count = first.number(SPLIT_COUNT) or 1
-    if count == 1:
-        return first
-    return _joined([_read_part(part) for part in _parts(file, count)])
+    return first if count == 1 else _joined([_read_part(storage, part) for part in _parts(storage, file, count)])
 
 
-def _only_model(folder: Path) -> Path:
-    """Return the only GGUF file of a folder, or the first part of its only model."""
-    names = [name for name in _names(folder) if not name.startswith("mmproj-")]  # towers for images
+def _only_model(storage: Storage) -> str:
+    """Return the only GGUF file at the top of a storage, or the first part of its only model."""
+    names = [name for name in storage.files() if "/" not in name and name.endswith(SUFFIX) and name[0] != "."]
+    names = sorted(name for name in names if not name.startswith("mmproj-"))  # towers for images
     parts = {name: _PART.fullmatch(name) for name in names}
     models = {name if part is None else (part[1], part[3]) for name, part in parts.items()}
     if len(models) > 1:
         raise SourceError(
-            f"{folder}: expected one GGUF model, found {len(models)} ({', '.join(names[:3])}"
-            f"{', ...' if len(names) > 3 else ''}): give the file"
+            f"{storage}: expected one GGUF model, found {len(models)} ({', '.join(names[:3])}"
+            f"{', ...' if len(names) > 3 else ''}): give the file{_on_hub(storage, names[0])}"
         )
     if not names:
-        raise SourceError(f"{folder}: expected a GGUF file, found none")
-    return folder / names[0]
+        raise SourceError(f"{storage}: expected a GGUF file, found none")
+    return names[0]
 
 
-def _parts(file: Path, count: int) -> list[Path]:
+def _on_hub(storage: Storage, file: str) -> str:
+    return "" if storage.origin is None else f", as hf://{storage.origin.id}/{file}"
+
+
+def _parts(storage: Storage, file: str, count: int) -> list[str]:
     """Return the files of a split model, of which `file` is one."""
-    name = _PART.fullmatch(file.name)
+    folder = storage.local_folder() or Path()
+    name = _PART.fullmatch(file)
     if name is None or int(name[3]) != count:
         raise SourceError(
-            f"{file}: it is a part of a model in {count} files: expected a name such as "
+            f"{folder / file}: it is a part of a model in {count} files: expected a name such as "
             f"model-00001-of-{count:05d}{SUFFIX}, by which llama.cpp finds the others"
         )
-    paths = [file.with_name(f"{name[1]}-{number + 1:05d}-of-{count:05d}{SUFFIX}") for number in range(count)]
-    for path in paths:
-        if not path.is_file():
-            raise SourceError(f"{path}: missing; {file.name} is a part of a model in {count} files: fetch it")
-    return paths
+    names = [f"{name[1]}-{number + 1:05d}-of-{count:05d}{SUFFIX}" for number in range(count)]
+    if missing := next((part for part in names if part not in storage.files()), None):
+        raise SourceError(f"{folder / missing}: missing; {file} is a part of a model in {count} files: fetch it")
+    return names
 
 
 def _joined(parts: list[GgufContents]) -> GgufContents:
@@ -347,11 +366,29 @@ def _joined(parts: list[GgufContents]) -> GgufContents:
     return replace(first, files=files, tensors=tensors, file_bytes=sum(part.file_bytes for part in parts))
 
 
-def _read_part(path: Path, items_kept: int = ITEMS_KEPT) -> GgufContents:
-    with open(path, "rb", buffering=PIECE_BYTES) as stream:
-        return parse_gguf(path, stream, os.fstat(stream.fileno()).st_size, items_kept=items_kept)
+class _Stream(io.RawIOBase):
+    """A file in a storage, read forward."""
+
+    def __init__(self, storage: ByteReads, file: str, byte_count: int) -> None:
+        self._storage, self._file, self._byte_count, self._offset = storage, file, byte_count, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        into = np.frombuffer(buffer, dtype=np.uint8)[: self._byte_count - self._offset]
+        if len(into):
+            self._storage.read_into(self._file, self._offset, into)
+        self._offset += len(into)
+        return len(into)
 
 
-def whole_metadata(contents: GgufContents) -> dict[str, MetadataValue]:
+def _read_part(storage: Storage, file: str, items_kept: int = ITEMS_KEPT) -> GgufContents:
+    byte_count = storage.files()[file].byte_count
+    stream = io.BufferedReader(_Stream(storage, file, byte_count), PIECE_BYTES)
+    return parse_gguf(storage.local_folder() or Path(), file, stream, byte_count, items_kept=items_kept)
+
+
+def whole_metadata(storage: Storage, contents: GgufContents) -> dict[str, MetadataValue]:
     """Return the metadata of a file with all items of its lists, such as the tokens of a vocabulary."""
-    return _read_part(contents.path, MAX_ITEMS).metadata
+    return _read_part(storage, contents.files[0], MAX_ITEMS).metadata

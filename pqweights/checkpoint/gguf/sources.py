@@ -22,7 +22,7 @@ from pqweights.checkpoint.config_schema import check_layers, model_config
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.configurations import check_configuration, pooling_of, read_configuration
 from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents, MetadataValue
-from pqweights.checkpoint.gguf.file import SUFFIX, is_gguf, open_gguf, whole_metadata
+from pqweights.checkpoint.gguf.file import SUFFIX, gguf_in, is_gguf, whole_metadata
 from pqweights.checkpoint.gguf.inverse import AbsentTensor, Piece, absent_tensors, assembled, pieces_of
 from pqweights.checkpoint.gguf.mixes import INTEGERS
 from pqweights.checkpoint.gguf.model import architecture_name
@@ -63,31 +63,43 @@ def open_local_source(path: Path, *, allow_pickle: bool = False, include: Sequen
 
     Raises what `open_local` and `open_gguf_source` raise.
     """
-    if is_gguf(path):
-        return open_gguf_source(path, include)
-    return open_local(path, allow_pickle, include=include)
+    if not is_gguf(path):
+        return open_local(path, allow_pickle, include=include)
+    if path.is_dir():
+        return open_gguf_source(Storage(path), include=include)
+    if not path.is_file():
+        raise SourceError(f"{path}: no such file or folder")
+    beside = [name for name in top_level_files(path.parent) if name[0] != "."]
+    return open_gguf_source(Storage(path.parent, only=sorted({*beside, path.name})), path.name, include)
 
 
-def open_gguf_source(path: Path, include: Sequence[str] = ()) -> Checkpoint:
-    """Open a GGUF file with the files beside it, or a folder with one model; of a split model all parts.
+def needed_of_gguf(storage: Storage, file: str) -> list[str]:
+    """Return what must be fetched of a GGUF model that lies elsewhere: all parts of it first. file: see below"""
+    parts = gguf_in(storage, file).files
+    beside = companions(storage.files(), parts).copied
+    return [*parts, *(name for name in (CONFIG_FILE, *beside) if name in storage.files())]
 
+
+def open_gguf_source(stored_in: Storage, file: str = "", include: Sequence[str] = ()) -> Checkpoint:
+    """Open a GGUF file with the files beside it, or the one model of a folder; of a split model all parts.
+
+    file: its name, or that of a part; by default it is the only one
     include: patterns of files to copy, see companions.py
 
     Raises SourceError for a damaged file, without the model's config.json, and for a model that cannot be read;
-    MissingDependencyError without the gguf package.
+    MissingDependencyError without the gguf package; what the storage raises.
     """
-    contents, remarks = _text_part(open_gguf(path))
-    others = [name for name in top_level_files(contents.folder) if not name.endswith(SUFFIX) and name[0] != "."]
-    only = None if path.is_dir() else [*others, *contents.files]
-    storage = Storage(contents.folder, only=only)
-    check_not_interrupted(storage)
-    check_links(storage.links.broken, storage.links.outside)
-    made = {} if any(name in storage.files() for name in (FAST, *OTHERS)) else _tokenizer(contents)
-    if MODULES not in storage.files():
-        made |= _modules(storage, contents)
-    if CONFIG_FILE not in storage.files():
-        made[CONFIG_FILE] = json.dumps(_configuration(storage, contents), indent=2).encode()
-    storage = Storage(contents.folder, only, made=made)
+    contents, remarks = _text_part(gguf_in(stored_in, file))
+    check_not_interrupted(stored_in)
+    check_links(stored_in.links.broken, stored_in.links.outside)
+    files = stored_in.files()
+    made = {} if any(name in files for name in (FAST, *OTHERS)) else _tokenizer(stored_in, contents)
+    if MODULES not in files:
+        made |= _modules(stored_in, contents)
+    if CONFIG_FILE not in files:
+        made[CONFIG_FILE] = json.dumps(_configuration(stored_in, contents), indent=2).encode()
+    others = {name for name in files if name.endswith(SUFFIX) and name not in contents.files}
+    storage = stored_in.with_made(made, without=others if file else ())
     config = model_config(storage)
     assert config is not None
     check_layers(config, [tensor.name for tensor in contents.tensors])
@@ -129,8 +141,8 @@ def _text_part(contents: GgufContents) -> tuple[GgufContents, tuple[str, ...]]:
     return replace(contents, metadata=metadata), (remark,)
 
 
-def _tokenizer(contents: GgufContents) -> dict[str, bytes]:
-    return tokenizer_files(str(contents.path), whole_metadata(contents), contents.context)
+def _tokenizer(storage: Storage, contents: GgufContents) -> dict[str, bytes]:
+    return tokenizer_files(str(contents.path), whole_metadata(storage, contents), contents.context)
 
 
 def _modules(storage: Storage, contents: GgufContents) -> dict[str, bytes]:
