@@ -30,7 +30,7 @@ from pqweights.rewrite.shard import LocalEngine
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
 from pqweights.rewrite.transform import EXPORT, Transform
 from pqweights.storage import Store
-from pqweights.storage.protocol import FileRecord
+from pqweights.storage.store import FileRecord
 
 # What another value of a key in a transform's account means for the user. Of other keys, the value is named.
 OTHERS = {

@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pqweights.checkpoint.ahead import Stop
 from pqweights.checkpoint.digests import HASH_OF_PIECES
 from pqweights.checkpoint.names import WORK_FOLDER
 from pqweights.checkpoint.writer import PARTIAL_SUFFIX, disk_errors
 from pqweights.errors import OutputError
 from pqweights.rewrite.records import TensorRecord
 from pqweights.storage import Store
-from pqweights.storage.protocol import Stop
 
 MARK_SUFFIX = ".json"
 # Small requests, and moves on a server, at once.

@@ -29,7 +29,7 @@ from pqweights.planning.plan import DEFAULT_METADATA, FileHeader, GgufFiles, Saf
 from pqweights.rewrite.identity import UNSTATED_VERSION, RunIdentity
 from pqweights.rewrite.manifest_entries import TensorEntry, damaged, parse_tensor, tensor_json
 from pqweights.rewrite.records import TensorRecord, error_totals, exceeds
-from pqweights.storage.protocol import FileRecord
+from pqweights.storage.store import FileRecord
 
 # Results in safetensors have the second version, those in another container the third, and those that state since which
 # version of pqweights the same bytes are made the fourth.

@@ -30,7 +30,7 @@ from pqweights.rewrite.listed_files import files_of_result
 from pqweights.rewrite.manifest import parse_manifest
 from pqweights.storage import Store
 from pqweights.storage.local import clear
-from pqweights.storage.protocol import CheckLock, FileRecord
+from pqweights.storage.store import CheckLock, FileRecord
 
 FETCHED_FOLDER = "fetched"
 

@@ -105,19 +105,12 @@ class Hub:
         return bool(self.call(repository, lambda: self.api.repo_exists(repository)))
 
     def call(
-        self,
-        repository: str,
-        request: Callable[[], Result],
-        *,
-        about: str = "",
-        stop: Stop = lambda: False,
-        attempts: int | None = None,
+        self, repository: str, request: Callable[[], Result], *, about: str = "", stop: Stop = lambda: False
     ) -> Result:
         """Send a request, again if that may help, and return its result.
 
         about: what it is about, for messages; follows the name of the repository
         stop: asked while waiting
-        attempts: how often it is sent at most; by default less often until the Hub has answered once
 
         Raises HubError, TransferStopped. Errors of the disk stay what they are.
         """
@@ -134,7 +127,7 @@ class Hub:
             may_pass = status in TEMPORARY_STATUSES or (not status and isinstance(error, TransportError | Truncated))
             wanted = self._wait_that_is_wanted(error)
             seconds = requests.FIRST_WAIT_SECONDS * 2 ** (attempt - 1) if wanted is None else wanted
-            most = attempts or (ATTEMPTS if self._has_answered else FIRST_ATTEMPTS)
+            most = ATTEMPTS if self._has_answered else FIRST_ATTEMPTS
             if not may_pass or attempt >= most or seconds > LONGEST_WAIT_SECONDS:
                 raise self._explained(error, repository, what) from None
             problem = f"the Hub answers {status}" if status else f"the connection failed ({type(error).__name__})"
@@ -174,8 +167,10 @@ class Hub:
 
     def _explained(self, error: Exception, repository: str, what: str) -> HubError:
         """Return one line: what failed, why, and what to do."""
-        said = getattr(error, "server_message", None) or str(error).partition("\n\n")[2] or str(error)
         wanted, (status, _) = self._wait_that_is_wanted(error), status_and_code(error)
+        said = str(error)
+        if status:
+            said = getattr(error, "server_message", None) or said.partition("\n\n")[2]
         why = reason(
             error,
             said=self.clean(said)[:200].rstrip("."),
@@ -185,6 +180,7 @@ class Hub:
             credentials=LOG_IN,
             permission=f"the token does not permit this: use one that does: {LOG_IN}",
             wait="" if wanted is None else f" for {wanted:.0f} s",
+            limit=f", or {LOG_IN} for a higher limit,",
         )
         return (HubUnavailableError if not status or status >= 500 else HubError)(f"{what}: {why}")
 

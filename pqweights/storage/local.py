@@ -1,8 +1,4 @@
-"""A folder on this machine as a store.
-
-A folder whose result is replaced may come from anywhere, and so may the names in its manifest, and links among its
-folders. What lies behind a link is not part of the result: nothing is written or removed through one.
-"""
+"""Folders of this machine in which results are made: locks, what an earlier run left, and links, which none may be."""
 
 from __future__ import annotations
 
@@ -13,15 +9,11 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
-from pqweights.checkpoint.names import WORK_FOLDER, is_inside
-from pqweights.checkpoint.writer import disk_errors, sync_folder, write_whole
+from pqweights.checkpoint.writer import disk_errors
 from pqweights.errors import OutputError
-from pqweights.storage.addresses import Address
-from pqweights.storage.protocol import CheckLock, FileRecord, Stop
 
 LOCK_FILE = "lock"
 # How long processes of a run that was killed may take to end.
@@ -29,132 +21,8 @@ ENDING_SECONDS = 10.0
 
 # What the system says of a path that is not there, that a link leads away from, or that cannot be one.
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-@dataclass(frozen=True)
-class LocalStore:
-    """A folder on this machine. See Store."""
-
-    path: Path
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-    @property
-    def work(self) -> Path:
-        """The work folder in it."""
-        return self.path / WORK_FOLDER
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """It is not."""
-        return False
-
-    def check_apart(self, source: Path | Address) -> None:
-        """See Store."""
-        if not isinstance(source, Path):
-            return
-        inner, outer = self.path.resolve(), source.resolve()
-        if inner == outer or outer in inner.parents or inner in outer.parents:
-            raise OutputError(
-                f"{self}: the output folder and the source must not contain each other (the source is {source}); "
-                "choose another folder"
-            )
-
-    def check_names(self, names: Collection[str]) -> None:
-        """See Store. They would be written through a link."""
-        refuse_linked_folders(self.path, names)
-
-    def names(self) -> set[str]:
-        """See Store."""
-        if not self.path.exists():
-            return set()
-        if not self.path.is_dir():
-            raise OutputError(f"{self}: expected a folder or nothing, found a file; choose another output folder")
-        return {path.name for path in self.path.iterdir()}
-
-    def sizes(self, below: str = "") -> Mapping[str, int]:
-        """See Store."""
-        sizes = {}
-        for folder, folders, names in os.walk(self.path / below):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            for path in (Path(folder) / name for name in names if not name.startswith(".")):
-                with contextlib.suppress(FileNotFoundError):
-                    sizes[path.relative_to(self.path).as_posix()] = path.stat().st_size
-        return sizes
-
-    def modified(self, name: str) -> int:
-        """See Store."""
-        return (self.path / name).stat().st_mtime_ns
-
-    def read(self, name: str) -> bytes | None:
-        """See Store."""
-        path = self.path / name
-        return path.read_bytes() if path.is_file() else None
-
-    def write(self, name: str, pieces: Iterable[bytes]) -> FileRecord:
-        """See Store. It is durable afterwards."""
-        path = self.path / name
-        refuse_linked_folders(self.path, [name])
-        digest = write_whole(self.work, path, pieces)
-        sync_folder(path.parent)
-        return FileRecord(path.stat().st_size, digest)
-
-    def put(self, name: str, path: Path, stop: Stop) -> None:
-        """See Store. Only the name changes, which is durable afterwards."""
-        target = self.path / name
-        with disk_errors(target):
-            target.parent.mkdir(exist_ok=True)
-            os.replace(path, target)
-            sync_folder(target.parent)
-
-    def move(self, source: str, target: str) -> None:
-        """See Store."""
-        refuse_linked_folders(self.path, [target])
-        try:
-            with disk_errors(self.path):
-                os.replace(self.path / source, self.path / target)
-        except FileNotFoundError:
-            if not (self.path / target).exists():
-                raise OutputError(f"{self.path / source}: was removed by another program; run it again") from None
-
-    def remove(self, names: Iterable[str]) -> None:
-        """See Store.
-
-        Ignored are names that lead out of the folder, by themselves or through a link: each folder on the way is opened
-        without following one, and the file is removed from the folder that was opened.
-        """
-        for name in names:
-            parts = PurePosixPath(name).parts
-            if is_inside(name) and parts:
-                with _opened_folders(self.path, parts[:-1]) as folders:
-                    if folders is not None:
-                        _remove(parts, folders)
-        if self.path.is_dir():
-            sync_folder(self.path)
-
-    @contextlib.contextmanager
-    def lock(self, may_take: Callable[[], None]) -> Iterator[CheckLock]:
-        """See Store. No other machine takes it over."""
-        with locked(self.work, self):
-            may_take()
-            yield lambda: None
-
-    def clear_work(self, keep: Collection[str] = ()) -> None:
-        """See Store."""
-        clear(self.work, keep)
-        if not keep:
-            sync_folder(self.path)
-            with contextlib.suppress(OSError):  # the folder stays if it holds other files
-                self.path.rmdir()
-
-    def tidy(self, is_needed: Callable[[], bool] = lambda: False) -> None:
-        """See Store."""
-        if not is_needed() and self.work.exists():
-            with locked(self.work, self):
-                if not is_needed():
-                    clear(self.work, ())
+_TOP = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FOLDER = _TOP | os.O_NOFOLLOW
 
 
 def make_private(folder: Path) -> None:
@@ -284,33 +152,28 @@ def refuse_links_in(work: Path) -> None:
             raise OutputError(f"{path}: a link, which pqweights did not make; remove it, or choose another folder")
 
 
-@contextlib.contextmanager
-def _opened_folders(out: Path, parts: tuple[str, ...]) -> Iterator[list[int] | None]:
-    """Open the output folder, and one in the other those below it; None if one is missing, or is not a folder."""
-    folders: list[int] | None = [os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
+def remove_file(out: Path, name: str) -> None:
+    """Remove a file of a folder, and the folders inside of it that this leaves empty.
+
+    Nothing happens if it is not there, or behind a link: each folder on the way is opened without following one, and
+    the file is removed from the folder that was opened.
+    """
+    parts = PurePosixPath(name).parts
+    if not parts:
+        return
     with contextlib.ExitStack() as opened:
-        assert folders is not None
-        opened.callback(os.close, folders[0])
+        folders: list[int] = []
         try:
-            for part in parts:
-                folders.append(os.open(part, _FOLDER, dir_fd=folders[-1]))
+            for part in ("", *parts[:-1]):
+                path, of = (part, folders[-1]) if folders else (out, None)
+                folders.append(os.open(path, _FOLDER if folders else _TOP, dir_fd=of))
                 opened.callback(os.close, folders[-1])
+            os.unlink(parts[-1], dir_fd=folders[-1])
         except OSError as error:
-            if error.errno not in _NOT_THERE:
+            if error.errno not in (*_NOT_THERE, errno.EISDIR):
                 raise
-            folders = None
-        yield folders
-
-
-def _remove(parts: tuple[str, ...], folders: list[int]) -> None:
-    """Remove a file from the last of these folders, and folders that this leaves empty from those that hold them."""
-    try:
-        os.unlink(parts[-1], dir_fd=folders[-1])
-    except OSError as error:
-        if error.errno not in (*_NOT_THERE, errno.EISDIR):
-            raise
-    for holder, part in reversed(list(zip(folders, parts[:-1], strict=False))):
-        try:
-            os.rmdir(part, dir_fd=holder)
-        except OSError:
-            return
+            if len(folders) < len(parts):
+                return
+        with contextlib.suppress(OSError):
+            for folder, part in reversed(list(zip(folders, parts[:-1], strict=False))):
+                os.rmdir(part, dir_fd=folder)

@@ -72,7 +72,7 @@ _REASONS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("409", "412"), "somebody else has changed it in between ({shown}): run the same command again"),
     (
         ("TooManyRequests", "429"),
-        "too many requests: {service}{at} asks to wait{wait} ({shown}): wait, and run it again",
+        "too many requests: {service}{at} asks to wait{wait} ({shown}): wait{limit} and run the same command again",
     ),
     (_TEMPORARY, "{service}{at} is failing ({shown}): run the same command again later"),
     (("ParamValidationError", "status"), "{service}{at} refuses the request ({shown})"),
@@ -167,4 +167,6 @@ def reason(error: Exception, *, said: str = "", **fields: str) -> str:
         *(raised.__name__ for raised in type(error).__mro__),
     }
     text = next(text for names, text in _REASONS if signs.intersection(names))
-    return text.format_map({"wait": "", "settings": "", **fields, "shown": f"{shown}: {said}" if said else shown})
+    return text.format_map(
+        {"wait": "", "limit": "", "settings": "", **fields, "shown": f"{shown}: {said}" if said else shown}
+    )

@@ -1,4 +1,8 @@
-"""A folder in object storage as a store. What is sent there is made in a scratch folder on this machine."""
+"""Where results are made: a folder on this machine, or one in object storage. `open_store` opens either.
+
+A folder whose result is replaced may come from anywhere, and so may the names in its manifest, and links among its
+folders. What lies behind a link is not part of the result: nothing is written or removed through one.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +16,213 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pqweights.checkpoint.ahead import Stop
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER, is_inside
-from pqweights.checkpoint.writer import write_whole
-from pqweights.errors import OutputError, StorageError
-from pqweights.storage.addresses import Address
+from pqweights.checkpoint.writer import disk_errors, sync_folder, write_whole
+from pqweights.common.documents import Count
+from pqweights.errors import OptionError, OutputError, StorageError
+from pqweights.storage.addresses import BUCKETS, Address, RepositoryName, parse_location
 from pqweights.storage.bucket import RemoteFolder
-from pqweights.storage.local import LOCK_FILE, clear, locked, make_private
-from pqweights.storage.protocol import CheckLock, FileRecord, Stop
+from pqweights.storage.local import LOCK_FILE, clear, locked, make_private, refuse_linked_folders, remove_file
 
 SCRATCH_VARIABLE = "PQWEIGHTS_SCRATCH"
-# In the work folder there: a random text of the process that writes to the store.
+# In the work folder of a bucket: a random text of the process that writes to the store.
 OWNER_FILE = f"{WORK_FOLDER}/{LOCK_FILE}"
 PROBE_FILE = f"{WORK_FOLDER}/probe"
 
+# Raises OutputError if another process has taken the store over.
+CheckLock = Callable[[], None]
+
+
+def open_store(where: str | Path | Store) -> Store:
+    """Return the store that a path or an address names; a store is returned as it is.
+
+    Raises OptionError for an address to which no result can be written.
+    """
+    if isinstance(where, Path) and where.parts and where.parts[0][:-1] in BUCKETS:
+        raise OptionError(f"{where}: expected a folder, found an address as a Path: give it as a str, with two slashes")
+    if not isinstance(where, str | Path):
+        return where
+    location = parse_location(where)
+    if isinstance(location, RepositoryName) and "://" in str(where):
+        raise OptionError(
+            f"{where}: expected a folder, or an address in object storage: write the result to a folder, then send it "
+            "to the Hub with pqweights push"
+        )
+    if isinstance(location, Address):
+        return BucketStore(RemoteFolder(location))
+    return Store(Path(where) if isinstance(location, RepositoryName) else location)
+
 
 @dataclass(frozen=True)
-class BucketStore:
-    """A folder in object storage. See Store.
+class FileRecord:
+    """The size and sha256 of a file without tensors."""
 
-    folder: where the result is written
+    bytes: Count
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder in which a result is made; this class, one on this machine. Its text names it. It may be pickled.
+
+    Files have names relative to it. Everything unfinished lies in its work folder, WORK_FOLDER, which readers of the
+    result ignore. Every method raises OutputError for what this machine refuses, StorageError for what a server does.
+    """
+
+    folder: Path | RemoteFolder
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    @property
+    def path(self) -> Path:
+        """The folder, which is on this machine."""
+        assert isinstance(self.folder, Path)
+        return self.folder
+
+    @property
+    def work(self) -> Path:
+        """The folder on this machine in which files are made; here, the work folder."""
+        return self.path / WORK_FOLDER
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether files that are made in `work` are then sent to another machine."""
+        return not isinstance(self.folder, Path)
+
+    def check_apart(self, source: Path | Address) -> None:
+        """Raise OutputError if the store is, holds, or lies within the source."""
+        if isinstance(self.folder, RemoteFolder):
+            overlaps = isinstance(source, Address) and self.folder.address.overlaps(source)
+        else:
+            inner, outer = self.folder.resolve(), source.resolve() if isinstance(source, Path) else None
+            overlaps = outer is not None and (inner == outer or outer in inner.parents or inner in outer.parents)
+        if overlaps:
+            raise OutputError(
+                f"{self}: the output folder and the source must not contain each other (the source is {source}); "
+                "choose another folder"
+            )
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raise OutputError or StorageError if files of these names cannot be written, so that no work is in vain."""
+        refuse_linked_folders(self.path, names)
+
+    def names(self) -> set[str]:
+        """Return the names of the files and folders at its top. Raises OutputError if it is a file."""
+        if not self.path.exists():
+            return set()
+        if not self.path.is_dir():
+            raise OutputError(f"{self}: expected a folder or nothing, found a file; choose another output folder")
+        return {path.name for path in self.path.iterdir()}
+
+    def sizes(self, below: str = "") -> Mapping[str, int]:
+        """Return the sizes in bytes of all files by name, without hidden ones, but with those in the folder `below`.
+
+        below: a folder in it, hidden or not, to which the list is limited
+        """
+        sizes = {}
+        for folder, folders, names in os.walk(self.path / below):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for path in (Path(folder) / name for name in names if not name.startswith(".")):
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[path.relative_to(self.path).as_posix()] = path.stat().st_size
+        return sizes
+
+    def modified(self, name: str) -> int:
+        """Return when a file was written, in nanoseconds since 1970; a store that tells no times says: always later."""
+        return (self.path / name).stat().st_mtime_ns
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small file; None if it is not there."""
+        path = self.path / name
+        return path.read_bytes() if path.is_file() else None
+
+    def write(self, name: str, pieces: Iterable[bytes]) -> FileRecord:
+        """Write a small file; it is there with all of its content, or not at all, and durable afterwards."""
+        path = self.path / name
+        refuse_linked_folders(self.path, [name])
+        digest = write_whole(self.work, path, pieces)
+        sync_folder(path.parent)
+        return FileRecord(path.stat().st_size, digest)
+
+    def put(self, name: str, path: Path, stop: Stop) -> None:
+        """Move a complete file of this machine, which lies in `work`, to a name in the store, where it is durable.
+
+        stop: asked while it is sent; raises TransferStopped once it returns True
+        """
+        target = self.path / name
+        with disk_errors(target):
+            target.parent.mkdir(exist_ok=True)
+            os.replace(path, target)
+            sync_folder(target.parent)
+
+    def move(self, source: str, target: str) -> None:
+        """Rename a file; nothing happens if that was done before."""
+        refuse_linked_folders(self.path, [target])
+        try:
+            with disk_errors(self.path):
+                os.replace(self.path / source, self.path / target)
+        except FileNotFoundError:
+            if not (self.path / target).exists():
+                raise OutputError(f"{self.path / source}: was removed by another program; run it again") from None
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files, and folders that this leaves empty; those that are not there are no problem.
+
+        Ignored are names that lead out of the folder, by themselves or through a link.
+        """
+        for name in names:
+            if is_inside(name):
+                remove_file(self.path, name)
+        if self.path.is_dir():
+            sync_folder(self.path)
+
+    @contextlib.contextmanager
+    def lock(self, may_take: Callable[[], None]) -> Iterator[CheckLock]:
+        """Make the work folder, and hold its lock. Raises OutputError if another process of this machine holds it.
+
+        may_take: called when no other process of this machine can change the store, before one elsewhere is ended;
+            raises if this one is not to have the lock
+
+        A process on another machine that takes the lock of a store elsewhere ends this one at its next check.
+        """
+        with locked(self.work, self):
+            may_take()
+            yield lambda: None
+
+    def clear_work(self, keep: Collection[str] = ()) -> None:
+        """Remove what lies in the work folder, here and there, but the lock and some names at its top.
+
+        Without names to keep, the work folder itself goes, and the store if that leaves it empty.
+        """
+        clear(self.work, keep)
+        if not keep:
+            sync_folder(self.path)
+            with contextlib.suppress(OSError):  # the folder stays if it holds other files
+                self.path.rmdir()
+
+    def tidy(self, is_needed: Callable[[], bool] = lambda: False) -> None:
+        """Remove the work folder that a killed run left beside its complete result, unless a run is using it.
+
+        is_needed: whether a run is to be continued there; asked while none can begin. What is made on this machine and
+            sent elsewhere goes in any case
+        """
+        if not is_needed() and self.work.exists():
+            with locked(self.work, self):
+                if not is_needed():
+                    clear(self.work, ())
+
+
+@dataclass(frozen=True)
+class BucketStore(Store):
+    """A folder in object storage. What is sent there is made in a scratch folder on this machine.
+
     scratch_base: the local folder in which files are made; by default that of the environment
     """
 
     folder: RemoteFolder
     scratch_base: Path | None = None
-
-    def __str__(self) -> str:
-        return str(self.folder.address)
 
     @property
     def work(self) -> Path:
@@ -49,45 +233,32 @@ class BucketStore:
         base = default_scratch() if self.scratch_base is None else self.scratch_base
         return base / hashlib.sha256(self.folder.address.url.encode()).hexdigest()[:16]
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """It is."""
-        return True
-
-    def check_apart(self, source: Path | Address) -> None:
-        """See Store."""
-        if isinstance(source, Address) and self.folder.address.overlaps(source):
-            raise OutputError(
-                f"{self}: the output folder and the source must not contain each other (the source is {source}); "
-                "choose another folder"
-            )
-
     def check_names(self, names: Collection[str]) -> None:
-        """See Store. The storage may refuse to write files, or to delete them."""
+        """Try it: the storage may refuse to write files, or to delete them."""
         self.folder.write(PROBE_FILE, b"")
         self.folder.remove([PROBE_FILE])
 
     def names(self) -> set[str]:
-        """See Store."""
+        """Return the names at its top."""
         return {name.partition("/")[0] for name in self.folder.files()}
 
     def sizes(self, below: str = "") -> Mapping[str, int]:
-        """See Store."""
+        """Return the sizes of its files."""
         return {name: state.byte_count for name, state in self.folder.files(below=below).items()}
 
     def modified(self, name: str) -> int:
-        """See Store."""
+        """Return when a file was written, by the clock of the storage."""
         state = self.folder.state(name)
         if state is None:
             raise StorageError(f"{self.folder.address / name}: there is no such file")
         return state.modified or sys.maxsize
 
     def read(self, name: str) -> bytes | None:
-        """See Store."""
+        """Return the content of a small file."""
         return self.folder.read_whole(name)
 
     def write(self, name: str, pieces: Iterable[bytes]) -> FileRecord:
-        """See Store."""
+        """Write a small file, which is made in the scratch folder."""
         make_scratch(self.work)
         with tempfile.TemporaryDirectory(prefix="sent-", dir=self.work) as temporary:
             path = Path(temporary) / "file"
@@ -96,21 +267,21 @@ class BucketStore:
             return FileRecord(path.stat().st_size, digest)
 
     def put(self, name: str, path: Path, stop: Stop) -> None:
-        """See Store."""
+        """Send a file, and remove it here."""
         self.folder.upload(name, path, stop=stop)
         path.unlink()
 
     def move(self, source: str, target: str) -> None:
-        """See Store."""
+        """Rename a file on the server."""
         self.folder.move(source, target)
 
     def remove(self, names: Iterable[str]) -> None:
-        """See Store."""
+        """Remove files on the server."""
         self.folder.remove(name for name in names if is_inside(name))
 
     @contextlib.contextmanager
     def lock(self, may_take: Callable[[], None]) -> Iterator[CheckLock]:
-        """See Store."""
+        """Hold the lock of the scratch folder, and name this process as the owner on the server."""
         make_scratch(self.work)
         with locked(self.work, self):
             may_take()
@@ -124,7 +295,7 @@ class BucketStore:
             yield check
 
     def clear_work(self, keep: Collection[str] = ()) -> None:
-        """See Store."""
+        """Remove what lies in the work folder there, then in the scratch folder."""
         kept = {*keep, LOCK_FILE} if keep else set()
         try:
             below = [name for name in self.folder.files(below=WORK_FOLDER) if name.split("/")[1] not in kept]
@@ -134,7 +305,7 @@ class BucketStore:
             clear(self.work, keep)
 
     def tidy(self, is_needed: Callable[[], bool] = lambda: False) -> None:
-        """See Store."""
+        """Remove the work folder there but its journal, and the scratch folder."""
         if not is_needed():
             journal = f"{WORK_FOLDER}/{JOURNAL_FILE}"  # if there is one by now, a run has begun
             self.folder.remove(name for name in self.folder.files(below=WORK_FOLDER) if name != journal)
@@ -147,15 +318,17 @@ class BucketStore:
 def default_scratch() -> Path:
     """Return the folder in which files are made that are sent elsewhere.
 
+    It is PQWEIGHTS_SCRATCH if set, else in the user's cache: PQWEIGHTS_CACHE, or below XDG_CACHE_HOME or ~/.cache.
     Raises OutputError without one, as in a process without a home.
     """
     chosen = os.environ.get(SCRATCH_VARIABLE)
     if chosen:
         return Path(chosen).absolute()
-    cache = users_cache()
-    if cache is None:
+    users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = os.environ.get("PQWEIGHTS_CACHE") or (os.path.isabs(users) and os.path.join(users, "pqweights"))
+    if not cache:  # without a home, ~ stays ~
         raise OutputError(f"no home folder, in which shards could be made: set {SCRATCH_VARIABLE} to a folder for them")
-    return cache / "scratch"
+    return Path(cache, "scratch")
 
 
 def make_scratch(scratch: Path) -> None:
@@ -167,12 +340,3 @@ def make_scratch(scratch: Path) -> None:
             f"{scratch}: cannot be made ({error.strerror}), and shards are made there: set {SCRATCH_VARIABLE} to "
             "another folder"
         ) from None
-
-
-def users_cache() -> Path | None:
-    """Return the folder: PQWEIGHTS_CACHE if set, else one below XDG_CACHE_HOME or ~/.cache; None without a home."""
-    chosen = os.environ.get("PQWEIGHTS_CACHE")
-    if chosen:
-        return Path(chosen)
-    users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(users) / "pqweights" if os.path.isabs(users) else None  # without a home, ~ stays ~

@@ -16,7 +16,7 @@ from helpers import folder_bytes, small_checkpoint
 from pqweights.checkpoint.companions import leads_outside
 from pqweights.checkpoint.names import is_inside
 from pqweights.checkpoint.storage import Storage
-from pqweights.storage.local import LocalStore
+from pqweights.storage.store import Store
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
 LEADS = "a link that leads out of the folder"
@@ -233,7 +233,7 @@ def test_removal_follows_no_link_that_appears_meanwhile(
         real(path, **options)
 
     monkeypatch.setattr(os, "unlink", unlink)
-    LocalStore(out).remove(["sub/license.txt"])
+    Store(out).remove(["sub/license.txt"])
     assert (home / "license.txt").read_bytes() == SECRET and not (out / "old/license.txt").exists()
 
 
@@ -248,7 +248,7 @@ def test_removal_ignores_names_that_are_not_files_of_the_folder(name: str, home:
     out = tmp_path / "out"
     (out / "sub/kept").mkdir(parents=True)
     (out / "file").write_text("")
-    LocalStore(out).remove([name])
+    Store(out).remove([name])
     assert (home / "license.txt").exists() and (out / "sub/kept").is_dir() and (out / "file").exists()
     assert not is_inside("a\0b")
 
@@ -258,7 +258,7 @@ def test_removal_removes_files_and_folders_that_it_empties(tmp_path: Path) -> No
     for name in ("a", "b/c/d", "b/e", "f/g"):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text("")
-    LocalStore(out).remove(["a", "b/c/d", "f/g", "missing/x"])
+    Store(out).remove(["a", "b/c/d", "f/g", "missing/x"])
     assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*")) == ["b", "b/e"]
 
 

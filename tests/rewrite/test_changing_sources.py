@@ -25,7 +25,7 @@ from pqweights.errors import SourceChangedError, SourceError, SourceReadError
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.finished_shards import FinishedShards
 from pqweights.rewrite.quantizing import Quantize
-from pqweights.storage.local import LocalStore
+from pqweights.storage.store import Store
 
 FIRST, LAST = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -84,14 +84,14 @@ def test_source_that_changes_during_a_run_ends_it(
 
 def test_last_moment_is_checked(own_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file changes when all tensors are written, and only small files are left."""
-    write, out = LocalStore.write, tmp_path / "out"
+    write, out = Store.write, tmp_path / "out"
 
-    def changing(self: LocalStore, name: str, pieces: Any) -> Any:
+    def changing(self: Store, name: str, pieces: Any) -> Any:
         if name == "config.json":
             in_place(own_source / FIRST)
         return write(self, name, pieces)
 
-    monkeypatch.setattr(LocalStore, "write", changing)
+    monkeypatch.setattr(Store, "write", changing)
     with pytest.raises(SourceChangedError, match=FIRST):
         run_command(command(own_source), out)
     assert not (out / "pqweights.json").exists()

@@ -20,8 +20,7 @@ from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.quantizing import plan_quantize, quantize
 from pqweights.storage import open_store
-from pqweights.storage.local import LocalStore
-from pqweights.storage.store import BucketStore
+from pqweights.storage.store import BucketStore, Store
 
 OUT = "memory://results/model"
 
@@ -152,8 +151,8 @@ def test_scratch_folder_needs_room_for_two_shards(
 
 
 def test_stores_of_texts_and_paths(tmp_path: Path) -> None:
-    assert open_store(str(tmp_path)) == open_store(f"file://{tmp_path}") == LocalStore(tmp_path)
-    assert open_store(Path("s3/bucket")) == LocalStore(Path("s3/bucket"))
+    assert open_store(str(tmp_path)) == open_store(f"file://{tmp_path}") == Store(tmp_path)
+    assert open_store(Path("s3/bucket")) == Store(Path("s3/bucket"))
     assert str(open_store("s3://bucket/model/")) == "s3://bucket/model"
     store = BucketStore(open_store("s3://bucket/model").folder, tmp_path)
     copy = pickle.loads(pickle.dumps(store))
