@@ -25,6 +25,8 @@ from pqweights.errors import ExportError
 OLD_KINDS = {"su": "longrope", "none": "default", "mrope": "default"}
 # More layers than any model has: what a configuration claims is not counted further.
 MOST_LAYERS = 512
+# Layers of this kind attend to the tokens of their chunk: of Llama 4, all that have rotary embeddings.
+CHUNKED = "chunked_attention"
 
 
 def model_type_of(config: Mapping[str, Any] | None) -> str:
@@ -314,8 +316,11 @@ def layer_types(config: Mapping[str, Any]) -> list[str] | None:
     if model_type == "qwen2_moe":
         first, window = _whole(text, "max_window_layers", 28), _window(text, model_type)
         return [SLIDING if window and (n + 1) % 2 and n < first else FULL for n in range(count)]
-    if model_type == "smollm3":
-        return _smollm3(text, count)
+    if model_type == "smollm3":  # layers without rotary embeddings have the window
+        window = _window(text, model_type)
+        return [SLIDING if window is not None and not turned else FULL for turned in _turned(text, count)]
+    if model_type == "llama4_text":
+        return [CHUNKED if turned else FULL for turned in _turned(text, count)]
     if model_type in ("modernbert", "modernbert-decoder"):
         period = _whole(text, "global_attn_every_n_layers", 3)
         return [SLIDING if n % period else FULL for n in range(count)] if period else None
@@ -347,9 +352,18 @@ def windows(config: Mapping[str, Any]) -> list[int | None]:
     if model_type == "recurrent_gemma":
         return _recurrent_gemma(text, _count(text, model_type))
     kinds = layer_types(config)
-    if kinds is None or model_type not in known.WINDOWS_BY_KIND:
+    if kinds is None or (is_resolved(config) and model_type not in known.WINDOWS_BY_KIND):
         return [None] * _count(text, model_type)
     return [window if kind == SLIDING else None for kind in kinds]
+
+
+def kept_tokens(config: Mapping[str, Any]) -> list[int | None]:
+    """Return for each layer how many tokens its cache keeps, those of its window or of its chunk; None for all."""
+    kept, chunk = windows(config), _whole(text_config(config), "attention_chunk_size", 8192)
+    for layer, kind in enumerate(layer_types(config) or ()):
+        if kind == CHUNKED and chunk:
+            kept[layer] = chunk
+    return kept
 
 
 def _window(text: Mapping[str, Any], model_type: str) -> int | None:
@@ -383,11 +397,9 @@ def _recurrent_gemma(text: Mapping[str, Any], count: int) -> list[int | None]:
     return [window if cycle[n % len(cycle)] == "attention" else None for n in range(count)]
 
 
-def _smollm3(text: Mapping[str, Any], count: int) -> list[str]:
-    """Layers without rotary embeddings have the window."""
-    every = _whole(text, "no_rope_layer_interval", 4)
-    turned = text.get("no_rope_layers")
+def _turned(text: Mapping[str, Any], count: int) -> list[Any]:
+    """Return which layers have rotary embeddings, where not all have."""
+    every, turned = _whole(text, "no_rope_layer_interval", 4), text.get("no_rope_layers")
     if not isinstance(turned, list) or len(turned) < count:
-        turned = [(n + 1) % every if every else 1 for n in range(count)]
-    window = _window(text, "smollm3")
-    return [SLIDING if window is not None and not of else FULL for of in turned[:count]]
+        return [(n + 1) % every if every else 1 for n in range(count)]
+    return turned[:count]

@@ -11,7 +11,7 @@ from typing import Any
 
 from pqweights.checkpoint.models import described
 from pqweights.checkpoint.models.description import stated_or_default
-from pqweights.checkpoint.models.llama_cpp import LAYERS
+from pqweights.checkpoint.positions import kept_tokens
 
 # What the parts of models call the configuration of the part that generates text.
 _TEXT = ("thinker_config", "text_config", "llm_config", "language_config", "decoder", "attn_config")
@@ -23,13 +23,11 @@ _HEAD_SIZE = ("attention_head_dim", "head_dim", "d_kv", "kv_channels")
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _INNER = ("intermediate_size", "decoder_ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
 _VOCABULARY = ("vocab_size",)
-_WINDOW = ("sliding_window", "attention_chunk_size", "attention_window_size")
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "model_max_length")
 
-FULL, WINDOW, STATE, BOTH, NOTHING = "full", "window", "state", "state and full", "nothing"
-# What configurations call kinds of layers; any other kind is counted as one that keeps everything.
+ATTENTION, STATE, BOTH, NOTHING = "attention", "state", "state and attention", "nothing"
+# What configurations call kinds of layers; any other kind is counted as one with attention.
 KINDS = {
-    "full_attention": FULL, "attention": FULL, "*": FULL, "sliding_attention": WINDOW, "chunked_attention": WINDOW,
     "linear_attention": STATE, "mamba": STATE, "M": STATE, "conv": STATE, "recurrent": STATE, "hybrid": BOTH,
     "moe": NOTHING, "mlp": NOTHING, "E": NOTHING, "-": NOTHING,
 }  # fmt: skip
@@ -104,16 +102,17 @@ def context_memory(config: Mapping[str, Any] | None) -> ContextMemory:
     if isinstance(named, list) and named and not generates and not str(named[0]).endswith(_GENERATES):
         return ContextMemory(notes=(f"{named[0]} does not generate text: it keeps nothing of its context",))
     values = _text_values(config)
-    kinds, per_token = _kinds(values), _per_token(values)
+    kinds, per_token, kept = _kinds(values), _per_token(values), dict(enumerate(kept_tokens(values)))
     if not kinds:
         return ContextMemory(notes=("config.json does not say how many layers it has: its cache is not counted",))
     full, state, windows, notes = 0, 0, [], []
     # The last layers of Gemma 3n and 4 use the keys and values of earlier ones.
     for layer, kind in enumerate(kinds[: len(kinds) - _number(values, ("num_kv_shared_layers",))]):
-        size = _per_token({**values, **_of_layer(values, layer, kind)}) if kind != STATE else 0
-        if kind == WINDOW and (window := _number(values, _WINDOW)):
+        window = kept.get(layer) if kind == ATTENTION else None
+        size = _per_token({**values, **_of_layer(values, layer, window)}) if kind != STATE else 0
+        if window is not None:
             windows.append((size, window))
-        elif kind in (FULL, WINDOW, BOTH):
+        elif kind in (ATTENTION, BOTH):
             full += size
         if kind in (STATE, BOTH):
             state += _state(values)
@@ -173,40 +172,27 @@ def _kinds(values: Mapping[str, Any]) -> list[str]:
     if layers > _MOST_LAYERS:
         return []
     if len(listed) == layers:
-        return [KINDS.get(str(kind), FULL) for kind in listed]
+        return [KINDS.get(str(kind), ATTENTION) for kind in listed]
     numbers = range(layers)
     if values.get("model_type") in STATES_ALONE:
         return [STATE] * layers
     if "mamba_d_ssm" in values:  # Falcon H1 has both in each layer
         return [BOTH] * layers
     if isinstance(cycle := values.get("block_types"), list) and cycle:  # Recurrent Gemma
-        return [WINDOW if cycle[layer % len(cycle)] == "attention" else STATE for layer in numbers]
+        return [ATTENTION if cycle[layer % len(cycle)] == "attention" else STATE for layer in numbers]
     if isinstance(indices := values.get("attn_layer_indices"), list):
-        return [FULL if layer in indices else STATE for layer in numbers]
+        return [ATTENTION if layer in indices else STATE for layer in numbers]
     if period := _number(values, ("attn_layer_period", "full_attention_interval")):
         offset = values.get("attn_layer_offset", period - 1)
-        return [FULL if layer % period == offset else STATE for layer in numbers]
-    return _windowed(values, layers)
+        return [ATTENTION if layer % period == offset else STATE for layer in numbers]
+    return [ATTENTION] * layers
 
 
-def _windowed(values: Mapping[str, Any], layers: int) -> list[str]:
-    """Return which layers have a window, for a model whose layers all have attention."""
-    if not _number(values, _WINDOW) or values.get("use_sliding_window") is False:
-        return [FULL] * layers
-    known = described(values.get("model_type")).llama_cpp
-    period = _number(values, ("sliding_window_pattern",))
-    if not period and known is not None and known.windows == LAYERS:
-        period = known.window_period
-    first = values.get("max_window_layers", 0)  # of Qwen
-    first = first if isinstance(first, int) else 0
-    return [FULL if layer < first or (period and (layer + 1) % period == 0) else WINDOW for layer in range(layers)]
-
-
-def _of_layer(values: Mapping[str, Any], layer: int, kind: str) -> dict[str, Any]:
+def _of_layer(values: Mapping[str, Any], layer: int, window: int | None) -> dict[str, Any]:
     """Return the sizes in which a layer differs from others: those of Gemma 4 that see the whole context."""
     stated = values.get("per_layer_config")
     own = stated.get(str(layer)) if isinstance(stated, dict) else None
-    if isinstance(own, dict) or kind != FULL:
+    if isinstance(own, dict) or window is not None:
         return own if isinstance(own, dict) else {}
     of_all = {
         "head_dim": values.get("global_head_dim"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
+import tomllib
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,6 +163,15 @@ def test_exports_state_positions_once(model_type: str, name: str) -> None:
         assert (stated["rope_scaling"] or {"rope_type": "default"})["rope_type"] == parameters["rope_type"]
     if name in ("nothing", "the base outside", "the base inside", "a window"):
         assert once == before
+
+
+def test_readers_of_exports_know_the_newer_keys() -> None:
+    """A configuration with rope_parameters alone is written as it is: transformers 5 and vLLM on it read that."""
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    bounds = [re.fullmatch(r"transformers>=(\d+)\..*", of) for extra in extras.values() for of in extra]
+    assert {int(bound[1]) for bound in bounds if bound} == {5}
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -97,6 +97,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "an interval of full attention": ("qwen3_next", {"full_attention_interval": 4}),
     "an offset in a period": ("jamba", {}),
     "all layers": ("mistral", {}),
+    "chunks, where layers have positions": ("llama4", {}),
+    "windows, where layers have no positions": ("smollm3", {}),
     "letters": ("nemotron_h", {"hybrid_override_pattern": "M*E", "num_hidden_layers": 3}),
 }
 
@@ -105,8 +107,21 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_layers_are_those_of_transformers_where_the_configuration_does_not_list_them(case: str) -> None:
     name, instead = PUBLISHED[case]
     _, stated = configuration(name)
-    shorter = {key: value for key, value in stated.items() if key not in ("layer_types", "layers_block_type")}
+    listed = ("layer_types", "layers_block_type", "no_rope_layers")
+    shorter = {key: value for key, value in stated.items() if key not in listed}
     assert context_memory(shorter | instead) == context_memory(stated)
+
+
+def test_a_window_is_not_counted_that_transformers_does_not_have() -> None:
+    """Of Qwen it has to be switched on, and a type without windows passes over kinds of layers."""
+    for name in ("qwen2", "llama"):
+        _, stated = configuration(name)
+        for key in ("layer_types", "use_sliding_window"):
+            stated.pop(key, None)
+        assert context_memory(stated | {"sliding_window": 32}).windows == ()
+    listed = stated | {"sliding_window": 32, "layer_types": ["sliding_attention"] * stated["num_hidden_layers"]}
+    assert context_memory(listed).windows == ()
+    assert len(context_memory(listed | {"model_type": "of another library"}).windows) == len(listed["layer_types"])
 
 
 def test_windows_that_are_switched_off_or_begin_later_see_everything() -> None:
