@@ -17,7 +17,6 @@ from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalT
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
 from pqweights.errors import OptionError
-from pqweights.exports.integers import Outline
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice, one_of
 from pqweights.planning.options import ExportOptions
@@ -158,13 +157,6 @@ def _prepare(source: ExportSource, dtype: str) -> tuple[Checkpoint, Transform]:
     return source.checkpoint, Bf16Export(dtype)
 
 
-def _outlines(checkpoint: Checkpoint, dtypes: Sequence[str]) -> list[Outline]:
-    """See ExportTarget."""
-    plain = [None if dtype == "source" else "BF16" for dtype in dtypes]
-    known: Any = {"tensors": checkpoint.tensors, "decisions": {}, "config": None, "left_out": {}, "metadata": {}}
-    return [Outline(**known, plain_dtype=dtype) for dtype in plain]
-
-
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
     return ["An ordinary checkpoint: whatever opens the base model opens it.", *by_transformers(model)]
 
@@ -178,7 +170,6 @@ TARGET = ExportTarget(
     prepare=_prepare,
     check=lambda master, dtype: None,
     load_section=_load_section,
-    choices=(FormatChoice("bf16", ExportOptions()),),
-    outlines=_outlines,
+    choices=(FormatChoice("bf16", ExportOptions(), 16),),
     takes_original=False,
 )

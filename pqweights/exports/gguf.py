@@ -22,7 +22,6 @@ from pqweights.checkpoint.gguf.mixes import (
     WANT_IMPORTANCE,
     Mix,
     find_mix,
-    fitting_type,
     role_of,
 )
 from pqweights.checkpoint.gguf.model import (
@@ -35,7 +34,6 @@ from pqweights.checkpoint.gguf.model import (
     encode_header,
     gguf_model,
     gives_vectors,
-    outline_model,
 )
 from pqweights.checkpoint.names import file_stem
 from pqweights.checkpoint.source import Checkpoint
@@ -43,7 +41,15 @@ from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.errors import ExportError, OptionError
 from pqweights.exports.assignment import Assignment
 from pqweights.exports.formats import BlockRule, Rounding, Stays
-from pqweights.exports.gguf_types import TOWER_TYPE, TypeChoice, TypeOptions, chosen_types, read_types, tower_type
+from pqweights.exports.gguf_types import (
+    PLAIN_BITS,
+    TOWER_TYPE,
+    TypeChoice,
+    TypeOptions,
+    chosen_types,
+    read_types,
+    tower_type,
+)
 from pqweights.exports.integers import Outline
 from pqweights.exports.loading import LoadableModel, shell
 from pqweights.exports.original import integer_export
@@ -58,6 +64,7 @@ from pqweights.exports.target import (
     PlannedMaster,
     one_of,
 )
+from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import FileHeader, GgufFiles, ShardPlan, TensorPlan, cuts
 from pqweights.rewrite.transform import SmallFiles, Transform
@@ -249,10 +256,6 @@ class Gguf:
                     f"the model has no tokenizer, without which llama.cpp ends at the first text: {NO_TOKENIZER}"
                 )
             model = replace(model, notes=(*model.notes, WITHOUT_TOKENIZER))
-        return self.outline_of(model, checkpoint)
-
-    def outline_of(self, model: GgufModel, checkpoint: Checkpoint) -> Outline:
-        """Decide which types the tensors of a model get. checkpoint: of which it is made"""
         types = chosen_types(self.types, model, checkpoint, imatrix=self.weighed)
         types |= {tensor.name: tower_type(tensor) for tensor in model.tower}
         mix = None if self.assignment.target_size is not None else self.types.mix
@@ -329,16 +332,19 @@ def _check(master: PlannedMaster, settings: Gguf) -> None:
     check_model(master.source)
 
 
-def _outlines(checkpoint: Checkpoint, settings: Sequence[Gguf]) -> list[Outline]:
-    """See ExportTarget; for their sizes the tokenizer, which may be large, is not read."""
-    model = outline_model(checkpoint)
-    return [of.outline_of(model, checkpoint) for of in settings]
+# The mixes that a memory is filled with: of those with about as many bits, the ones that cost least.
+PROPOSED = (
+    "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q3_K_M", "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_XXS", "IQ1_M",
+)  # fmt: skip
 
 
-def _estimate(settings: Gguf, columns: int) -> Rounding | None:
-    """See ExportTarget: the type of most tensors."""
-    fitting = fitting_type(settings.types.mix.type, columns)
-    return None if fitting in PLAIN_TYPES else Rounding(BlockRule.of(fitting), NAME)
+def _bits(mix: Mix) -> float:
+    """Return about how many bits a mix has for each weight: most have its type, and a fifth that of the output."""
+    of_most, of_output = (
+        PLAIN_BITS[name] if name in PLAIN_BITS else BLOCK_TYPES[name].bits_per_weight
+        for name in (mix.type, mix.type if mix.pure else mix.output)
+    )
+    return (4 * of_most + max(of_most, of_output)) / 5
 
 
 TARGET = ExportTarget(
@@ -363,9 +369,8 @@ TARGET = ExportTarget(
     library="gguf",
     unchecked="if llama.cpp has its tokenizer",
     choices=tuple(
-        FormatChoice(n.lower(), ExportOptions(type=n.lower())) for n in MIXES if n not in ("F32", "MXFP4_MOE")
+        FormatChoice(name.lower(), ExportOptions(type=name.lower()), _bits(mix))
+        for name, mix in MIXES.items()
+        if name in PROPOSED
     ),
-    outlines=_outlines,
-    by_layer=False,
-    estimate=_estimate,
 )

@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import math
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -242,13 +242,6 @@ class MlxFormat:
             known=self.assignment.known(),
         )
         return {name: chosen[layer] for layer, names in layers.members.items() for name in names}
-
-    def usual(self, columns: int) -> Rounding | None:
-        """Return what becomes of most weights with so many columns; None if they stay plain."""
-        from pqweights.exports.mlx_model import QuantizedModule
-
-        size = self.groups.fitting([columns])
-        return None if size is None else _rounding(QuantizedModule(self.bits, size, self.mode), self.qparams)
 
     def _decisions(
         self,
@@ -482,18 +475,9 @@ def _check(master: PlannedMaster, settings: MlxFormat) -> None:
     check_computed(config)
 
 
-def _outlines(checkpoint: Checkpoint, settings: Sequence[MlxFormat]) -> list[Outline]:
-    """See ExportTarget. mlx-lm is asked once: what it quantizes as it was told, it quantizes in any format."""
-    first = settings[0]
-    outline = first.outline(checkpoint)
-    result = []
-    for other in settings:
-        decisions = dict(outline.decisions)
-        for tensor, rounding in outline.rounded:
-            if rounding == first.usual(tensor.shape[-1]):
-                decisions[tensor.name] = other.usual(tensor.shape[-1]) or Stays("groups do not divide its rows")
-        result.append(replace(outline, decisions=decisions))
-    return result
+def _bits(mode: str, bits: int) -> float:
+    """Return the bits of a weight: integers have a scale and an offset of 16 bits for each group, floats 8 bits."""
+    return bits + (32 if mode == "affine" else 8) / GROUP_SIZES[mode][0]
 
 
 TARGET = ExportTarget(
@@ -508,8 +492,5 @@ TARGET = ExportTarget(
     unchecked="if mlx-lm takes its configuration and tensors",
     load_section=_load_section,
     library="mlx",
-    choices=tuple(FormatChoice(name, ExportOptions(format=name)) for name in FORMATS),
-    outlines=_outlines,
-    by_layer=False,
-    estimate=MlxFormat.usual,
+    choices=tuple(FormatChoice(name, ExportOptions(format=name), _bits(*how)) for name, how in FORMATS.items()),
 )

@@ -30,24 +30,21 @@ class _Alike(NamedTuple):
 
     name: the part of its name that is its own within a layer
     tensor, plan: the first of them, and what is planned for it
-    names: the whole names of all of them
     """
 
     name: str
     tensor: LogicalTensor
     plan: TensorPlan
-    names: list[str]
 
 
 def planned_master(checkpoint: Checkpoint, planned: Sequence[TensorPlan]) -> PlannedMaster:
     """Return the master of a plan. planned: of each tensor in order"""
     pairs = zip(checkpoint.tensors, planned, strict=True)
-    alike = [*_one_of_each([_Alike(tensor.name, tensor, plan, [tensor.name]) for tensor, plan in pairs])]
+    alike = [*_one_of_each([_Alike(tensor.name, tensor, plan) for tensor, plan in pairs])]
     return PlannedMaster(
         source=checkpoint,
         planned=planned,
         layers=replace(checkpoint, tensors=as_in_master((of.tensor, of.plan) for of in alike)),
-        alike={of.tensor.name: of.names for of in alike},
     )
 
 
@@ -68,9 +65,7 @@ def _one_of_each(named: Sequence[_Alike]) -> Iterator[_Alike]:
     firsts: dict[object, list[_Alike]] = {}
     for (prefix, _), block in blocks.items():
         content = (prefix, tuple([(of.name, of.plan.shape, of.plan.dtype, of.plan.action) for of in block]))
-        first = firsts.setdefault(content, block)
-        for of, other in zip(first, block if first is not block else (), strict=False):
-            of.names.extend(other.names)
+        firsts.setdefault(content, block)
     for block in firsts.values():
         yield from _one_of_each(block)
 

@@ -6,6 +6,7 @@ values of options are checked that several targets have is here, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,14 +16,13 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
 from pqweights.errors import ExportError, OptionError
 from pqweights.exports.formats import Rounding
-from pqweights.exports.integers import Outline
 from pqweights.exports.loading import LoadableModel
 from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import LLAMA_CPP as LLAMA_CPP
 from pqweights.planning.options import MLX as MLX
 from pqweights.planning.options import TRANSFORMERS as TRANSFORMERS
 from pqweights.planning.options import ExportOptions
-from pqweights.planning.plan import TensorPlan
+from pqweights.planning.plan import TensorPlan, stored_bytes
 from pqweights.rewrite.manifest import Manifest
 from pqweights.rewrite.transform import Transform
 from pqweights.storage.addresses import Address
@@ -68,18 +68,20 @@ class PlannedMaster:
     source: the checkpoint from which it is to be made
     planned: what becomes of each of its tensors
     layers: of all layers and all experts that are alike the first one, with the weights told apart that become codes
-    alike: the names of all tensors that are like one of `layers`, by its name
     """
 
     source: Checkpoint
     planned: Sequence[TensorPlan]
     layers: Checkpoint
-    alike: Mapping[str, Sequence[str]]
 
 
-def each_outline(checkpoint: Checkpoint, settings: Sequence[Any]) -> list[Outline]:
-    """Return the outline of a checkpoint with each of some settings, by their own method."""
-    return [of.outline(checkpoint) for of in settings]
+# Of a layer of a usual size.
+USUAL_SHAPE = (4096, 4096)
+
+
+def stored_bits(rounding: Rounding) -> float:
+    """Return the bits of a weight of a usual layer, scales included."""
+    return 8 * stored_bytes(rounding.specs("weight", USUAL_SHAPE)) / math.prod(USUAL_SHAPE)
 
 
 class FormatChoice(NamedTuple):
@@ -87,12 +89,12 @@ class FormatChoice(NamedTuple):
 
     name: what a list calls it
     options: what asks for it
-    rounds_inputs: whether the runtime rounds what layers read, too, to the same format
+    bits: about how many it has for each weight, scales included
     """
 
     name: str
     options: ExportOptions
-    rounds_inputs: bool = False
+    bits: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +116,8 @@ class ExportTarget(Generic[Settings]):
     library: the library_name of its card, if that is not transformers
     account: keys of the manifest's account besides options
     unchecked: what `check` leaves open, for a message; None if it leaves nothing open
-    choices: its formats, of which memory_advice.py proposes those that fit
-    outlines: decides from headers what becomes of a checkpoint with each of some settings;
-        raises what `check` raises
-    by_layer: whether alike layers become alike, so that `outlines` may be given one of each
-    estimate: returns how most weights with so many columns are rounded, for where the package is missing that knows
+    choices: its formats, of which memory.py proposes those that fit
+    plain_roles: of the weights that it stores in 16 bits, whatever the format
     takes_original: whether the weights of the original can be used instead of the decoded ones
     """
 
@@ -134,9 +133,7 @@ class ExportTarget(Generic[Settings]):
     account: tuple[str, ...] = ()
     unchecked: str | None = None
     choices: tuple[FormatChoice, ...] = ()
-    outlines: Callable[[Checkpoint, Sequence[Settings]], Sequence[Outline]] = each_outline
-    by_layer: bool = True
-    estimate: Callable[[Settings, int], Rounding | None] = lambda settings, columns: None
+    plain_roles: tuple[str, ...] = ()
     takes_original: bool = True
 
     def settings(self, asked: ExportOptions) -> Settings:

@@ -29,11 +29,13 @@ from pqweights.exports.target import (
     INTEGER_OPTIONS,
     MINMAX,
     TORCHAO,
+    USUAL_SHAPE,
     ExportTarget,
     FormatChoice,
     GroupSize,
     check_rounding,
     one_of,
+    stored_bits,
 )
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.planning.options import ExportOptions
@@ -285,6 +287,12 @@ def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]
     return [f"For {needs}.", *by_transformers(model, packages, ', device_map="cuda"')]
 
 
+def _bits(name: str, *, packing: str | None = None) -> float:
+    """Return the bits of a weight of a usual layer."""
+    layer = read_options(ExportOptions(format=name, packing=packing)).formats[name]
+    return stored_bits(layer.rounding(USUAL_SHAPE, layer.groups.size))
+
+
 TARGET = ExportTarget(
     name=NAME,
     runtime=TORCHAO,
@@ -296,7 +304,8 @@ TARGET = ExportTarget(
     check=lambda master, settings: settings.outline(master.layers),
     load_section=_load_section,
     choices=(
-        *(FormatChoice(n, ExportOptions(format=n), n in OF_ROWS and OF_ROWS[n].activations) for n in FORMATS),
-        FormatChoice("int4, plain", ExportOptions(packing=UNTILED)),
+        *(FormatChoice(name, ExportOptions(format=name), _bits(name)) for name in FORMATS),
+        FormatChoice("int4, plain", ExportOptions(packing=UNTILED), _bits(INT4, packing=UNTILED)),
     ),
+    plain_roles=("embedding", "lm_head", "expert"),
 )

@@ -27,13 +27,16 @@ from pqweights.exports.original import integer_export
 from pqweights.exports.schemes import CHANNEL, INTEGERS, SCHEMES, Dialect, SchemeFormat, WeightScheme
 from pqweights.exports.target import (
     ASSIGNMENT_OPTIONS,
+    BEST,
     COMPRESSED_TENSORS,
     INTEGER_OPTIONS,
+    USUAL_SHAPE,
     ExportTarget,
     FormatChoice,
     GroupSize,
     check_rounding,
     one_of,
+    stored_bits,
 )
 from pqweights.planning.options import ExportOptions
 
@@ -190,6 +193,16 @@ def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]
     return ["With vLLM:", serve, "Or with transformers:", *by_library]
 
 
+# The formats that a memory is filled with; others have as many bits, or are for models of one type.
+PROPOSED = ("w8a16", "fp8", "int8", "nvfp4", "mxfp4", "w4a16", "w3a16")
+
+
+def _bits(name: str) -> float:
+    """Return the bits of a weight of a usual layer."""
+    layer, (size, *_) = _default_format(name, BEST), SCHEMES[name].sizes
+    return stored_bits(layer.rounding(USUAL_SHAPE, size))
+
+
 TARGET = ExportTarget(
     name=NAME,
     runtime=COMPRESSED_TENSORS,
@@ -200,5 +213,6 @@ TARGET = ExportTarget(
     prepare=integer_export,
     check=lambda master, settings: settings.outline(master.layers),
     load_section=_load_section,
-    choices=tuple(FormatChoice(n, ExportOptions(format=n), scheme.activations) for n, scheme in SCHEMES.items()),
+    choices=tuple(FormatChoice(name, ExportOptions(format=name), _bits(name)) for name in PROPOSED),
+    plain_roles=("embedding", "lm_head"),
 )

@@ -15,13 +15,12 @@ import pytest
 import torch
 import transformers
 from commands import answer, done
-from gguf_files import write_gguf
+from gguf_files import without_tokenizer, write_gguf
 from helpers import bf16, folder_bytes, gaussian, read_all, write_checkpoint
 from memory_storage import put
 from safetensors.torch import load_file, save_file
 
 from pqweights.checkpoint import promise
-from pqweights.checkpoint.gguf.model import outline_model
 from pqweights.checkpoint.gguf.sources import open_local_source
 from pqweights.checkpoint.source import open_checkpoint, open_local, proven
 from pqweights.checkpoint.storage import Storage
@@ -102,7 +101,7 @@ def test_a_head_that_differs_from_tied_embeddings_reaches_every_target(target: s
 
 
 def gguf_tensors(master: Path) -> dict[str, Any]:
-    return {tensor.name: tensor for tensor in outline_model(open_local(master)).tensors}
+    return {tensor.name: tensor for tensor in without_tokenizer(open_local(master)).tensors}
 
 
 def read_values(folder: Path, target: str) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import Any
 import families
 import pytest
 from commands import done
+from gguf_files import without_tokenizer
 from helpers import bf16, gaussian, write_checkpoint
 
 from pqweights.checkpoint.config import declare_drafts
-from pqweights.checkpoint.gguf.model import outline_model
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.structure import differences
 
@@ -138,9 +138,8 @@ def test_a_difference_is_said_by_plan_quantize_and_export(tmp_path: Path) -> Non
 
 
 def test_gguf_says_why_it_leaves_out_layers_and_biases(tmp_path: Path) -> None:
-    left_out = outline_model(
-        open_local(stored(tmp_path / "src", WHOLE | layer(3) | BIAS, attention_bias=False))
-    ).left_out
+    source = open_local(stored(tmp_path / "src", WHOLE | layer(3) | BIAS, attention_bias=False))
+    left_out = without_tokenizer(source).left_out
     assert left_out.keys() == layer(3).keys() | BIAS.keys()
     assert all("3 layers" in left_out[name] for name in layer(3)) and "attention_bias" in left_out[next(iter(BIAS))]
 

@@ -20,7 +20,7 @@ from helpers import read_all
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import OptionError
-from pqweights.exports import ALIASES, EXPORTS, RegisteredTarget, bf16
+from pqweights.exports import ALIASES, EXPORTS, RegisteredTarget
 from pqweights.exports.bf16 import Bf16Export
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice
 from pqweights.planning.options import ExportOptions
@@ -73,8 +73,7 @@ TARGET = ExportTarget(
     check=lambda master, label: None,
     load_section=load_section,
     library="test-library",
-    choices=(FormatChoice("first label", ExportOptions(mode="first")),),
-    outlines=lambda checkpoint, labels: bf16.TARGET.outlines(checkpoint, ["bf16" for _ in labels]),
+    choices=(FormatChoice("first label", ExportOptions(mode="first"), 16),),
 )
 
 
@@ -129,11 +128,10 @@ def test_options_have_defaults_and_are_checked_by_the_target(base: Path, tmp_pat
 
 def test_its_formats_are_proposed_for_a_memory(base: Path) -> None:
     found = answer("plan", families.model(base, "llama"), "--memory", "1TB", "--runtime", "vllm")["memory"]["proposals"]
-    by_target = {entry["stored"]["target"]: entry["stored"] for entry in found}
+    by_target = {entry["target"]: entry for entry in found}
     ours, plain = by_target[NAME], by_target["bf16"]
     assert (ours["format"], ours["options"]) == ("first label", {"mode": "first"})
-    assert (ours["bytes"], ours["bits_per_parameter"]) == (plain["bytes"], plain["bits_per_parameter"])
-    assert ours["expected_rise"] == 0 < plain["expected_rise"]
+    assert (ours["weight_bytes"], ours["memory_bytes"]) == (plain["weight_bytes"], plain["memory_bytes"])
 
 
 def test_help_and_errors_list_the_target(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from gguf_files import (
     llama_tensors,
     metadata,
     named,
+    without_tokenizer,
     write_llama,
 )
 from helpers import Array, Tensor, bf16, f32, gaussian, read_all, write_checkpoint
 
-from pqweights.checkpoint.gguf.model import outline_model
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import ExportError, SourceError
 
@@ -173,7 +173,7 @@ def test_published_keys_of_other_types_are_refused(name: str, tmp_path: Path) ->
                 json.dumps(stated | {"text_config": changed} if text is not stated else changed)
             )
             with contextlib.suppress(ExportError, SourceError):
-                outline_model(open_local(tmp_path))
+                without_tokenizer(open_local(tmp_path))
 
 
 def test_experts_of_qwen3_vl_moe_are_read_either_way(tmp_path: Path) -> None:

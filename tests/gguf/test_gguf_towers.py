@@ -18,7 +18,7 @@ from calls import quantize
 from closeness import assert_near
 from export_decoders import values_of
 from external_runtimes import CLIP
-from gguf_files import converted, edit_config
+from gguf_files import converted, edit_config, without_tokenizer
 from helpers import Array, gaussian, read_all, run_command, write_checkpoint
 from tiny_gguf import finish
 
@@ -154,10 +154,9 @@ def weights_of(model: Any) -> dict[str, Array]:
 
 
 def outline(folder: Path) -> GgufModel:
-    from pqweights.checkpoint.gguf.model import outline_model
     from pqweights.checkpoint.source import open_local
 
-    return outline_model(open_local(folder))
+    return without_tokenizer(open_local(folder))
 
 
 def tower_of(folder: Path, name: str = "") -> tuple[dict[str, Any], dict[str, Array]]:

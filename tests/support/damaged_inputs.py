@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf_files import without_tokenizer
 from hostile.case import DOWN, GOOD_MAP, NORM, SHARD_1, SHARD_2, UP, VECTOR, WEIGHT, stored
 from hostile.masters import MAKE
 
 from pqweights.checkpoint import quantized
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.config_schema import check_layers, checked_config
-from pqweights.checkpoint.gguf.model import FilePart, encode_header, gguf_model, outline_model
+from pqweights.checkpoint.gguf.model import FilePart, encode_header, gguf_model
 from pqweights.checkpoint.gguf.sources import MODEL_TYPES, open_local_source
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
@@ -29,7 +30,7 @@ from pqweights.checkpoint.source import Checkpoint, open_checkpoint
 from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.errors import PqweightsError
 from pqweights.inference.runtimes.folders import read_folder
-from pqweights.planning.context_memory import context_memory, text_sizes
+from pqweights.planning.context_memory import context_bytes, most_context
 from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import find_manifest
 from pqweights.rewrite.results.inspect import inspect_gguf
@@ -162,14 +163,14 @@ def use_config(changed: Any, tensors: list[StoredTensor], rng: Random) -> None:
     check_layers(changed, names)
     found = quantized.logical_tensors(storage, names, changed)
     edited_config(changed, model_dtype(changed, found.tensors), old_dtype="BF16", tensors=found.tensors)
-    context_memory(changed).bytes(4096)
-    text_sizes(changed)
+    context_bytes(changed, 4096)
+    most_context(changed)
     checkpoint = Checkpoint(
         storage=storage, config=changed, stored=tuple(tensors), tensors=tuple(found.tensors), weight_files=(),
         companions=(), left_out={}, is_master=False,
     )  # fmt: skip
     with contextlib.suppress(PqweightsError):
-        model = outline_model(checkpoint)
+        model = without_tokenizer(checkpoint)
         encode_header(model.metadata, (), FilePart(0, 1, 0))
     if rng.random() < 0.02:
         with tempfile.TemporaryDirectory() as name:

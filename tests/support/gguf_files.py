@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -15,7 +16,7 @@ from tiny_gguf import finish
 
 from pqweights.checkpoint.gguf.model import GgufModel, gguf_model
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.source import open_local
+from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.kernels.gguf_encoding import encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
@@ -136,3 +137,10 @@ def write_gguf(folder: Path, dtype: str = "F32", *, name: str = "tiny") -> Path:
         writer.add_tensor(tensor.name, data, raw_dtype=stored)
     finish(writer)
     return path
+
+
+def without_tokenizer(checkpoint: Checkpoint) -> GgufModel:
+    """The GGUF model of a checkpoint whose tokenizer, which tiny models lack or have of another kind, is not read."""
+    unread = {"read_vocabulary": lambda *_, **__: None, "add_vocabulary": lambda *_, **__: ()}
+    with mock.patch.multiple("pqweights.checkpoint.gguf.model", **unread):
+        return gguf_model(checkpoint, name=None)

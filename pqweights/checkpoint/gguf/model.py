@@ -127,20 +127,6 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
     ).with_tower(checkpoint)
 
 
-def outline_model(checkpoint: Checkpoint) -> GgufModel:
-    """Return the GGUF model of a checkpoint without what the metadata say of its tokenizer, which is not read.
-
-    Raises what gguf_model raises.
-    """
-    settings, writer, tensors, left_out = _read(checkpoint)
-    add_hyper_parameters(settings, writer, tensors)
-    metadata = tuple(_entry(key, value) for key, value in writer.kv_data[0].items())
-    model = GgufModel(
-        architecture=architecture_name(settings.architecture), metadata=metadata, tensors=tensors, left_out=left_out
-    )
-    return model.with_tower(checkpoint)
-
-
 def _rows(tensors: tuple[LogicalTensor, ...]) -> int:
     """Return the number of tokens for which there is an embedding."""
     return next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")

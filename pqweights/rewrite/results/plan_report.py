@@ -12,14 +12,14 @@ from pqweights.checkpoint.readers import file_uses, most_fetched
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import LOW_DISK_FILES
 from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
-from pqweights.exports.memory_advice import MemoryAdvice, advise
+from pqweights.exports.memory import MemoryAdvice, advise
 from pqweights.exports.possible import planned_master, possible_exports
 from pqweights.planning.calibration import PlannedCalibration, check_calibration
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.fit import Fit
 from pqweights.planning.options import MemoryOptions, QuantizeOptions
 from pqweights.planning.plan import Plan, TensorPlan, Totals
-from pqweights.rewrite.quantizing import plan_quantize, sensitivity_of
+from pqweights.rewrite.quantizing import plan_quantize
 from pqweights.rewrite.task import PossibleExport, ResourceNeeds, RunOptions, resource_needs
 from pqweights.storage import Store
 
@@ -146,8 +146,7 @@ def report_plan(
     master = planned_master(checkpoint, plan.tensors)
     exports, advice = possible_exports(master), None
     if memory.memory is not None:
-        known = sensitivity_of(checkpoint, recipe.sensitivity)
-        advice = advise(master, exports, memory, known)
+        advice = advise(master, exports, memory)
     needs = resource_needs(
         plan,
         threads,
