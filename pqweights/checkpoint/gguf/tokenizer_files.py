@@ -255,8 +255,8 @@ def _around(values: _Metadata, tokens: Sequence[str]) -> dict[str, Any] | None:
     }
     ids = {name: values.of(f"{name}_token_id", int) for name in added}
     if kind == "bert":
-        others = {"bos": "cls", "eos": "seperator"}
-        ids = {name: values.of(f"{others[name]}_token_id", int) if n is None else n for name, n in ids.items()}
+        others = {"bos": values.of("cls_token_id", int, 101), "eos": values.of("seperator_token_id", int, 102)}
+        ids = {name: others[name] if number is None else number for name, number in ids.items()}
     texts = {name: tokens[n] for name, n in ids.items() if added[name] and n is not None and 0 <= n < len(tokens)}
     if not texts:
         return None

@@ -32,6 +32,8 @@ CLASSES = {
     "step3p5": "Step3p5ForCausalLM",
 }  # fmt: skip
 
+# Models that the file alone becomes a BERT of, and that have these names of their own.
+ROBERTAS = ("roberta", "xlm-roberta", "camembert")
 # Models of images and text whose files hold the text model alone, and those that compute the same of texts: positions
 # in time, height and width are equal there. The keys are of images alone.
 TEXT_PARTS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
@@ -82,6 +84,10 @@ _T5 = "".join(
 )
 _T5_BIASES = "".join(
     f" {stack}.block.{{}}.layer.0.SelfAttention.relative_attention_bias.weight" for stack in _T5_STACKS
+)
+_BERT = (
+    "attention.self.query attention.self.key attention.self.value attention.output.dense "
+    "attention.output.LayerNorm intermediate.dense output.dense output.LayerNorm"
 )
 _DEEPSEEK = _SHARED + _MLA + " mlp.gate.e_score_correction_bias"
 _OWN_MODULES = {
@@ -169,8 +175,7 @@ _OWN_MODULES = {
     "exaone_moe": _SHARED + " mlp.e_score_correction_bias",
     "minimax_m2": f"{_ATTENTION} block_sparse_moe.gate block_sparse_moe.e_score_correction_bias {_W123}",
     "hy_v3": _SHARED_MLP + " mlp.router.gate mlp.expert_bias",
-    "bert": "attention.self.query attention.self.key attention.self.value attention.output.dense "
-    "attention.output.LayerNorm intermediate.dense output.dense output.LayerNorm",
+    **dict.fromkeys(("bert", *ROBERTAS), _BERT),
     "distilbert": "attention.q_lin attention.k_lin attention.v_lin attention.out_lin sa_layer_norm ffn.lin1 ffn.lin2 "
     "output_layer_norm",
     "jina_embeddings_v3": "mixer.Wqkv mixer.out_proj mlp.fc1 mlp.fc2 norm1 norm2",
@@ -183,6 +188,7 @@ _OWN_MODULES = {
 _BEFORE = {
     "nemotron_h": "backbone.layers.#.",
     "bert": "bert.encoder.layer.#.",
+    **dict.fromkeys(ROBERTAS, "roberta.encoder.layer.#."),
     "distilbert": "distilbert.transformer.layer.#.",
     **dict.fromkeys(("jina_embeddings_v3", "nomic_bert"), "encoder.layers.#."),
     **dict.fromkeys(("t5", "umt5"), ""),
@@ -193,12 +199,13 @@ _NO_MODULE = (
     *("_sink", ".ape", ".tid2eid", "_fn", "_base"),
 )
 _OUTSIDE = "model.embed_tokens model.norm lm_head"
+_EMBEDDINGS = _below("{0}.embeddings", "word_embeddings position_embeddings token_type_embeddings LayerNorm")
 _OWN_OUTSIDE = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), "model.embed_tokens model.embedding_norm lm_head"),
     **dict.fromkeys(("falcon_h1", "jamba"), "model.embed_tokens model.final_layernorm lm_head"),
     "nemotron_h": "backbone.embeddings backbone.norm_f lm_head",
-    "bert": "bert.embeddings.word_embeddings bert.embeddings.position_embeddings bert.embeddings.token_type_embeddings "
-    "bert.embeddings.LayerNorm bert.pooler.dense classifier",
+    "bert": _EMBEDDINGS.format("bert") + " bert.pooler.dense classifier",
+    **dict.fromkeys(ROBERTAS, _EMBEDDINGS.format("roberta") + " classifier.dense classifier.out_proj"),
     "distilbert": "distilbert.embeddings.word_embeddings distilbert.embeddings.position_embeddings "
     "distilbert.embeddings.LayerNorm",
     **dict.fromkeys(
