@@ -351,3 +351,12 @@ def test_a_dense_layer_of_another_shape_is_refused(
     monkeypatch.setattr("pqweights.checkpoint.gguf.sources.gguf_in", lambda *given: contents)
     with pytest.raises(SourceError, match=r"dense_2\.weight"):
         open_source(file, Access())
+
+
+def test_a_dense_layer_behind_vectors_that_are_not_pooled_is_refused(tmp_path: Path) -> None:
+    encoder_cases.saved(CASES["gemma embedding"], tmp_path)
+    encoder_cases.add_modules(tmp_path, "pooling_mode_mean_tokens", torch.randn(96, 64))
+    changed: dict[str, Any] = {"gemma-embedding__pooling_type": None}
+    changed |= {f"gemma-embedding__dense_2_feat_{side}": None for side in ("in", "out")}
+    with pytest.raises(SourceError, match=r"dense_2\.weight"):
+        open_source(edited(write_gguf(tmp_path), tmp_path / "src" / "m.gguf", **changed), Access())

@@ -298,7 +298,7 @@ def _views(contents: GgufContents, config: dict[str, Any]) -> tuple[Settings, di
     layers = settings.number("num_hidden_layers") + drafts
     names = package.get_tensor_name_map(package.MODEL_ARCH[settings.architecture.name], layers)
     tensors = [*absent_tensors(shapes, settings, names, drafts)]
-    if computes_dense(settings):
+    if computes_dense(settings) and settings.pooling:
         tensors += [AbsentTensor(name=name, shape=shape) for name, shape in shapes.items() if DENSE.fullmatch(name)]
     settings = with_draft_layers(settings, tensors)
     views, _ = gguf_tensors(tensors, settings, add_rope(settings, package.GGUFWriter(None, architecture)))
