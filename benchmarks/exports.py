@@ -1,6 +1,6 @@
 """What every export of a language model is worth: bits, error of the weights, and perplexity in its own runtime.
 
-    python benchmarks/exports.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--generate 20]
+    python benchmarks/exports.py MODEL_DIR [MODEL_DIR...] [--text TEXT]
     python benchmarks/exports.py --weights minilm|heavy
 
 For each model, in a temporary folder: the masters (through their BF16 export), then every integer export, with
@@ -40,8 +40,7 @@ from safetensors.numpy import save_file
 from pqweights.errors import MissingDependencyError, SourceError
 from pqweights.exports.exporting import MasterFolder, export
 from pqweights.inference.runtimes.models import open_model
-from pqweights.inference.runtimes.steps import Continuation
-from pqweights.inference.runtimes.texts import Ids, load_tokenizer, tokenize
+from pqweights.inference.runtimes.texts import Ids, tokenize
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality.protocol import Loss, Windows, change, compare, perplexity
@@ -203,15 +202,12 @@ def of_weights(source: Path, made: Made) -> dict[str, Any]:
 class Evaluation:
     """What every row of a model is evaluated on.
 
-    generate: tokens that each row continues the prompt by; 0 for none.
     reference: the losses of the first row, which is the original; filled by `measure`.
     """
 
     model: Path
     ids: Ids
     windows: Windows
-    prompt: str
-    generate: int
     reference: list[Loss] = field(default_factory=list)
 
     def measure(self, made: Made) -> dict[str, Any]:
@@ -222,13 +218,6 @@ class Evaluation:
         seconds = time.monotonic() - start
         self.reference[:] = self.reference or losses
         mean, error = change(losses, self.reference)
-        sample = None
-        if self.generate:
-            tokenizer = load_tokenizer(made.folder)
-            prompt = np.array(tokenizer(self.prompt)["input_ids"], dtype=np.int64)
-            tokens: list[int] = []
-            loaded.stepper.run(prompt, Continuation(most=self.generate), tokens.append)
-            sample = tokenizer.decode(tokens)
         return {
             "model": self.model.name,
             "what": made.name,
@@ -241,7 +230,6 @@ class Evaluation:
             "runtime": loaded.runtime,
             "making_seconds": made.seconds,
             "evaluation_seconds": seconds,
-            "sample": sample,
         }
 
 
@@ -262,8 +250,6 @@ def language_model(model: Path, options: Any, absent: set[str]) -> Iterator[dict
         model=model,
         ids=tokenize(model, text),
         windows=Windows(size=options.window, stride=options.stride, score_first=True, count=options.windows),
-        prompt=text[:100],
-        generate=options.generate,
     )
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
         bench = Bench(source=model, work=Path(work), targets=tuple(options.targets), absent=absent)
@@ -393,18 +379,11 @@ def weights_row(row: Document) -> list[Cell]:
 
 
 def sections(document: Document) -> dict[str, str]:
-    """The tables, in Markdown: one for each model or set of weights, and the samples of each model."""
+    """The tables, in Markdown: one for each model or set of weights."""
     result: dict[str, str] = {}
     for model in dict.fromkeys(row["model"] for row in document["rows"]):
         rows = [row for row in document["rows"] if row["model"] == model]
         result[f"exports-{model}"] = f"{model}\n\n{table(MODEL_HEADER, [model_row(row) for row in rows])}"
-        samples: list[list[Cell]] = [
-            [row["what"], row["weights_from"], row["rule"], repr(row["sample"])]
-            for row in rows
-            if row["sample"] is not None
-        ]
-        if samples:
-            result[f"exports-{model}-samples"] = table(["what", "weights from", "rule", "continues with"], samples)
     for kind in dict.fromkeys(row["weights"] for row in document["weights"]):
         cells = [weights_row(row) for row in document["weights"] if row["weights"] == kind]
         result[f"exports-{kind}"] = f"{kind}\n\n{table(WEIGHTS_HEADER, cells)}"
@@ -422,9 +401,6 @@ def main() -> None:
     parser.add_argument("--stride", type=int, default=WINDOWS.stride, help="tokens between windows")
     parser.add_argument("--windows", type=int, default=WINDOWS.count)
     parser.add_argument("--targets", nargs="+", default=[*TARGETS])
-    parser.add_argument(
-        "--generate", type=int, default=0, metavar="TOKENS", help="continue a prompt by this many tokens"
-    )
     parser.add_argument(
         "--weights", choices=("minilm", "heavy"), nargs="+", default=[], help="measure errors of these weights"
     )

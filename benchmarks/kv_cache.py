@@ -249,7 +249,7 @@ def scores_of(bench: Bench, predictions: Floats) -> Scores:
             of_window = logits[known[piece.tobytes()]]
             return np.concatenate([of_window[-(last - 1) :], of_window[-1:]])
 
-        return Model(runtime="", dtype="", logits=looked_up, stepper=None)  # type: ignore[arg-type]
+        return Model(runtime="", dtype="", logits=looked_up)
 
     # Windows that do not overlap, of which the last tokens are scored: compare() sees `scored` as the stride.
     class Apart(Windows):

@@ -16,7 +16,7 @@ WITH_OWN_THREADS = "calibrate"
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 # Threads of torch spin between two products by default. On cores that other programs use as well, a calibration then
 # took four times the processor's time, and a reply up to ten times as long: the thread that has work waits for those
-# that spin. On free cores, sleeping costs a small model 30% of its rate (docs/generate.md).
+# that spin. On free cores, sleeping costs a small model 30% of its rate.
 WAITING = "OMP_WAIT_POLICY"
 
 

@@ -63,7 +63,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Master, export or any checkpoint of a language model: a folder, or ORG/NAME on the Hub; or a GGUF file.",
+        help="Master, or any checkpoint of a language model that transformers loads: a folder, or ORG/NAME on the Hub.",
     ),
 ]
 Models = Annotated[
@@ -492,44 +492,33 @@ Prompt = Annotated[
         "--prompt",
         "-p",
         metavar="TEXT",
-        show_default="what comes on stdin; on a terminal, ask for one prompt after another",
+        show_default="what comes on stdin",
         help="Text to answer or continue.",
     ),
-]
-System = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="System message, for models with a chat template that takes one.")
 ]
 NoChat = Annotated[
     bool, typer.Option("--no-chat", help="Continue the prompt as it is, even if the model has a chat template.")
 ]
-MaxTokens = Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens of a reply.")]
+MaxTokens = Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens of the text.")]
 Temperature = Annotated[
     float | None,
     typer.Option(
         "--temperature",
         "-t",
         metavar="T",
-        show_default="the model's generation_config.json, else 0",
+        show_default="as generation_config.json says",
         help="Choose tokens at random, with logits divided by T; 0 always takes the likeliest.",
-    ),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        metavar="P",
-        show_default="the model's generation_config.json, else 1",
-        help="Choose from the likeliest tokens that together have probability P.",
     ),
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(metavar="N", show_default="a random one, printed", help="Seed of the random choices."),
+    typer.Option(metavar="N", show_default="random", help="Seed of the random choices."),
 ]
 Packed = Annotated[
     bool | None,
     typer.Option(
         "--packed/--no-packed",
-        show_default="packed for scalar codecs; for others only if the decoded model does not fit into memory",
+        show_default="packed for scalar codecs on the CPU, where that is faster",
         help="Keep the weights of a master packed in memory.",
     ),
 ]

@@ -46,10 +46,11 @@ from pqweights.rewrite.results.verify import Verification
 from pqweights.rewrite.results.verify import verify as verify_folder
 from pqweights.rewrite.task import RewriteReport, RunOptions, thread_count
 from pqweights.storage import Store, open_store
+from pqweights.storage.addresses import repository_id
 from pqweights.storage.sources import find_original, find_result, local_folder
 
 if TYPE_CHECKING:
-    from pqweights.inference.report import Generation
+    from pqweights.inference.generation import Generation
     from pqweights.planning.recipe import Recipe
     from pqweights.quality.sampled_inputs import SampledInputs
 
@@ -403,15 +404,12 @@ def generate(
     model: StrPath,
     prompt: str,
     *,
-    system: str | None = None,
     no_chat: bool = False,
     max_tokens: int = DEFAULT_MAX_TOKENS,
     temperature: float | None = None,
-    top_p: float | None = None,
     seed: int | None = None,
     packed: bool | None = None,
     kv_cache: str | None = None,
-    tokenizer: StrPath | None = None,
     device: Literal["cpu", "cuda", "auto"] = "cpu",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     threads: int | None = None,
@@ -423,17 +421,14 @@ def generate(
 ) -> Generation:
     """Load a model, and let it answer or continue one prompt.
 
-    model: a master, an export or any checkpoint of a language model: a folder, ORG/NAME on the Hub, or a GGUF file
+    model: a master, or any checkpoint of a language model that transformers loads: a folder, or ORG/NAME on the Hub
     prompt: the text to answer or continue
-    system: a system message, for chat templates that take one
     no_chat: continue the prompt as it is, even if the model has a chat template
-    max_tokens: the most tokens of the reply
+    max_tokens: the most tokens of the text
     temperature: choose tokens at random, with logits divided by it; 0 takes the likeliest; by default as the model says
-    top_p: choose from the likeliest tokens that together have this probability; by default as the model says
     seed: of the random choices; by default a random one
-    packed: keep the weights of a master packed in memory; by default where that is faster, or needed
+    packed: keep the weights of a master packed in memory; by default where that is faster
     kv_cache: how keys and values are quantized, such as "klt:3"
-    tokenizer: the folder of the tokenizer; by default the model's own
     device, dtype: what computes, and in what; auto is a GPU if there is one, and the model's own dtype
     threads, revision, token, progress, tell: those of `quantize`
     on_text: called with each piece of the text as it comes
@@ -441,32 +436,27 @@ def generate(
     Raises SourceError, MasterError, GenerationError, EvaluationError, OptionError, DeviceError, HubError or
     MissingDependencyError.
     """
-    from pqweights.inference.generator import Generator
-    from pqweights.inference.report import INTERRUPTED
+    from pqweights.inference.generation import check_prompt, continued
     from pqweights.inference.runtimes.cached import check_spec
 
-    asked = GenerationOptions(
-        system=system,
+    options = GenerationOptions(
         no_chat=no_chat,
         max_tokens=max_tokens,
         temperature=temperature,
-        top_p=top_p,
         seed=seed,
         packed=packed,
         kv_cache=kv_cache,
-        tokenizer=tokenizer,
         device=device,
         dtype=dtype,
         threads=threads,
     )
-    if asked.kv_cache is not None:
-        check_spec(asked.kv_cache)
+    check_prompt(text("prompt", prompt))
+    if kv_cache is not None:
+        check_spec(kv_cache)
+    if revision is not None and repository_id(str(model)) is None:
+        raise OptionError("`revision`: expected a repository on the Hub as MODEL")
     fetched = local_folder(located("model", model), _hub(revision, token, tell).access, progress=progress or _ignore)
-    opened = Generator(fetched.path, asked, name=str(model), tell=tell or _say_nothing)
-    done = opened.reply(text("prompt", prompt), on_text or (lambda piece: None))
-    if done.stop == INTERRUPTED:
-        raise KeyboardInterrupt
-    return done
+    return continued(fetched.path, prompt, options, name=str(model), on_text=on_text or _say_nothing)
 
 
 def _ignore(done: int, total: int, name: str) -> None:

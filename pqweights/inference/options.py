@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pqweights.common import parameters as checks
-from pqweights.common.parameters import Options, StrPath, option, options
+from pqweights.common.parameters import Options, option, options
 from pqweights.errors import OptionError
 from pqweights.planning.options import MOST_THREADS
 
@@ -21,26 +21,16 @@ def _temperature(name: str, value: Any) -> float:
     return float(value)
 
 
-def _probability(name: str, value: Any) -> float:
-    """Take a probability that is not 0."""
-    if not 0 < checks.number(name, value) <= 1:
-        raise OptionError(f"`{name}`: expected more than 0 and at most 1, found {value:g}")
-    return float(value)
-
-
 @options
 class GenerationOptions(Options):
     """How text is generated: see `generate` in api.py."""
 
-    system: str | None = option(excludes=(("no_chat",), "it is for conversations"), default=None)
     no_chat: bool = False
     max_tokens: int = option(default=DEFAULT_MAX_TOKENS, least=1)
     temperature: float | None = option(_temperature, default=None)
-    top_p: float | None = option(_probability, default=None)
     seed: int | None = option(least=0, default=None)
     packed: bool | None = None
     kv_cache: str | None = None
-    tokenizer: StrPath | None = None
     device: str = option(default="cpu", choices=DEVICES)
     dtype: str = option(default="auto", choices=MODEL_DTYPES)
     threads: int | None = option(least=1, most=MOST_THREADS, default=None)

@@ -19,7 +19,6 @@ from calls import evaluate, export, quantize
 from closeness import ALIKE, F32_MATRIX, F32_SUM, approx
 from commands import invoke
 from families import ATTENTION, Family, build
-from language_models import continued
 from pqweights_cli.eval import _runtime_lines
 
 from pqweights.common.threads import listening
@@ -311,22 +310,6 @@ def test_wikitext_without_datasets_names_the_package(monkeypatch):
         MissingDependencyError, match=r"`dataset` wikitext needs datasets: pip install .*'datasets>=4\.0'"
     ):
         wikitext()
-
-
-# --- generation ---
-
-
-def test_generation_is_greedy_whatever_the_generation_config_says(copy):
-    """The generation config asks for sampling, a repetition penalty, and an end of text at every token."""
-    folder = copy("source")
-    (folder / "generation_config.json").write_text(
-        json.dumps({"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "eos_token_id": list(range(512))})
-    )
-    model, ids = open_model(folder), list(range(7, 12))
-    found = continued(model.stepper, np.array(ids), 12)
-    for _ in range(12):
-        ids.append(int(model.logits(np.array(ids), 1)[0].argmax()))
-    assert found == ids[5:]
 
 
 # --- the command ---

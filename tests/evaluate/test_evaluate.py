@@ -17,7 +17,6 @@ from calls import export, quantize
 from closeness import assert_near, assert_within, bound, deviation, distance
 from export_decoders import export_weight
 from families import ATTENTION, TEXT, VOCABULARY, Family, build
-from language_models import continued
 
 from pqweights.common.advice import pip_install
 from pqweights.errors import MissingDependencyError, PqweightsWarning, SourceError
@@ -136,16 +135,6 @@ def test_last_logits_match_those_of_all_tokens(name, exported):
     model = open_model(exported(name))
     assert_near(model.logits(IDS[:48], 5), model.logits(IDS[:48], 48)[-5:], EXPORTS[name][2])
     assert model.logits(IDS[:48], 5).shape == (5, VOCABULARY)
-
-
-@pytest.mark.parametrize("name", EXPORTS)
-def test_generation_is_greedy(name, source, exported):
-    folder = exported(name)
-    ids = list(IDS[:9])
-    model = plain_model(source, folder)
-    for _ in range(4):
-        ids.append(int(plain_logits(model, np.array(ids))[-1].argmax()))
-    assert continued(open_model(folder).stepper, IDS[:9], 4) == ids[9:]
 
 
 def rewrite_weights(folder: Path, drop: str = "", add: str = "") -> None:

@@ -1,4 +1,4 @@
-"""GGUF files as models of eval and generate: llama.cpp's logits and tokens beside those of transformers."""
+"""GGUF files as models of eval: llama.cpp's logits and tokens beside those of transformers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from closeness import assert_near, assert_within
 from commands import answer, done, refused
 from helpers import f32, gaussian, write_checkpoint
-from language_models import END, SPEECH, TEMPLATE, continued, llama_config, speaker, tokenizer_files
+from language_models import END, llama_config, tokenizer_files
 from tiny_gguf import llama_gguf
 
 from pqweights.errors import SourceError
 from pqweights.inference.runtimes import llama_cpp
 from pqweights.inference.runtimes.folders import LLAMA_CPP, size
 from pqweights.inference.runtimes.models import Model, open_model
-from pqweights.inference.runtimes.steps import Continuation
 from pqweights.inference.runtimes.texts import load_tokenizer, tokenize
 
 IDS = np.random.default_rng(0).integers(0, 256, 100)
@@ -106,58 +104,6 @@ def test_split_files_are_one_model(work, models):
     assert size(work / "split").parameters == size(work / "source.gguf").parameters
 
 
-def test_greedy_generation_is_that_of_transformers(models):
-    expected, found = (continued(model.stepper, IDS[:10], 40) for model in models)
-    assert found == expected == continued(models[1].stepper, IDS[:10], 40)
-
-
-def followed(model: Model, ids: Any, count: int, **chosen: Any) -> tuple[list[int], int]:
-    """The tokens that a stepper makes, and how many of the prompt it read."""
-    return continued(model.stepper, ids, count, **chosen), model.stepper.read_tokens
-
-
-def anew(work: Path, ids: Any, count: int) -> list[int]:
-    """The tokens of a model that has read nothing."""
-    return continued(open_model(work / "source.gguf").stepper, ids, count)
-
-
-def test_stepper_keeps_what_prompts_have_in_common(work):
-    model = open_model(work / "source.gguf")
-    tokens, _ = followed(model, IDS[:20], 10)
-    read = np.array([*IDS[:20], *tokens[:-1]])
-    prompts = (np.concatenate([read, IDS[50:60]]), np.concatenate([read[:8], IDS[60:70]]), IDS[:20])
-    for ids, count in zip(prompts, (10, 10, 12), strict=True):
-        assert followed(model, ids, 5) == (anew(work, ids, 5), count)
-
-
-def test_context_grows_with_the_prompt(work, monkeypatch):
-    monkeypatch.setattr(llama_cpp, "ROOM_STEP", 1)
-    model, whole = open_model(work / "source.gguf"), anew(work, IDS[:20], 80)
-    assert followed(model, IDS[:20], 30) == (whole[:30], 20)
-    longer = np.array([*IDS[:20], *whole[:30]])
-    assert followed(model, longer, 50) == (whole[30:], 50)  # anew, as there is no room
-    assert followed(model, longer[:-1], 30) == (whole[29:59], 1)
-
-
-def test_tokens_are_chosen_by_llama_cpp(work):
-    model = open_model(work / "source.gguf")
-    samples = [followed(model, IDS[:20], 20, temperature=2.0, seed=seed)[0] for seed in (1, 1, 2)]
-    assert samples[0] == samples[1] != samples[2]
-    likeliest = followed(model, IDS[:20], 20, temperature=2.0, top_p=1e-6, seed=1)[0]
-    assert likeliest == anew(work, IDS[:20], 20)
-
-
-def test_broken_off_reply_is_not_kept(work):
-    model = open_model(work / "source.gguf")
-
-    def interrupt(_: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        model.stepper.run(IDS[:20], Continuation(most=5), interrupt)
-    assert followed(model, IDS[:20], 1)[1] == 20
-
-
 # Tokens.
 
 
@@ -167,11 +113,7 @@ def test_tokens_are_those_of_transformers(work):
         assert ours(HARD, add_special_tokens=special) == {
             "input_ids": theirs(HARD, add_special_tokens=special)["input_ids"]
         }
-    ids = theirs(HARD)["input_ids"]
-    for skip in (False, True):
-        assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
-    assert ours.decode(ids[2:4]) == theirs.decode(ids[2:4]) and ours.decode([]) == ""
-    assert ours.eos_token_id == END and ours.ends == {END} and len(ours) == 384
+    assert ours.eos_token_id == END
 
 
 def test_text_is_cut_as_for_transformers(work):
@@ -232,29 +174,6 @@ def test_eval_refuses_models_with_other_vocabularies(work, tmp_path):
     assert "source.gguf: its metadata has 384 tokens, that of the reference 380" in line
 
 
-# generate
-
-
-def test_generate_continues_and_chats(tmp_path):
-    source = speaker(tmp_path / "source", template=TEMPLATE)
-    file = llama_gguf(source, tmp_path / "a.gguf")
-    for options in ((), ("--no-chat",)):
-        found = answer("generate", "--quiet", file, "--prompt", "hello", *options)
-        expected = answer("generate", "--quiet", source, "--prompt", "hello", *options)
-        assert found["text"] == expected["text"] == SPEECH and found["stop"] == "end"
-        assert found["token_ids"] == expected["token_ids"] and found["prompt_tokens"] == expected["prompt_tokens"]
-    assert answer("generate", "--quiet", file, "--prompt", "x", "--system", "y")["text"] == SPEECH
-
-
-def test_generate_names_what_the_template_refuses(tmp_path):
-    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
-    file = llama_gguf(speaker(tmp_path / "source", template=refusing), tmp_path / "a.gguf")
-    line = refused("generate", file, "--prompt", "x", "--system", "y")
-    assert "the chat template refuses this conversation: no system role" in line
-    assert "--dtype float16" in refused("generate", file, "--prompt", "x", "--dtype", "float16")
-    assert "--kv-cache" in refused("generate", file, "--prompt", "x", "--kv-cache", "klt:3")
-
-
 # What llama.cpp refuses.
 
 
@@ -278,6 +197,6 @@ def test_nothing_but_errors_is_printed(work, capfd):
 def test_neither_torch_nor_transformers_is_needed(work):
     code = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'gguf'))); "
     code += "from pqweights_cli.main import app; app()"
-    for command in (("eval", "source.gguf", "--text", "text.txt"), ("generate", "source.gguf", "-p", "hello")):
-        finished = subprocess.run([sys.executable, "-c", code, *command], cwd=work, capture_output=True, text=True)
-        assert finished.returncode == 0, finished.stderr
+    command = ("eval", "source.gguf", "--text", "text.txt")
+    finished = subprocess.run([sys.executable, "-c", code, *command], cwd=work, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from pqweights.errors import EvaluationError
 from pqweights.inference.runtimes.models import Floats, Model
-from pqweights.inference.runtimes.steps import MlxStepper
 from pqweights.inference.runtimes.texts import Ids
 from pqweights.quality.protocol import (
     LOGITS_AT_ONCE,
@@ -36,7 +35,7 @@ def window_losses(model: Model, ids: Ids, windows: Windows) -> tuple[Loss, ...]:
 
 def scored(logits: Callable[[Ids, int], Floats]) -> Model:
     """A model that only computes logits."""
-    return Model(runtime="a table", dtype="float32", logits=logits, stepper=MlxStepper(None))
+    return Model(runtime="a table", dtype="float32", logits=logits)
 
 
 def table_model(seed: int, noise: float = 0.0, vocabulary: int = VOCABULARY) -> Model:

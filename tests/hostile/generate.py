@@ -32,8 +32,8 @@ output-on-the-hub output-unknown-scheme group-size-that-no-target-has bits-that-
 option-of-another-target qparams-best-of-rows format-unknown format-of-other-bits
 rounding-without-or-beside-what-it-needs gguf-type-misspelled gguf-options-that-exclude-each-other
 target-misspelled eval-text-twice generate-temperature-negative generate-temperature-nan
-generate-temperature-no-number generate-top-p-zero generate-top-p-above-one generate-max-tokens-zero
-generate-seed-negative generate-system-without-chat generate-revision-of-a-folder generate-kv-cache-misspelled
+generate-temperature-no-number generate-max-tokens-zero
+generate-seed-negative generate-revision-of-a-folder generate-kv-cache-misspelled
 generate-kv-cache-empty generate-kv-cache-option-unknown generate-kv-cache-option-without-a-number
 generate-kv-cache-option-twice generate-kv-cache-bits-too-many generate-kv-cache-bits-nan
 generate-kv-cache-angle-of-no-width generate-kv-cache-residual-negative generate-kv-cache-method-withdrawn

@@ -9,7 +9,7 @@ from hostile.case import Case
 
 EVAL, INSPECT = "eval a.gguf --text text.txt", "inspect a.gguf"
 TEXT = {"text.txt": "once upon a time"}
-OTHERS = "only pqweights eval, generate, inspect, plan and quantize read"
+OTHERS = "only pqweights eval, inspect, plan and quantize read"
 
 
 def _text(value: str) -> bytes:

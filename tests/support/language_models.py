@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from helpers import f32, write_checkpoint
 
-from pqweights.inference.runtimes.steps import Continuation, Stepper, TokenChoice
-
 BYTES = 256
 BEGIN, END, USER, ASSISTANT, SYSTEM = range(BYTES, BYTES + 5)
 SPECIAL = {"<s>": BEGIN, "</s>": END, "<|user|>": USER, "<|assistant|>": ASSISTANT, "<|system|>": SYSTEM}
@@ -162,10 +160,3 @@ def _llama(
     if generation is not None:
         files["generation_config.json"] = json.dumps(generation).encode()
     return write_checkpoint(folder, tensors, config=llama_config(**changed), companions=files)
-
-
-def continued(stepper: Stepper, ids: Any, count: int, **chosen: Any) -> list[int]:
-    """The next tokens of a model, greedy by default, which do not stop at an end of text. ids: [tokens]"""
-    tokens: list[int] = []
-    stepper.run(ids, Continuation(most=count, choice=TokenChoice(**chosen)), tokens.append)
-    return tokens

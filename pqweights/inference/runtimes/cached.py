@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.inference.runtimes.packages import package, quiet
-from pqweights.inference.runtimes.steps import TorchStepper, last_logits_only
 from pqweights.inference.runtimes.texts import Ids
 
 Floats = npt.NDArray[np.float32]
@@ -62,7 +61,9 @@ class CachedRun:
     """
 
     def __init__(self, net: Any, spec: str) -> None:
-        self._net, self._spec, self._keep = net, spec, last_logits_only(net)
+        self._net, self._spec = net, spec
+        takes_count = "logits_to_keep" in inspect.signature(net.forward).parameters
+        self._keep = {"logits_to_keep": 1} if takes_count else {}
         self._last = self.new_cache()
 
     def new_cache(self, *, on_codes: bool = False) -> Any:
@@ -110,10 +111,6 @@ class CachedRun:
         self._last = cache
         for number in range(len(ids)):
             yield torch.stack([of_token[number] for of_token in logits]).float().cpu().numpy()
-
-    def stepper(self) -> TorchStepper:
-        """Return what generates with such a cache."""
-        return TorchStepper(self._net, partial(self.new_cache, on_codes=True))
 
     def figures(self, cache: Any = None) -> CacheFigures:
         """Return what a cache takes. cache: by default that of the last call of `logits`."""

@@ -1,4 +1,4 @@
-"""A GGUF file that llama.cpp computes on the CPU: logits of any tokens, and generation one token at a time."""
+"""A GGUF file that llama.cpp computes on the CPU: logits of any tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy.typing as npt
 from pqweights.checkpoint.gguf.contents import GgufContents
 from pqweights.checkpoint.gguf.rope import YARN_BETAS
 from pqweights.checkpoint.gguf.settings import is_positive
-from pqweights.errors import GenerationError, SourceError
+from pqweights.errors import MemoryShortageError, SourceError
 from pqweights.inference.runtimes.llama_library import library, load
-from pqweights.inference.runtimes.steps import Continuation, OnToken, Stepper, TokenChoice, nan_error
 from pqweights.inference.runtimes.texts import Ids
 from pqweights.rewrite.task import usable_cores
 
@@ -25,7 +24,7 @@ FLOAT32 = 0  # ggml_type
 NO_FLASH_ATTENTION = 0  # llama_flash_attn_type
 
 
-class LlamaRun(Stepper):
+class LlamaRun:
     """A loaded model."""
 
     def __init__(self, contents: GgufContents, *, exact: bool, threads: int | None = None) -> None:
@@ -37,7 +36,6 @@ class LlamaRun(Stepper):
 
         Raises SourceError if llama.cpp refuses the file, MissingDependencyError.
         """
-        super().__init__()
         self._threads = threads or usable_cores()
         self._path, self._exact = contents.path, exact
         betas = {f"yarn_{key}": f"{contents.architecture}.rope.scaling.yarn_{key}" for key in YARN_BETAS}
@@ -54,18 +52,10 @@ class LlamaRun(Stepper):
 
     def logits(self, ids: Ids, last: int) -> npt.NDArray[np.float32]:
         """Return the logits after each of the last tokens, [last, vocabulary] f32. ids: [tokens]"""
-        self.forget()
-        self._begin(len(ids))
-        return self._read(ids, 0, last)
-
-    def _has_room(self, tokens: int) -> bool:
-        return tokens <= self._room
-
-    def _begin(self, tokens: int) -> None:
-        """See Stepper. Raises GenerationError if there is not enough memory."""
-        if not self._has_room(tokens):
-            self._make_context(-(-max(tokens, 2 * self._room) // ROOM_STEP) * ROOM_STEP)
+        if len(ids) > self._room:
+            self._make_context(-(-max(len(ids), 2 * self._room) // ROOM_STEP) * ROOM_STEP)
         self._llama.llama_memory_clear(self._llama.llama_get_memory(self._held.context), True)
+        return self._read(ids, last)
 
     def _make_context(self, room: int) -> None:
         self._held.free_context()
@@ -82,52 +72,14 @@ class LlamaRun(Stepper):
         self._log.clear()
         self._held.context = self._llama.llama_init_from_model(self._held.model, parameters)
         if not self._held.context:
-            raise GenerationError(
+            raise MemoryShortageError(
                 f"{self._path}: llama.cpp cannot make room for {room} tokens: {self._log.first_error()}; give a "
-                "smaller `max_tokens`"
+                "smaller `window`"
             )
         self._room = room
 
-    def _cut(self, count: int) -> bool:
-        memory = self._llama.llama_get_memory(self._held.context)
-        end = self._llama.llama_memory_seq_pos_max(memory, 0) + 1
-        return bool(self._llama.llama_memory_seq_rm(memory, 0, end - count, -1))
-
-    def _generate(self, ids: Ids, kept: int, wanted: Continuation, on_token: OnToken) -> Ids:
-        sampler = self._sampler(wanted.choice)
-        try:
-            held, tokens = ids[:kept], ids[kept:]
-            for _ in range(wanted.most):
-                if np.isnan(self._read(tokens, len(held), 1)).any():
-                    raise nan_error()
-                held = np.append(held, tokens)
-                token = int(self._llama.llama_sampler_sample(sampler, self._held.context, -1))
-                on_token(token)
-                if token in wanted.ends:
-                    break
-                tokens = np.array([token], dtype=np.int64)
-            return held
-        finally:
-            self._llama.llama_sampler_free(sampler)
-
-    def _sampler(self, choice: TokenChoice) -> Any:
-        """Return llama.cpp's own sampler; GGUF files state neither top-k nor a penalty."""
-        llama = self._llama
-        chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
-        if choice.temperature > 0:
-            steps = [llama.llama_sampler_init_temp(choice.temperature), llama.llama_sampler_init_top_p(choice.top_p, 1)]
-            steps.append(llama.llama_sampler_init_dist(choice.seed))
-        else:
-            steps = [llama.llama_sampler_init_greedy()]
-        for step in steps:
-            llama.llama_sampler_chain_add(chain, step)
-        return chain
-
-    def _read(self, ids: Ids, start: int, last: int) -> npt.NDArray[np.float32]:
-        """Append tokens to those that the context holds, and return the logits after the last ones.
-
-        ids: [tokens]
-        start: how many tokens come before
+    def _read(self, ids: Ids, last: int) -> npt.NDArray[np.float32]:
+        """Read tokens into an empty context, and return the logits after the last ones.
 
         Raises SourceError if llama.cpp cannot compute them.
         """
@@ -137,7 +89,7 @@ class LlamaRun(Stepper):
             piece = ids[begin : begin + BATCH_TOKENS]
             scored = min(len(piece), max(0, begin + len(piece) - (len(ids) - last)))
             self._log.clear()
-            code = self._llama.llama_decode(self._held.context, self._held.batch(piece, start + begin, scored))
+            code = self._llama.llama_decode(self._held.context, self._held.batch(piece, begin, scored))
             if code:
                 raise SourceError(f"{self._path}: llama.cpp fails with code {code}: {self._log.first_error()}")
             if scored:

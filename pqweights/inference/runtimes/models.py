@@ -31,7 +31,6 @@ from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO
 from pqweights.inference.runtimes.folders import LLAMA_CPP, MASTER, Folder, read_model, transformers_config
 from pqweights.inference.runtimes.llama_cpp import LlamaRun
 from pqweights.inference.runtimes.packages import Refused, package, quiet
-from pqweights.inference.runtimes.steps import MlxStepper, Stepper, TorchStepper
 from pqweights.inference.runtimes.texts import Ids
 from pqweights.kernels.groups import unpack_bits
 
@@ -51,7 +50,6 @@ class Model:
     runtime: which library computes, in words.
     dtype: the dtype of the arithmetic.
     logits: takes ids [tokens] and n; returns f32 [n, vocabulary], the predictions after each of the last n tokens.
-    stepper: what generates, one token after another.
     logits_of: logits for several windows of one size, in order, where they are computed faster together.
     net: the PreTrainedModel that computes; None for models of mlx-lm and llama.cpp.
     """
@@ -59,7 +57,6 @@ class Model:
     runtime: str
     dtype: str
     logits: Callable[[Ids, int], Floats]
-    stepper: Stepper
     logits_of: Callable[[Sequence[Ids], int], Iterator[Floats]] | None = None
     net: Any = None
 
@@ -245,7 +242,7 @@ def _in_torch(runtime: str, model: Any) -> Model:
         return values
 
     dtype = str(model.dtype).removeprefix("torch.")
-    return Model(runtime=runtime, dtype=dtype, logits=logits, stepper=TorchStepper(model), net=model)
+    return Model(runtime=runtime, dtype=dtype, logits=logits, net=model)
 
 
 def _open_master(folder: Folder, *, device: str, dtype: str, packed: bool) -> Model:
@@ -360,7 +357,7 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
         return np.array(model(mx.array(ids)[None])[0, -last:].astype(mx.float32))
 
     computed_in = str(computed.dtype).removeprefix("mlx.core.")
-    return Model(runtime="mlx-lm", dtype=computed_in, logits=logits, stepper=MlxStepper(model))
+    return Model(runtime="mlx-lm", dtype=computed_in, logits=logits)
 
 
 # llama.cpp.
@@ -368,7 +365,7 @@ def _open_mlx(folder: Folder, dtype: str) -> Model:
 
 def _open_llama_cpp(folder: Folder, dtype: str, threads: int | None) -> Model:
     run = LlamaRun(open_gguf(folder.path), exact=dtype != AUTO, threads=threads)
-    return Model(runtime=LLAMA_CPP, dtype=MIXED, logits=run.logits, stepper=run)
+    return Model(runtime=LLAMA_CPP, dtype=MIXED, logits=run.logits)
 
 
 def decode_on_cpu(weight: Any) -> Any:

@@ -8,7 +8,7 @@ import io
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -108,10 +108,11 @@ class Refused(contextlib.AbstractContextManager["Refused"]):
     """A context in which the errors of a package become SourceError; it may hold nothing but calls of that package.
 
     what: the input and the package, for the message.
+    own: a function that the package calls, whose errors stay as they are.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, own: Callable[..., object] | None = None) -> None:
+        self._what, self._own = what, getattr(own, "__code__", None)
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -120,6 +121,8 @@ class Refused(contextlib.AbstractContextManager["Refused"]):
             return
         if not isinstance(error, OSError) and _is_bug(error):
             return  # a bug keeps its traceback
+        if self._own and any(frame.f_code is self._own for frame, _ in traceback.walk_tb(trace)):
+            return
         if is_out_of_memory(error):
             raise memory_shortage(self._what, error) from error
         # For files that they cannot parse, safetensors raises its own child of Exception, and tokenizers Exception
