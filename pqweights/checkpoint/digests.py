@@ -2,7 +2,6 @@
 
 A hash of pieces is BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) of the BLAKE3 digests of a tensor's pieces of
 128 KiB, so threads hash pieces as they come, in any order. docs/format.md, section 6, defines it for other readers.
-Manifests of version 1 state SHA-256.
 
 A tensor is checked once, by the bytes that its readers get, in whichever order and however often. When its last byte
 has come, its hash is compared; `finish` reads what was left unread of a tensor of which something was used.
@@ -11,12 +10,10 @@ has come, its hash is compared; `finish` reads what was left unread of a tensor 
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -41,59 +38,29 @@ Bytes = npt.NDArray[np.uint8]
 MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]  # as `map` does
 
 
-@dataclass(frozen=True)
-class TensorHash:
-    """A hash of stored tensors, computed part by part.
-
-    key: what manifests call it
-    part_bytes: the size of the parts that can be hashed apart; None if the whole tensor is one
-    of_part: hashes the bytes of a part, READ_BYTES at a time and fewer at its end; fewer bytes have another hash
-    combined: returns the hash of a tensor from those of its parts
-    """
-
-    key: str
-    part_bytes: int | None
-    of_part: Callable[[Iterable[Bytes]], bytes]
-    combined: Callable[[Sequence[bytes]], str]
-
-    def parts(self, byte_count: int) -> list[tuple[int, int]]:
-        """Return the parts of a tensor that can be hashed apart, at least one: where each begins and ends, in bytes."""
-        if self.part_bytes is None:
-            return [(0, byte_count)]
-        begins = range(0, max(byte_count, 1), self.part_bytes)
-        return [(begin, min(begin + self.part_bytes, byte_count)) for begin in begins]
+KEY = "blake3_of_pieces"  # in manifests
 
 
-def _digests_of_pieces(data: Iterable[Bytes]) -> bytes:
+def parts_of(byte_count: int) -> list[tuple[int, int]]:
+    """Return the parts of a tensor that can be hashed apart, at least one: where each begins and ends, in bytes."""
+    return [(begin, min(begin + PART_BYTES, byte_count)) for begin in range(0, max(byte_count, 1), PART_BYTES)]
+
+
+def digests_of_pieces(data: Iterable[Bytes]) -> bytes:
+    """Return the hashes of the pieces of a part, which comes READ_BYTES at a time and fewer at its end."""
     digests = []
     for read in data:
         digests += [blake3(read[at : at + PIECE_BYTES].data).digest() for at in range(0, len(read), PIECE_BYTES)]
     return b"".join(digests)
 
 
-def _blake3_of_digests(digests: Sequence[bytes]) -> str:
+def hash_of_pieces(digests: Iterable[bytes]) -> str:
+    """Return the hash of a tensor. digests: those of the pieces of all its parts"""
     return blake3(b"".join(digests)).hexdigest()
 
 
-def _sha256_of_whole(data: Iterable[Bytes]) -> bytes:
-    digest = hashlib.sha256()
-    for read in data:
-        digest.update(read.data)
-    return digest.digest()
-
-
-def _only(digests: Sequence[bytes]) -> str:
-    (digest,) = digests
-    return digest.hex()
-
-
-HASH_OF_PIECES = TensorHash("blake3_of_pieces", PART_BYTES, _digests_of_pieces, _blake3_of_digests)
-# Of whole tensors, which no two threads can share: that of manifests of version 1, and of files without tensors.
-SHA256 = TensorHash("sha256", None, _sha256_of_whole, _only)
-
-
 def pieces_of(storage: Storage, file: str, offset: int, count: int) -> Iterator[Bytes]:
-    """Yield bytes of a file in a storage as `TensorHash.of_part` takes them, in memory that is used again."""
+    """Yield bytes of a file in a storage as `digests_of_pieces` takes them, in memory that is used again."""
     memory = np.empty(min(READ_BYTES, count), dtype=np.uint8)
     for begin in range(0, count, READ_BYTES):
         data = memory[: min(READ_BYTES, count - begin)]
@@ -175,7 +142,7 @@ class PieceHasher:
     def hexdigest(self) -> str:
         """Return the hash; all bytes must have come."""
         assert self.is_whole, "bytes of the tensor are missing"
-        return HASH_OF_PIECES.combined(self._digests)
+        return hash_of_pieces(self._digests)
 
 
 class _OpenPiece:
@@ -204,12 +171,10 @@ class CheckedReads:
     storage: where the files lie
     """
 
-    def __init__(
-        self, storage: Storage, stored: Iterable[StoredTensor], *, tensor_hash: TensorHash, digests: Mapping[str, str]
-    ) -> None:
+    def __init__(self, storage: Storage, stored: Iterable[StoredTensor], *, digests: Mapping[str, str]) -> None:
         """Know the tensors that may be read, and the hash of each of them, by name."""
         self.storage = storage
-        self._tensor_hash, self._digests = tensor_hash, digests
+        self._digests = digests
         self._by_file: dict[str, list[StoredTensor]] = {}
         for tensor in sorted(stored, key=operator.attrgetter("offset")):
             if tensor.byte_count:
@@ -229,7 +194,7 @@ class CheckedReads:
         self.storage.read_into(file, offset, buffer)
         tensor = self._tensor_at(file, offset)
         hasher = None if tensor is None or not len(buffer) else self._begin(tensor)
-        if tensor is not None and hasher is not None and self._tensor_hash == HASH_OF_PIECES:
+        if tensor is not None and hasher is not None:
             hasher.add(offset - tensor.offset, buffer)
             if hasher.is_whole:
                 self._compare(tensor, hasher.hexdigest())
@@ -276,23 +241,14 @@ class CheckedReads:
             return self._begun[tensor.name]
 
     def _whole(self, tensor: StoredTensor, hasher: PieceHasher, run: MapFunction) -> str:
-        """Return the hash of a tensor, of which everything is read that has not been read.
+        """Return the hash of a tensor, of which everything is read that has not been read."""
 
-        SHA-256 needs the bytes in their order, so of manifests of version 1 all are.
-        """
-
-        def read(span: tuple[int, int]) -> bytes:
+        def read(span: tuple[int, int]) -> None:
             begin, end = span
-            pieces = pieces_of(self.storage, tensor.file, tensor.offset + begin, end - begin)
-            if self._tensor_hash != HASH_OF_PIECES:
-                return self._tensor_hash.of_part(pieces)
-            for data in pieces:
+            for data in pieces_of(self.storage, tensor.file, tensor.offset + begin, end - begin):
                 hasher.add(begin, data)
                 begin += len(data)
-            return b""
 
-        if self._tensor_hash != HASH_OF_PIECES:
-            return self._tensor_hash.combined(list(run(read, self._tensor_hash.parts(tensor.byte_count))))
         list(run(read, hasher.missing()))
         return hasher.hexdigest()
 
@@ -302,7 +258,7 @@ class CheckedReads:
         problem = ""
         if digest != expected:
             problem = (
-                f"{self.storage}: {tensor.file}: tensor {tensor.name!r}: {self._tensor_hash.key}: expected {expected}, "
+                f"{self.storage}: {tensor.file}: tensor {tensor.name!r}: {KEY}: expected {expected}, "
                 f"found {digest}: its bytes are damaged; {REMEDY}"
             )
         with self._lock:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights import codecs
 from pqweights.checkpoint import quantized
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.names import AWQ_SUFFIX, QUANT_METHOD, awq_name
@@ -27,7 +26,7 @@ from pqweights.checkpoint.readers import (
     scale_shape,
 )
 from pqweights.checkpoint.storage import Storage
-from pqweights.codecs import DEFAULT_CODEC, MASTER_CODECS, WITHDRAWN, Coding, MasterCodec, native, withdrawn
+from pqweights.codecs import DEFAULT_CODEC, MASTER_CODECS, Coding, MasterCodec, native
 from pqweights.codecs.columns import (
     MOST_STORED_COLUMNS,
     ColumnCoding,
@@ -44,6 +43,8 @@ from pqweights.common.dtypes import DTYPE_BITS, FLOAT_DTYPES, PACKED_DTYPES
 from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.errors import MasterError, RecipeError, SourceError
 
+# Of the format of masters, docs/format.md.
+FORMAT_VERSION = 1
 LOGICAL_DTYPES = (*FLOAT_DTYPES, *PACKED_DTYPES)
 
 
@@ -143,7 +144,7 @@ def quantization_config(
             levels.setdefault(codec, {})[str(bits)] = tables
     return {
         "quant_method": QUANT_METHOD,
-        "format_version": max((codecs.first_version(e.coder.codec, e.shape, e.state) for e in encodings), default=1),
+        "format_version": FORMAT_VERSION,
         "block_size": _most_common([codec.block_size for codec in of_each]) or MASTER_CODECS[DEFAULT_CODEC].block_size,
         **defaults,
         "levels": levels,
@@ -237,19 +238,15 @@ class _Reader:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         version = settings.get("format_version")
-        if type(version) is not int or not 1 <= version <= codecs.LATEST_VERSION:
-            expected = f"1 to {codecs.LATEST_VERSION}, found {version!r}; a newer pqweights may read it"
-            raise _damaged(f"format_version: expected {expected}")
-        fields = [
-            key
-            for key in _Settings.__struct_fields__
-            if version >= native.Native.format_version or key not in ("source", "coded")
-        ]
-        known = (*fields, *stated_defaults(MASTER_CODECS.values()))
+        if type(version) is not int or version != FORMAT_VERSION:
+            raise _damaged(
+                f"format_version: expected {FORMAT_VERSION}, found {version!r}; a newer pqweights may read it"
+            )
+        known = (*_Settings.__struct_fields__, *stated_defaults(MASTER_CODECS.values()))
         _check_keys("quantization_config", settings, known)
         stated = as_document(settings, _Settings, _damaged)
         self.kept, self.overrides, self._levels = frozenset(stated.kept), stated.overrides, stated.levels
-        self._settings, self._version, self._block_size = settings, version, stated.block_size
+        self._settings, self._block_size = settings, stated.block_size
         self._coders: dict[tuple[str, float], Coding] = {}
         # The longest first: one suffix may be the end of another.
         blocks = (codec for codec in MASTER_CODECS.values() if codec.name != native.Native.name)
@@ -257,12 +254,8 @@ class _Reader:
         self._source, self._coded = stated.source, stated.coded
 
     def check_codecs(self, encoded: Sequence[EncodedTensor]) -> None:
-        """Raise MasterError unless version and block size are those of the codecs, or of the default one."""
+        """Raise MasterError unless the block size is that of one of the codecs, or of the default one."""
         names = sorted({tensor.coder.codec for tensor in encoded})
-        needed = {(codecs.first_version(t.coder.codec, t.shape, t.state.to_json()), t.coder.codec) for t in encoded}
-        first, name = max(needed, default=(1, DEFAULT_CODEC))
-        if self._version < first:
-            raise _damaged(f"format_version: expected {first} or later for {name}, found {self._version}")
         sizes = sorted({MASTER_CODECS[name].block_size for name in names or [DEFAULT_CODEC]})
         if self._block_size not in sizes:
             raise _damaged(f"block_size: expected {' or '.join(map(str, sizes))}, found {self._block_size}")
@@ -388,8 +381,6 @@ class _Reader:
         """Return a weight by its own settings and its stored tensors."""
         where, merged = f"{name!r}", self._merged(name)
         codec = merged.get("codec")
-        if codec in WITHDRAWN and codec not in MASTER_CODECS:
-            raise _damaged(f"{where}: codec: {withdrawn(codec)}; quantize the model again")
         if not isinstance(codec, str) or codec not in MASTER_CODECS:
             raise _damaged(f"{where}: codec: expected one of {', '.join(MASTER_CODECS)}, found {codec!r}")
         defaults = MASTER_CODECS[codec].state_defaults

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 from pqweights.codecs.columns import ColumnCoding, HadamardTrellisColumns
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
@@ -17,18 +16,14 @@ from pqweights.errors import RecipeError
 __all__ = [
     "CODECS",
     "DEFAULT_CODEC",
-    "LATEST_VERSION",
     "MASTER_CODECS",
     "UNRATED",
-    "WITHDRAWN",
     "Coding",
     "MasterCodec",
     "checked_effort",
     "checked_rate",
-    "first_version",
     "get_codec",
     "nearest_rate",
-    "withdrawn",
 ]
 
 DEFAULT_CODEC = "hadamard-lloyd-max"
@@ -47,18 +42,6 @@ UNRATED: dict[str, HadamardTrellisColumns | Native] = {
     "native": Native(),
 }
 MASTER_CODECS: dict[str, MasterCodec] = {**CODECS, **UNRATED}
-# Of the format of masters.
-LATEST_VERSION = HadamardTrellisColumns.stack_version
-
-# Codecs for comparison that version 0.2.0 has.
-WITHDRAWN = ("absmax", "hadamard-absmax", "lloyd-max", "hadamard-lloyd-max-l2")
-
-
-def first_version(codec: str, shape: Sequence[int], state: Mapping[str, Any]) -> int:
-    """Return the first version of the format of masters that has such a weight. state: State.to_json"""
-    if codec == ColumnCoding.codec and (len(shape) > 2 or state):
-        return HadamardTrellisColumns.stack_version
-    return MASTER_CODECS[codec].format_version
 
 
 def get_codec(name: str) -> Codec:
@@ -71,14 +54,7 @@ def get_codec(name: str) -> Codec:
     if name in MASTER_CODECS:
         takes = "takes whole checkpoints (`lossless`)" if name == NativeCoding.codec else "takes a calibration"
         raise RecipeError(f"codec: {name} {takes} and is not for recipes; expected {', '.join(CODECS)}")
-    if name in WITHDRAWN:
-        raise RecipeError(f"codec: {withdrawn(name)}; expected {', '.join(CODECS)}")
     raise RecipeError(f"codec: no codec is called {name!r}; {instead(name, CODECS)}")
-
-
-def withdrawn(name: str) -> str:
-    """Return what is wrong with one of WITHDRAWN, as the beginning of a message."""
-    return f"{name!r} was a codec for comparison, and pqweights 0.2.0 is the last version that has it"
 
 
 def nearest_rate(codec: str, bits: float) -> float:

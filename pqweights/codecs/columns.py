@@ -66,14 +66,9 @@ class ColumnCoding:
 
 
 class HadamardTrellisColumns:
-    """The codec, with what `Codec` has for finished weights.
-
-    stack_version: the first version of the format that has stacks and transposed weights
-    """
+    """The codec, with what `Codec` has for finished weights."""
 
     name = ColumnCoding.codec
-    format_version = 4
-    stack_version = 6
     suffixes = (TRELLIS, "_lengths", "_row_scales", "_column_scales")
     block_size = BLOCK_SIZE
     state_defaults: Mapping[str, Any] = {"transposed": False}

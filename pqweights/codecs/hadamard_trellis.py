@@ -67,7 +67,6 @@ class HadamardTrellis(Codec):
     """
 
     name = "hadamard-trellis"
-    format_version = 2
     suffixes = (TRELLIS,)
     rates = tuple(eighths / 8 for eighths in range(12, 65))
     any_rate = True

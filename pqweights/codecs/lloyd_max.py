@@ -133,7 +133,6 @@ class HadamardLloydMax(Codec):
     """
 
     name = "hadamard-lloyd-max"
-    format_version = 1
     suffixes = (CODES, NORMS)
     rates = range(MIN_BITS, MAX_BITS + 1)
     block_size = BLOCK_SIZE

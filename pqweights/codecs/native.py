@@ -58,7 +58,6 @@ class Native:
     """The codec, with what `Codec` has for finished weights."""
 
     name = NativeCoding.codec
-    format_version = 5
     suffixes = (CODED, LENGTHS)
     block_size = CHUNK_ITEMS
     state_defaults: Mapping[str, Any] = {}

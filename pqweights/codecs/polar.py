@@ -112,7 +112,6 @@ class PolarAngles(Codec):
     """The codec; see Codec."""
 
     name = "polar"
-    format_version = 3
     suffixes = (ANGLES, RADII)
     rates = (RATE,)
     block_size = BLOCK_SIZE

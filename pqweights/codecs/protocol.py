@@ -267,7 +267,6 @@ class Codec:
     """A block quantizer of several rates. A codec is a subclass.
 
     name: the key in CODECS
-    format_version: the first version of the format of masters that has this codec; older readers refuse such masters
     suffixes: those of the parts, in the order of the parts, which is the same at every rate
     rates: the rates that fitting to a size chooses from, ascending
     any_rate: whether the codec has every rate from the first to the last of `rates`, not only those
@@ -280,7 +279,6 @@ class Codec:
     """
 
     name: str
-    format_version: int
     suffixes: tuple[str, ...]
     rates: Sequence[float]
     any_rate: bool = False

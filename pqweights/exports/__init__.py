@@ -51,13 +51,12 @@ EXPORTS = {
     ),
 }
 
-# Other names of targets. Manifests keep the first names of torchao, mlx and vllm, so that an export that was made by an
-# earlier version is still the same result.
-ALIASES = {"torchao-int4": "torchao", "mlx-q4": "mlx", "vllm-int4": "vllm"}
+# Other names of targets.
+ALIASES = {"torchao-int4": "torchao", "mlx-q4": "mlx"}
 
 
 def target_name(stated: object) -> str | None:
-    """Return the key in EXPORTS of a name or an alias, such as a manifest states; None for anything else."""
+    """Return the key in EXPORTS of a name or an alias; None for anything else, which a manifest may state."""
     name = ALIASES.get(stated, stated) if isinstance(stated, str) else None
     return name if name in EXPORTS else None
 

@@ -78,8 +78,6 @@ if TYPE_CHECKING:
     from pqweights.exports.mlx_trace import Traced
 
 NAME = "mlx"
-# What manifests call the target: the name that it had first.
-STATED_NAME = "mlx-q4"
 # Bit widths and group sizes of the modes; the first is the default.
 BITS = {"affine": (4, 2, 3, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
 # The formats by name: mode and bits. Formats are chosen for a size from those of integers.
@@ -108,7 +106,7 @@ class MlxFormat:
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
-        stated = {"target": STATED_NAME, "mode": self.mode, "bits": self.bits}
+        stated = {"target": NAME, "mode": self.mode, "bits": self.bits}
         stated |= {"group_size": self.groups.size, "qparams": self.qparams}
         return stated | ({} if self.mix is None else {"mix": self.mix}) | self.assignment.describe()
 

@@ -42,8 +42,6 @@ from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import stored_bytes
 
 NAME = "torchao"
-# What manifests call the target: the name that it had first.
-STATED_NAME = "torchao-int4"
 TILE, UNTILED = "tile_packed_to_4d", "plain"
 GROUP_SIZES = (128, 64, 32, 256)
 CHANNEL = (1,)  # any row can be a group
@@ -181,10 +179,9 @@ class TorchaoFormat:
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
-        stated: dict[str, Any] = {"target": STATED_NAME, "bits": 8, "format": self.name}
-        if self.name == INT4:  # as before there were others
-            stated = {"target": STATED_NAME, "packing": self.int4.packing, "bits": 4}
-            stated |= {"group_size": self.int4.groups.size, "qparams": self.int4.qparams}
+        stated: dict[str, Any] = {"target": NAME, "format": self.name, "bits": 4 if self.name == INT4 else 8}
+        if self.name == INT4:
+            stated |= {"packing": self.int4.packing, "group_size": self.int4.groups.size, "qparams": self.int4.qparams}
         return stated | self.assignment.describe()
 
     def outline(self, checkpoint: Checkpoint) -> Outline:

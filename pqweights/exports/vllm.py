@@ -24,7 +24,7 @@ from pqweights.exports.integers import Outline
 from pqweights.exports.linear import LinearFormat, LinearRules, LinearWeights, linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
 from pqweights.exports.original import integer_export
-from pqweights.exports.schemes import CHANNEL, INTEGERS, SCHEMES, Dialect, SchemeFormat, WeightScheme
+from pqweights.exports.schemes import CHANNEL, SCHEMES, Dialect, SchemeFormat, WeightScheme
 from pqweights.exports.target import (
     ASSIGNMENT_OPTIONS,
     BEST,
@@ -41,12 +41,8 @@ from pqweights.exports.target import (
 from pqweights.planning.options import ExportOptions
 
 NAME = "vllm"
-# What manifests call the target: the name that it had first.
-STATED_NAME = "vllm-int4"
 # From which formats are chosen for a size, besides the one that was asked for.
 LADDER = ("w4a16", "w8a16", "nvfp4", "fp8")
-# What a manifest says of the basis: weights are rounded as they are. Earlier versions also wrote "rotated".
-BASIS = "plain"
 RESHAPED = (
     "this export is for vLLM alone: transformers (5.23) cuts or joins weights of this type of model as it loads them, "
     "which does not work with packed ones, nor with plain ones beside them"
@@ -72,18 +68,9 @@ class VllmFormat:
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
-        stated = {
-            "target": STATED_NAME,
-            "bits": self.scheme.bits,
-            "group_size": self.groups.size,
-            "basis": BASIS,
-            "qparams": self.qparams,
-        }
-        if self.scheme.layout != INTEGERS:  # manifests of which name their format by its bits
-            stated["format"] = self.name
-        if self.scheme.sizes == CHANNEL:
-            del stated["group_size"]
-        return stated | self.assignment.describe()
+        stated = {"target": NAME, "format": self.name, "bits": self.scheme.bits, "qparams": self.qparams}
+        sizes = {} if self.scheme.sizes == CHANNEL else {"group_size": self.groups.size}
+        return stated | sizes | self.assignment.describe()
 
     @property
     def formats(self) -> dict[str, LinearFormat]:
@@ -182,11 +169,6 @@ def read_options(options: ExportOptions) -> VllmFormat:
 
 
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
-    if made_by.get("basis", BASIS) != BASIS:
-        raise ExportError(
-            f"this export was made with --basis {made_by['basis']}, which this version of pqweights does not have, and "
-            "which transformers computes wrongly; export the master again"
-        )
     trust = " --trust-remote-code" if model.custom else ""
     serve = shell("pip install vllm", f"vllm serve {model.quoted}{model.revision_option}{trust}")
     by_library = by_transformers(model, "torch transformers compressed-tensors")
@@ -208,7 +190,7 @@ TARGET = ExportTarget(
     runtime=COMPRESSED_TENSORS,
     tags=("vllm", "compressed-tensors"),
     options=(*ASSIGNMENT_OPTIONS, *INTEGER_OPTIONS),
-    account=("basis", "formats"),
+    account=("formats",),
     read_options=read_options,
     prepare=integer_export,
     check=lambda master, settings: settings.outline(master.layers),

@@ -23,7 +23,7 @@ from pqweights.planning.plan import Plan, index_json
 from pqweights.rewrite.finished_shards import records_of
 from pqweights.rewrite.identity import RunIdentity, is_under_way
 from pqweights.rewrite.listed_files import problems_of_sizes
-from pqweights.rewrite.manifest import Manifest, parse_manifest, version_of
+from pqweights.rewrite.manifest import Manifest, parse_manifest
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.run import Run, open_run
 from pqweights.rewrite.shard import LocalEngine
@@ -238,7 +238,6 @@ def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], run: Run) -> N
         source_fingerprint=fingerprint,
         records=records,
         files=files,
-        version=version_of(task.identity),
     )
     run.complete(manifest.to_pieces())
 

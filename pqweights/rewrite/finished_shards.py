@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pqweights.checkpoint.ahead import Stop
-from pqweights.checkpoint.digests import HASH_OF_PIECES
+from pqweights.checkpoint.digests import KEY
 from pqweights.checkpoint.names import WORK_FOLDER
 from pqweights.checkpoint.writer import PARTIAL_SUFFIX, disk_errors
 from pqweights.errors import OutputError
@@ -43,7 +43,7 @@ class ShardMark:
         """Return the content of the mark."""
         records = []
         for record in self.records:
-            stated = vars(record) | {HASH_OF_PIECES.key: record.digests}
+            stated = vars(record) | {KEY: record.digests}
             del stated["digests"]
             records.append(stated)
         return json.dumps({"tensors": records, "fingerprints": dict(self.fingerprints)}).encode()
@@ -53,7 +53,7 @@ class ShardMark:
         """Read a mark; None if it is not whole, so that the shard is made again."""
         try:
             stated = json.loads(content)
-            records = [TensorRecord(digests=record.pop(HASH_OF_PIECES.key), **record) for record in stated["tensors"]]
+            records = [TensorRecord(digests=record.pop(KEY), **record) for record in stated["tensors"]]
             return ShardMark(records=tuple(records), fingerprints=dict(stated["fingerprints"]))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None

@@ -30,8 +30,6 @@ from pqweights.storage import Store
 # The first version that makes the same bytes as this one: a run is continued, and a finished result left alone, only by
 # a version that agrees. To be raised with every change of what a codec, a recipe or an export writes.
 SAME_BYTES_SINCE = "0.3.0"
-# That of results whose manifest states none.
-UNSTATED_VERSION = "0.2.0"
 # It is written before anything else is changed in the work folder, so it tells what a killed run was about to make.
 JOURNAL = f"{WORK_FOLDER}/{JOURNAL_FILE}"
 

@@ -128,7 +128,7 @@ def checked_reads(storage: Storage, stored: Iterable[StoredTensor], manifest: Ma
         raise MasterError(
             f"{storage}: tensor {min(missing)!r}: expected it, as {MANIFEST_FILE} says, found none; {REMEDY}"
         )
-    return CheckedReads(storage, stored, tensor_hash=manifest.tensor_hash, digests=digests)
+    return CheckedReads(storage, stored, digests=digests)
 
 
 def checked(tensor: LogicalTensor, checked_by: CheckedReads) -> LogicalTensor:

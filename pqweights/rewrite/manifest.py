@@ -6,7 +6,6 @@ everywhere. docs/format.md, section "pqweights.json", has the format.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from msgspec import Meta, field
 
 from pqweights.checkpoint.companions import leads_outside, outside, top_level_files
 from pqweights.checkpoint.config import known_facts
-from pqweights.checkpoint.digests import HASH_OF_PIECES, SHA256, TensorHash
 from pqweights.checkpoint.gguf.file import SUFFIX as GGUF_SUFFIX
 from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.header import ONLY_GGUF_READERS
@@ -26,21 +24,12 @@ from pqweights.common.documents import ClosedDocument, Count, Document, Number, 
 from pqweights.common.strict_json import json_pieces, parse_json
 from pqweights.errors import MasterError, SourceError
 from pqweights.planning.plan import DEFAULT_METADATA, FileHeader, GgufFiles, Safetensors, ShardPlan, TensorPlan
-from pqweights.rewrite.identity import UNSTATED_VERSION, RunIdentity
+from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.manifest_entries import TensorEntry, damaged, parse_tensor, tensor_json
 from pqweights.rewrite.records import TensorRecord, error_totals, exceeds
 from pqweights.storage.store import FileRecord
 
-# Results in safetensors have the second version, those in another container the third, and those that state since which
-# version of pqweights the same bytes are made the fourth.
-MANIFEST_VERSION, CONTAINER_VERSION, STATED_VERSION = 2, 3, 4
-# The hash of stored tensors in each version.
-TENSOR_HASHES: dict[int, TensorHash] = {
-    1: SHA256,
-    MANIFEST_VERSION: HASH_OF_PIECES,
-    CONTAINER_VERSION: HASH_OF_PIECES,
-    STATED_VERSION: HASH_OF_PIECES,
-}
+MANIFEST_VERSION = 1
 # Of a manifest; that of a model with a million tensors has fewer.
 MOST_BYTES = 4_000_000_000
 # The key of a transform's account of itself (Transform.account) that tells which kind of result it makes.
@@ -74,7 +63,7 @@ class ManifestFile(ClosedDocument, frozen=True, kw_only=True):
     model: dict[str, Any] = {}
     master: dict[str, Any] = {}
     max_shard_bytes: Annotated[int, Meta(ge=1)]
-    same_bytes_since: str = UNSTATED_VERSION
+    same_bytes_since: str
     relative_mse: Number | None = None
     total_mse: Number | None = None
     master_mse: Number | None = None
@@ -95,19 +84,12 @@ class Manifest:
     source_fingerprint: that of the checkpoint that was read (Checkpoint.fingerprint)
     records: what was measured of each tensor, in the order of identity.tensors
     files: the files without tensors, by name
-    version: that of the format; new manifests have the lowest that can say what they say
     """
 
     identity: RunIdentity
     source_fingerprint: str
     records: tuple[TensorRecord, ...]
     files: dict[str, FileRecord]
-    version: int = MANIFEST_VERSION
-
-    @property
-    def tensor_hash(self) -> TensorHash:
-        """The hash that the records' digests are."""
-        return TENSOR_HASHES[self.version]
 
     @property
     def kind(self) -> str:
@@ -144,24 +126,21 @@ class Manifest:
         origin = {"id": None} if identity.origin is None else identity.origin._asdict()
         metadata = {"metadata": identity.metadata} if identity.metadata != DEFAULT_METADATA else {}
         return {
-            "manifest_version": self.version,
+            "manifest_version": MANIFEST_VERSION,
             "kind": identity.kind,
             **self.made_by,
             "source": {**origin, "bytes": identity.source_bytes, "fingerprint": self.source_fingerprint},
             **({"model": identity.model} if identity.model else {}),
             **({"master": identity.master} if identity.master else {}),
             "max_shard_bytes": identity.max_shard_bytes,
-            **_version_json(identity),
+            "same_bytes_since": identity.same_bytes_since,
             **error_totals(self.tensors, self.records),
             **metadata,
             **({"container": identity.container} if identity.container else {}),
             **({"left_out": identity.left_out} if identity.left_out else {}),
             **({"remarks": list(identity.remarks)} if identity.remarks else {}),
             "exceeding": self.exceeding,
-            "tensors": (
-                tensor_json(tensor, record, self.tensor_hash.key)
-                for tensor, record in zip(self.tensors, self.records, strict=True)
-            ),
+            "tensors": map(tensor_json, self.tensors, self.records),
             "files": {name: vars(record) for name, record in sorted(self.files.items())},
         }
 
@@ -201,19 +180,6 @@ def manifests_beside(storage: Storage) -> Iterator[tuple[str, ...]]:
 def evaluations_of(manifest_file: str) -> str:
     """Return the name of the recorded evaluations that belong to a manifest of a repository."""
     return manifest_file.removesuffix(MANIFEST_FILE) + EVALUATION_FILE
-
-
-def version_of(identity: RunIdentity) -> int:
-    """Return the lowest version of the format that can say what is to be said of a result."""
-    if _version_json(identity):
-        return STATED_VERSION
-    return CONTAINER_VERSION if identity.container else MANIFEST_VERSION
-
-
-def _version_json(identity: RunIdentity) -> dict[str, str]:
-    """Return the version since which the same bytes are made; nothing for the one that manifests began without."""
-    version = identity.same_bytes_since
-    return {} if version == UNSTATED_VERSION else {"same_bytes_since": version}
 
 
 def read_manifest(result: Path | Storage) -> Manifest:
@@ -272,15 +238,15 @@ def parse_manifest(data: bytes) -> Manifest:
     except ValueError as error:
         raise MasterError(f"{MANIFEST_FILE}: {error}; restore it, or delete the folder") from None
     version = document.get("manifest_version") if isinstance(document, dict) else type(document).__name__
-    if type(version) is not int or version not in TENSOR_HASHES:
+    if type(version) is not int or version != MANIFEST_VERSION:
         raise MasterError(
-            f"{MANIFEST_FILE}: manifest_version: expected {min(TENSOR_HASHES)} to {max(TENSOR_HASHES)}, found "
-            f"{version!r}; a newer pqweights may read it"
+            f"{MANIFEST_FILE}: manifest_version: expected {MANIFEST_VERSION}, found {version!r}; a newer "
+            "pqweights may read it"
         )
-    return _parsed(document, version)
+    return _parsed(document)
 
 
-def _parsed(document: dict[str, Any], version: int) -> Manifest:
+def _parsed(document: dict[str, Any]) -> Manifest:
     account = _account(document)
     file = as_document({key: value for key, value in document.items() if key not in account}, ManifestFile, damaged)
     expected = next((KINDS[key] for key in KINDS if key in account), None)
@@ -288,7 +254,7 @@ def _parsed(document: dict[str, Any], version: int) -> Manifest:
         raise damaged(f"kind: expected {expected}, found {file.kind!r}")
     if file.model != (facts := known_facts(file.model)):
         raise damaged(f"model: expected what a model card may say, {facts}, found {str(file.model)[:80]}")
-    entries = list(map(parse_tensor, file.tensors, document["tensors"], itertools.repeat(TENSOR_HASHES[version].key)))
+    entries = list(map(parse_tensor, file.tensors, document["tensors"]))
     origin = file.source
     if (origin.id is None) != (origin.revision is None):
         raise damaged("source: expected id and revision, found one of them")
@@ -307,14 +273,11 @@ def _parsed(document: dict[str, Any], version: int) -> Manifest:
         master=file.master,
         same_bytes_since=file.same_bytes_since,
     )
-    if max(version, MANIFEST_VERSION) != version_of(identity):
-        raise damaged(f"manifest_version: expected one for the files that it lists, found {version}")
     return Manifest(
         identity=identity,
         source_fingerprint=file.source.fingerprint,
         records=tuple(record for _, record in entries),
         files=file.files,
-        version=version,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.codecs import MASTER_CODECS, WITHDRAWN, withdrawn
+from pqweights.codecs import MASTER_CODECS
 from pqweights.codecs.native import Native
 from pqweights.codecs.protocol import exact_rate
 from pqweights.common.documents import Damaged, Document, Number, Size, as_document
@@ -21,13 +21,12 @@ from pqweights.rewrite.records import TensorRecord
 
 
 class _StoredTensor(Document, frozen=True, kw_only=True):
-    """A stored tensor, with the hash of its version (TENSOR_HASHES)."""
+    """A stored tensor, with its hash of pieces (checkpoint/digests.py)."""
 
     name: str
     dtype: str
     shape: tuple[Size, ...]
-    sha256: str | None = None
-    blake3_of_pieces: str | None = None
+    blake3_of_pieces: str
 
 
 class TensorEntry(Document, frozen=True, kw_only=True):
@@ -44,8 +43,8 @@ class TensorEntry(Document, frozen=True, kw_only=True):
     stored: tuple[_StoredTensor, ...]
 
 
-def tensor_json(tensor: TensorPlan, record: TensorRecord, hash_key: str) -> dict[str, Any]:
-    """Return the entry of a tensor. hash_key: the key of the hash of its stored tensors"""
+def tensor_json(tensor: TensorPlan, record: TensorRecord) -> dict[str, Any]:
+    """Return the entry of a tensor."""
     measured = {"relative_mse": record.relative_mse, "energy": record.energy}
     entry = tensor.to_json()
     if tensor.action == INTEGER:
@@ -60,18 +59,17 @@ def tensor_json(tensor: TensorPlan, record: TensorRecord, hash_key: str) -> dict
             "dtype": spec.dtype,
             "shape": list(spec.shape),
             "bytes": spec.byte_count,
-            hash_key: record.digests[spec.name],
+            "blake3_of_pieces": record.digests[spec.name],
         }
         for spec in tensor.stored
     ]
     return entry
 
 
-def parse_tensor(entry: TensorEntry, stated: Mapping[str, Any], hash_key: str) -> tuple[TensorPlan, TensorRecord]:
+def parse_tensor(entry: TensorEntry, stated: Mapping[str, Any]) -> tuple[TensorPlan, TensorRecord]:
     """Return what became of a tensor, and what was measured of it.
 
     stated: the entry as it stands in the file, with the state of a quantized weight
-    hash_key: the key of the hash of its stored tensors
 
     Raises MasterError for an entry that no version would have written.
     """
@@ -81,13 +79,10 @@ def parse_tensor(entry: TensorEntry, stated: Mapping[str, Any], hash_key: str) -
 
     specs, digests = [], {}
     for part in entry.stored:
-        digest = getattr(part, hash_key)
-        if part.dtype not in DTYPE_BITS or digest is None:
-            raise wrong(
-                f"{part.name!r}: expected a dtype of safetensors and {hash_key}, found {part.dtype!r}, {digest}"
-            )
+        if part.dtype not in DTYPE_BITS:
+            raise wrong(f"{part.name!r}: expected a dtype of safetensors, found {part.dtype!r}")
         specs.append(TensorSpec(part.name, part.dtype, part.shape))
-        digests[part.name] = digest
+        digests[part.name] = part.blake3_of_pieces
     if max(math.prod(shape) for shape in (entry.shape, *(spec.shape for spec in specs))) > MAX_ELEMENTS:
         raise wrong(f"shape: expected at most {MAX_ELEMENTS} elements")
     plan = TensorPlan(
@@ -114,7 +109,7 @@ def parse_tensor(entry: TensorEntry, stated: Mapping[str, Any], hash_key: str) -
 def _checked_state(plan: TensorPlan, stated: Mapping[str, Any], wrong: Damaged) -> dict[str, Any] | None:
     """Return the state of a quantized weight; None for another tensor.
 
-    Raises MasterError if action, codec and bits do not go together, or for a codec of WITHDRAWN.
+    Raises MasterError if action, codec and bits do not go together.
     """
     mismatch = f"action, codec and bits: expected those of a codec, found {(plan.action, plan.codec, plan.bits)}"
     if plan.action == INTEGER and plan.codec is not None and plan.bits in range(1, 9):
@@ -123,8 +118,6 @@ def _checked_state(plan: TensorPlan, stated: Mapping[str, Any], wrong: Damaged) 
         return None
     if plan.action != QUANTIZE or plan.codec is None or plan.bits is None:
         raise wrong(mismatch)
-    if plan.codec in WITHDRAWN and plan.codec not in MASTER_CODECS:
-        raise MasterError(f"{MANIFEST_FILE}: {plan.name!r}: codec: {withdrawn(plan.codec)}; quantize the model again")
     try:
         coder = coding_of(plan)
         own = {key: stated[key] for key in MASTER_CODECS[plan.codec].state_defaults if key in stated}

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.digests import HASH_OF_PIECES, PIECE_BYTES, CheckedReads
+from pqweights.checkpoint.digests import PIECE_BYTES, CheckedReads, digests_of_pieces, hash_of_pieces
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, build_header
 from pqweights.checkpoint.master import column_specs
 from pqweights.checkpoint.readers import PlainTensor
@@ -106,7 +106,7 @@ def _damaged(path: Path) -> Callable[[str], SourceError]:
 
 def _digest(data: Any) -> str:
     pieces = (data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES))
-    return HASH_OF_PIECES.combined([HASH_OF_PIECES.of_part([piece]) for piece in pieces])
+    return hash_of_pieces(digests_of_pieces([piece]) for piece in pieces)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class ReadyWeights:
             if not specs or [(t.name, t.dtype, t.shape) for t in there] != [tuple(spec) for spec in specs]:
                 raise _damaged(folder)(f"tensor {name!r}: expected the codes of a weight {list(weight.shape)}")
             digests |= dict(zip([spec.name for spec in specs], weight.digests, strict=True))
-        checked = CheckedReads(storage, stored.values(), tensor_hash=HASH_OF_PIECES, digests=digests)
+        checked = CheckedReads(storage, stored.values(), digests=digests)
         files = Checkpoint(
             storage=storage,
             config=None,

@@ -30,9 +30,6 @@ def test_of_two_cards_that_of_the_folder_counts_if_it_was_edited(master: Path) -
     ):
         card = make_card(master, "a/b", old=old, pushed=pushed)
         assert (card.text, card.replaces_edits) == (expected, replaced)
-    # Earlier versions left marks of the notes and keys in a card.
-    marked = again.replace(" -->\n", "; notes: 0123456789ab; keys: 0123456789ab -->\n", 1)
-    assert make_card(master, old=marked).text == again
 
 
 @pytest.mark.parametrize(

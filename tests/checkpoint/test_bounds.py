@@ -128,7 +128,7 @@ def master_of(shape: tuple[int, ...], transposed: bool) -> Callable[[], Any]:
     }  # fmt: skip
     stored = {f"x{end}": StoredTensor(f"x{end}", dtype, of, "f", 0, 8) for end, (dtype, of) in parts.items()}
     settings = {
-        "quant_method": "pqweights", "format_version": 6, "block_size": 128, "codec": "hadamard-trellis-columns",
+        "quant_method": "pqweights", "format_version": 1, "block_size": 128, "codec": "hadamard-trellis-columns",
         "bits": 1.0, "dtype": "BF16", "levels": {}, "kept": [], "rotation": "hadamard",
         "overrides": {"x": {"shape": list(shape), **({"transposed": True} if transposed else {})}},
     }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import pickle
 import random
@@ -18,14 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.checkpoint.digests import (
-    HASH_OF_PIECES,
     MOST_OPEN_PIECES,
     PART_BYTES,
     PIECE_BYTES,
     READ_BYTES,
-    SHA256,
     CheckedReads,
     PieceHasher,
+    digests_of_pieces,
+    hash_of_pieces,
+    parts_of,
 )
 from pqweights.checkpoint.storage import Storage
 from pqweights.errors import MasterError
@@ -49,15 +49,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def reads_of(folder: Path, tensor_hash: object = HASH_OF_PIECES) -> CheckedReads:
-    old = tensor_hash is SHA256
-    digests = {
-        name: SHA256.combined([SHA256.of_part([content(size)])]) if old else by_the_page(content(size).tobytes())
-        for name, size in SIZES.items()
-    }
-    storage = Storage(folder)
-    hash_of = SHA256 if old else HASH_OF_PIECES
-    return CheckedReads(storage, stored_in(folder).values(), tensor_hash=hash_of, digests=digests)
+def reads_of(folder: Path) -> CheckedReads:
+    digests = {name: by_the_page(content(size).tobytes()) for name, size in SIZES.items()}
+    return CheckedReads(Storage(folder), stored_in(folder).values(), digests=digests)
 
 
 def read(reads: CheckedReads, folder: Path, name: str, begin: int, end: int) -> bytes:
@@ -76,15 +70,11 @@ HASHED_SIZES = (0, 1, 1000, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES + 77, 
 @pytest.mark.parametrize("size", HASHED_SIZES)
 def test_parts_together_are_the_whole(size: int) -> None:
     data = content(size)
-    for tensor_hash, expected in (
-        (HASH_OF_PIECES, by_the_page(data.tobytes())),
-        (SHA256, hashlib.sha256(data).hexdigest()),
-    ):
-        parts = [
-            tensor_hash.of_part(data[at : min(at + READ_BYTES, end)] for at in range(begin, end, READ_BYTES))
-            for begin, end in tensor_hash.parts(size)
-        ]
-        assert tensor_hash.combined(parts) == expected
+    parts = [
+        digests_of_pieces(data[at : min(at + READ_BYTES, end)] for at in range(begin, end, READ_BYTES))
+        for begin, end in parts_of(size)
+    ]
+    assert hash_of_pieces(parts) == by_the_page(data.tobytes())
 
 
 @given(st.integers(0, 2**32))
@@ -172,18 +162,6 @@ def test_threads_share_a_tensor(folder: Path) -> None:
             assert errors and all(place in str(error) for error in errors)
         else:
             assert not errors and reads._checked == {"large": ""}
-
-
-def test_sha256_needs_all_bytes_in_order(folder: Path) -> None:
-    reads = reads_of(folder, SHA256)
-    for name in SIZES:
-        read(reads, folder, name, 0, SIZES[name])
-    reads.finish()
-    place = flip(folder, "exact", at=-1)
-    reads = reads_of(folder, SHA256)
-    read(reads, folder, "exact", 0, 10)
-    with pytest.raises(MasterError, match=place + ": sha256: expected"):
-        reads.finish()
 
 
 def test_another_process_begins_anew(folder: Path) -> None:

@@ -68,14 +68,6 @@ def test_golden_master_verifies_and_is_read_by_an_independent_decoder_and_by_exp
     assert codec in ("polar", "native") or exported.keys() == expected.keys()
 
 
-@pytest.mark.parametrize("codec", ["hadamard-trellis", "polar", COLUMN_CODEC, "native", "stacks"])
-def test_versions_before_refuse_the_golden_master(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    golden, version = GOLDEN[codec], GOLDEN[codec].version
-    monkeypatch.setattr("pqweights.codecs.LATEST_VERSION", version - 1)
-    with pytest.raises(MasterError, match=f"format_version: expected 1.*, found {version}; a newer pqweights may"):
-        open_local(golden.MASTER)
-
-
 def test_readers_from_before_a_key_refuse_masters_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HadamardTrellis, "state_defaults", {"rotation": "hadamard"})
     open_local(make_codecs.TRELLIS.MASTER)

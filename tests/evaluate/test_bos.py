@@ -106,11 +106,9 @@ def test_records_say_bos_and_do_not_replace_those_without(work, tmp_path):
     master = Path(shutil.copytree(work / "master", tmp_path / "master"))
     command = ("eval", master, "--text", work / "text.txt", "--window", 32)
     file = master / "pqweights-eval.json"
-    for extra, version in ((("--no-bos",), 1), ((), 2)):
-        settings = json.loads(done(*command, *extra, "--json").stdout)["settings"]
-        assert settings["bos"] == (version == 2)
-        data = json.loads(file.read_bytes())
-        assert data["evaluation_version"] == version
+    for extra, bos in ((("--no-bos",), False), ((), True)):
+        assert json.loads(done(*command, *extra, "--json").stdout)["settings"]["bos"] == bos
+    data = json.loads(file.read_bytes())
     assert [entry.get("bos") for entry in data["evaluations"]] == [None, True]
     assert [record.bos for record in read_records(master, data["manifest_sha256"])] == [False, True]
     assert "stride 8, each begins with BOS, " in " ".join(done(*command, "--no-record").stdout.split())

@@ -106,7 +106,7 @@ def test_logits_match_a_model_with_the_decoded_weights(name, source, exported):
 
 
 def test_transforms_of_inputs_are_refused(exported, tmp_path):
-    """transformers ignores those of exports of earlier versions silently. Other tools write none as {}."""
+    """transformers ignores them silently. Some tools write none as {}."""
     folder = Path(shutil.copytree(exported("vllm"), tmp_path / "copy"))
     config = json.loads((folder / "config.json").read_bytes())
     for stated, refuses in (({}, False), ({"config_groups": {"hadamard": {"type": "hadamard"}}}, True)):

@@ -13,7 +13,6 @@ import language_models
 import numpy as np
 import pytest
 from damage import flip, stored_in
-from golden import make
 from helpers import bf16, f32, folder_bytes, gaussian, run_command, write_checkpoint
 from memory_storage import objects, put
 from random_inputs import random_inputs
@@ -114,21 +113,6 @@ def test_awq_scales_are_checked(tmp_path: Path) -> None:
         place = flip(folder, name + "_awq_scale", at=-2)
         with pytest.raises(MasterError, match=damaged(place)):
             export(tmp_path, folder, tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", ["codes", "plain"])
-def test_a_master_of_manifest_version_1_is_checked_by_sha256(name: str, tmp_path: Path) -> None:
-    old = Path(shutil.copytree(make.MASTER, tmp_path / "old"))
-    shutil.copy(make.HERE / "version-1.json", old / "pqweights.json")
-    stored = stored_in(old)
-    parts = [part for part in stored if part.endswith("_codes")]
-    plain = [
-        part for part in stored if not part.endswith(("_codes", "_norms", "_awq_scale")) and stored[part].byte_count
-    ]
-    export(tmp_path, old, tmp_path / "sound")
-    place = flip(old, parts[0] if name == "codes" else plain[0])
-    with pytest.raises(MasterError, match=re.escape(place) + ": sha256: expected"):
-        export(tmp_path, old, tmp_path / "out")
 
 
 def test_parts_in_other_processes_check_what_they_read(

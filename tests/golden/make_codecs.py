@@ -1,4 +1,4 @@
-"""The golden masters of format versions 2 to 6: weights of hadamard-trellis and of polar, made by the command, of
+"""The golden masters of other codecs: weights of hadamard-trellis and of polar, made by the command, of
 hadamard-trellis-columns, of ready codes, and of native, made by the command without a recipe.
 
 `trellis/` has the same step in all blocks of a superblock and errors of least squares, as the first masters.
@@ -6,8 +6,8 @@ hadamard-trellis-columns, of ready codes, and of native, made by the command wit
     PYTHONPATH=tests:tests/support python -m golden.make_codecs
 
 writes `trellis/`, `steps/`, `polar/`, `columns/`, `native/`, `stacks/` and what they decode to anew. Do so when the
-encoder of the trellis chooses other bytes on purpose. A change of a decoder would change the format: the old masters
-have to be decoded to the old values.
+encoder of the trellis chooses other bytes on purpose. A change of a decoder would change the format: these masters
+have to be decoded to the same values.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def polar_source() -> Sources:
 
 POLAR_RECIPE = """
 name: golden-polar
-description: Sizes, dtypes, exponents and rotations of polar, and weights of the other versions.
+description: Sizes, dtypes, exponents and rotations of polar, and weights of the other codecs.
 codec: polar
 rules:
   - {name: "*.scalar.weight", codec: hadamard-lloyd-max, bits: 3}
@@ -101,7 +101,7 @@ rules:
 
 
 def columns_source() -> Sources:
-    """Weights for ready codes of several sizes and dtypes, and weights of the other versions."""
+    """Weights for ready codes of several sizes and dtypes, and weights of the other codecs."""
     return {
         "model.layers.strips.weight": helpers.bf16(weights(130, 5, seed=51)),
         "model.layers.superblocks.weight": helpers.f16(weights(3, 770, seed=52)),
@@ -117,7 +117,7 @@ def columns_source() -> Sources:
 
 COLUMNS_RECIPE = """
 name: golden-columns
-description: The weights that were not calibrated have the codecs of the other versions.
+description: The weights that were not calibrated have the other codecs.
 codec: polar
 rules:
   - {name: "*.scalar.weight", codec: hadamard-lloyd-max, bits: 3}
@@ -147,7 +147,7 @@ def native_source() -> Sources:
 
 
 def stacks_source() -> Sources:
-    """Stacks and transposed weights for ready codes, and weights of the other versions."""
+    """Stacks and transposed weights for ready codes, and weights of the other codecs."""
     return {
         "model.layers.stack.weight": helpers.bf16(weights(3, 130, 5, seed=71)),
         "model.layers.turned.weight": helpers.f16(weights(2, 770, 131, seed=72)),
@@ -171,13 +171,11 @@ class Golden:
     """A golden master.
 
     name: of its folder, and of the file with what it decodes to
-    version: of the format
     first_parts: the suffixes of the weights in that file, which has the kept tensors if it has all weights
-    is_first: whether it is made as the first masters of the version were
+    is_first: whether all blocks of a superblock have one step, and errors of least squares
     """
 
     name: str
-    version: int
     source: Sources
     recipe: str
     first_parts: tuple[str, ...]
@@ -204,7 +202,7 @@ class Golden:
         """The tensors that the file has, by the independent decoders."""
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
         assert (config["quant_method"], config["format_version"], config["block_size"]) == (
-            "pqweights", self.version, 128,
+            "pqweights", 1, 128,
         )  # fmt: skip
         stored: dict[str, Stored] = {}
         for path in sorted(folder.glob("*.safetensors")):
@@ -246,7 +244,7 @@ class GoldenWithoutLoss(Golden):
     def read_master(self, folder: Path) -> Iterator[Tensor]:
         """The stored tensors of the source, by the independent decoder."""
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
-        assert (config["format_version"], config["block_size"], config["source"]) == (self.version, 65536, {})
+        assert (config["format_version"], config["block_size"], config["source"]) == (1, 65536, {})
         stored: dict[str, Stored] = {}
         for path in sorted(folder.glob("*.safetensors")):
             stored |= independent_reader.read_safetensors(path)
@@ -319,13 +317,13 @@ def _rounded(name: str, values: np.ndarray, shape: Any, dtype: str) -> Tensor:
 
 
 DECODERS = {"codes": _scalar, "trellis": _trellis, "angles": _polar}
-TRELLIS = Golden("trellis", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"), is_first=True)
-STEPS = Golden("steps", 2, trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"))
-POLAR = Golden("polar", 3, polar_source(), POLAR_RECIPE, ("angles",))
-COLUMNS = GoldenOfReadyCodes("columns", 4, columns_source(), COLUMNS_RECIPE, ("codes", "trellis", "angles"))
-NATIVE = GoldenWithoutLoss("native", 5, native_source(), "", ())
+TRELLIS = Golden("trellis", trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"), is_first=True)
+STEPS = Golden("steps", trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"))
+POLAR = Golden("polar", polar_source(), POLAR_RECIPE, ("angles",))
+COLUMNS = GoldenOfReadyCodes("columns", columns_source(), COLUMNS_RECIPE, ("codes", "trellis", "angles"))
+NATIVE = GoldenWithoutLoss("native", native_source(), "", ())
 STACKS = GoldenOfReadyCodes(
-    "stacks", 6, stacks_source(), COLUMNS_RECIPE, ("codes", "trellis", "angles"), ready=READY_STACKS
+    "stacks", stacks_source(), COLUMNS_RECIPE, ("codes", "trellis", "angles"), ready=READY_STACKS
 )
 
 if __name__ == "__main__":

@@ -261,7 +261,6 @@ CASES = [
         "target-misspelled",
         {
             "export master out --target mlx_q4": ("--target mlx_q4", "the nearest is 'mlx-q4'"),
-            "export master out --target int4": ("--target int4", "the nearest is 'vllm-int4'"),
         },
     ),
     Case(

@@ -408,12 +408,6 @@ CASES = [
     settings("master-bits-a-string", "bits", to="5", export=("bits",)),
     settings("master-bits-a-float", "bits", to=5.5, export=("bits", "5.5")),
     settings("master-codec-unknown", "codec", to="hadamard", export=("'hadamard'", CODEC)),
-    settings(
-        "master-codec-withdrawn", "codec", to="lloyd-max", export=("'lloyd-max'", "0.2.0", "quantize the model again")
-    ),
-    settings_in_manifest(
-        "master-codec-withdrawn-in-manifest", "codec", to="absmax", said=("'absmax'", "0.2.0", "quantize the model")
-    ),
     settings("master-codec-a-list", "codec", to=[CODEC], export=("codec",)),
     settings("master-rotation-unknown", "rotation", to="givens", export=("'givens'",)),
     settings("master-rotation-null", "rotation", to=None, export=("rotation",)),
@@ -476,8 +470,6 @@ CASES = [
         verify=(MANIFEST,),
         export=(DOWN + "_trellis", "found no such tensor"),
     ),
-    settings("trellis-version-1", "format_version", to=1, export=("config.json", "format_version", "2 or later")),
-    settings("trellis-version-7", "format_version", to=7, export=("config.json", "format_version", "7")),
     settings("trellis-bits-9", "bits", to=9, export=("config.json", "bits", "from 1.5 to 8", "found 9")),
     settings("trellis-bits-3", "bits", to=3, export=(TRELLIS, "expected U8", "at 3 bits")),
     settings("trellis-rotation-unknown", "rotation", to="givens", export=("config.json", "'givens'")),
@@ -498,7 +490,6 @@ CASES = [
         export=(RADII, "found no such tensor"),
     ),
     damaged("polar-radii-of-another-size", restored(fewer_radii), verify=(MANIFEST,), export=(RADII, "expected F16")),
-    settings("polar-version-2", "format_version", to=2, export=("config.json", "format_version", "3 or later")),
     settings("polar-bits-4", "bits", to=4, export=("config.json", "bits", "3.875 bits", "found 4")),
     settings("polar-rotation-none", "rotation", to="none", export=("config.json", "'none'")),
     settings("polar-exponent-1000", "overrides", UP, to={"norm_exponent": 1000}, export=(UP, "norm_exponent", "1000")),
@@ -516,7 +507,6 @@ CASES = [
         remove_key(MANIFEST, "tensors", 0, "stored", 0, "blake3_of_pieces"),
         verify=(MANIFEST,),
     ),
-    manifest("manifest-of-the-version-before", "manifest_version", to=1),
     manifest("manifest-version-99", "manifest_version", to=99),
     manifest("manifest-source-null", "source", to=None),
     manifest("manifest-tensors-a-number", "tensors", to=5),
@@ -528,12 +518,6 @@ CASES = [
     manifest("manifest-stored-shape-negative", "tensors", 0, "stored", 0, "shape", to=[-2, 128]),
     manifest("manifest-shape-null", "tensors", 0, "shape", to=None),
     manifest("manifest-codec-unknown", "tensors", 0, "codec", to="hadamard"),
-    damaged(
-        "manifest-codec-withdrawn",
-        set_json(MANIFEST, "tensors", 0, "codec", to="absmax"),
-        verify=(MANIFEST, "'absmax'", "0.2.0", "quantize the model again"),
-        inspect=(MANIFEST, "'absmax'", "0.2.0", "quantize the model again"),
-    ),
     manifest("manifest-codec-a-list", "tensors", 0, "codec", to=[CODEC]),
     manifest("manifest-bits-a-string", "tensors", 0, "bits", to="five"),
     manifest("manifest-bits-99", "tensors", 0, "bits", to=99),

@@ -60,7 +60,6 @@ CASES = [
         {RECIPE: ("'hadamard'", "'hadamard-trellis'")},
         {**GOOD_SRC, "recipe.yaml": "codec: hadamard\n"},
     ),
-    recipe("recipe-codec-withdrawn", "codec: absmax\n", "'absmax'", "0.2.0", "expected hadamard-lloyd-max"),
     recipe("recipe-codec-far-from-all", "codec: gptq\n", "'gptq'", "expected hadamard-lloyd-max, hadamard-trellis"),
     recipe("rule-role-far-from-all", "rules: [{role: wombat, bits: 4}]\n", "'wombat'", "expected attention, mlp"),
     recipe("recipe-key-far-from-all", "wombat: 4\n", "'wombat'", "expected name, description"),

@@ -16,7 +16,6 @@ import language_models
 import pytest
 from commands import done, refused
 from damage import flip, stored_in
-from golden import make
 from helpers import Tensor, bf16, f32, gaussian, read_all, run_command, safetensors_bytes
 
 import pqweights
@@ -74,24 +73,6 @@ def test_tensors_that_a_model_does_not_use_are_not_read(master):
     transformers.LlamaModel.from_pretrained(master)
     with pytest.raises(MasterError, match=re.escape(place)):
         transformers.LlamaForCausalLM.from_pretrained(master)
-
-
-def test_a_master_of_manifest_version_1_is_checked(tmp_path):
-    from pqweights.checkpoint.source import stored_tensors
-    from pqweights.checkpoint.storage import Storage
-    from pqweights.rewrite.listed_files import checked_reads
-    from pqweights.rewrite.manifest import read_manifest
-
-    old = Path(shutil.copytree(make.MASTER, tmp_path / "old"))
-    shutil.copy(make.HERE / "version-1.json", old / "pqweights.json")
-    name = next(name for name in stored_in(old) if name.endswith("_codes"))
-    place = flip(old, name)
-    storage = Storage(old)
-    stored, _ = stored_tensors(storage, tuple(path.name for path in sorted(old.glob("*.safetensors"))))
-    checks = checked_reads(storage, stored.values(), read_manifest(old))
-    checks.check(tensor for tensor in stored.values() if tensor.name != name)
-    with pytest.raises(MasterError, match=re.escape(place) + ": sha256: expected"):
-        checks.check([stored[name]])
 
 
 @pytest.mark.parametrize("command", [("generate", "--prompt", "w1"), ("generate", "--prompt", "w1", "--packed")])

@@ -202,7 +202,7 @@ def test_damaged_record_is_refused(recorded: Path) -> None:
     changed = [record | {key: value} for key, values in CHANGES.items() for value in values]
     changed.append({key: value for key, value in record.items() if key != "tokens"})
     files = [data | {"evaluations": [entry]} for entry in changed]
-    files += [data | {"evaluation_version": version} for version in (3, True)]
+    files += [data | {"evaluation_version": version} for version in (2, True)]
     files += [data | {"evaluations": wrong} for wrong in ({}, [3])]
     files += [{key: value for key, value in data.items() if key != gone} for gone in ("evaluations", "manifest_sha256")]
     contents = [json.dumps(file).encode() for file in files]

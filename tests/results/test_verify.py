@@ -110,8 +110,7 @@ def tensor_of(manifest: dict[str, Any], name: str = "model.layers.0.self_attn.q_
 
 
 LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "version": lambda m: m.update(manifest_version=1),
-    "version unknown": lambda m: m.update(manifest_version=3),
+    "version unknown": lambda m: m.update(manifest_version=2),
     "version no number": lambda m: m.update(manifest_version=True),
     "kind unknown": lambda m: m.update(kind="nonsense"),
     "kind of an export": lambda m: m.update(kind="export"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from pqweights.checkpoint.digests import pieces_of
+from pqweights.checkpoint.digests import digests_of_pieces, hash_of_pieces, parts_of, pieces_of
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import Storage
 from pqweights.rewrite.manifest import read_manifest
@@ -18,11 +18,10 @@ def restate_hashes(master: Path) -> Path:
 
     def digest(name: str) -> str:
         tensor = by_name[name]
-        parts = [
-            manifest.tensor_hash.of_part(pieces_of(storage, tensor.file, tensor.offset + begin, end - begin))
-            for begin, end in manifest.tensor_hash.parts(tensor.byte_count)
-        ]
-        return manifest.tensor_hash.combined(parts)
+        return hash_of_pieces(
+            digests_of_pieces(pieces_of(storage, tensor.file, tensor.offset + begin, end - begin))
+            for begin, end in parts_of(tensor.byte_count)
+        )
 
     records = tuple(replace(r, digests={name: digest(name) for name in r.digests}) for r in manifest.records)
     (master / "pqweights.json").write_bytes(b"".join(replace(manifest, records=records).to_pieces()))

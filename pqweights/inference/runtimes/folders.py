@@ -123,8 +123,8 @@ def refuse_transforms(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise SourceError if the quantization_config of a folder declares transforms, which transformers ignores."""
     if settings.get("transform_config"):
         raise SourceError(
-            f"{path}: {CONFIG_FILE} has a transform_config, as exports of earlier versions in a rotated basis have: "
-            "transformers does not transform the inputs, and computes something else; export the master again"
+            f"{path}: {CONFIG_FILE} has a transform_config: transformers does not transform the inputs, and computes "
+            "something else; run the folder in vLLM"
         )
 
 

@@ -99,12 +99,9 @@ class EvaluationRecord(ClosedDocument, frozen=True, kw_only=True, omit_defaults=
 
 
 class _EvaluationFile(Document, frozen=True, kw_only=True):
-    """What the file holds.
+    """What the file holds."""
 
-    evaluation_version: 2 if a record says `bos`, which earlier versions of pqweights do not read, else 1
-    """
-
-    evaluation_version: Literal[1, 2]
+    evaluation_version: Literal[1]
     manifest_sha256: str
     evaluations: tuple[EvaluationRecord, ...]
 
@@ -139,7 +136,7 @@ def write_record(place: Place, record: EvaluationRecord) -> Path:
     records = {known.protocol: known for known in read_records(*place)}
     records[record.protocol] = record
     file = _EvaluationFile(
-        evaluation_version=2 if any(kept.bos for kept in records.values()) else 1,
+        evaluation_version=1,
         manifest_sha256=place.manifest_sha256,
         evaluations=tuple(records.values()),
     )

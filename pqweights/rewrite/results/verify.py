@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.companions import outside
-from pqweights.checkpoint.digests import SHA256, pieces_of
+from pqweights.checkpoint.digests import KEY, digests_of_pieces, hash_of_pieces, parts_of, pieces_of
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.names import (
     CARD_FILE,
@@ -125,13 +125,13 @@ def _check_hashes(
     storage: Storage, manifest: Manifest, shards: Sequence[ShardPlan], threads: int, progress: Progress
 ) -> list[str]:
     """Return the tensors in some files whose hash is another than the manifest states, a line each."""
-    tensor_hash, stored = manifest.tensor_hash, [tensor for shard in shards for tensor in shard.stored]
+    stored = [tensor for shard in shards for tensor in shard.stored]
     expected = {name: digest for record in manifest.records for name, digest in record.digests.items()}
-    work = [(tensor, *part) for tensor in stored for part in tensor_hash.parts(tensor.byte_count)]
+    work = [(tensor, *part) for tensor in stored for part in parts_of(tensor.byte_count)]
 
     def of_part(part: tuple[StoredTensor, int, int]) -> bytes:
         tensor, begin, end = part
-        return tensor_hash.of_part(pieces_of(storage, tensor.file, tensor.offset + begin, end - begin))
+        return digests_of_pieces(pieces_of(storage, tensor.file, tensor.offset + begin, end - begin))
 
     total, done = sum(tensor.byte_count for tensor in stored), 0
     wrong: list[str] = []
@@ -142,9 +142,9 @@ def _check_hashes(
             done += end - begin
             progress(done, total, tensor.name)
             if end == tensor.byte_count:
-                whole, digests = tensor_hash.combined(digests), []
+                whole, digests = hash_of_pieces(digests), []
                 if whole != expected[tensor.name]:
-                    differs = f"{tensor_hash.key}: expected {expected[tensor.name]}, found {whole}"
+                    differs = f"{KEY}: expected {expected[tensor.name]}, found {whole}"
                     wrong.append(f"{tensor.file}: tensor {tensor.name!r}: {differs}")
     return wrong
 
@@ -222,7 +222,10 @@ def _check_files(storage: Storage, manifest: Manifest) -> Iterator[tuple[str, st
 
 
 def _sha256(storage: Storage, name: str, size: int) -> str:
-    return SHA256.of_part(pieces_of(storage, name, 0, size)).hex()
+    digest = hashlib.sha256()
+    for read in pieces_of(storage, name, 0, size):
+        digest.update(read.data)
+    return digest.hexdigest()
 
 
 def _unlisted(
