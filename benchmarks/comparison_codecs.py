@@ -64,15 +64,18 @@ class ComparisonCodec(HadamardLloydMax):
         return self.rotations != (UNROTATED,)
 
     def distortion(self, bits: int) -> float:
-        """See HadamardLloydMax; the weights, or the rotated weights, are taken as Gaussian."""
+        """Return the distortion of the Lloyd-Max levels on N(0,1) at a bit width, with norms of least squares.
+
+        The weights, or the rotated weights, are taken as Gaussian.
+        """
         return (ABSMAX_DISTORTION if self.uniform else lloyd_max.DISTORTION)[bits]
 
     def codebook(self, bits: int) -> Codebook:
-        """See HadamardLloydMax."""
+        """Return the Lloyd-Max levels of a bit width."""
         return uniform_codebook(bits) if self.uniform else lloyd_max.codebook(bits)
 
     def encode_blocks(self, values: Bytes, dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
-        """See HadamardLloydMax."""
+        """Encode whole blocks; see kernels.Backend.encode."""
         blocks, block_bytes = len(out.codes), BLOCK_SIZE * item_bytes(dtype)
         smallest, largest, first_bad = math.inf, 0.0, -1
         for first in range(0, blocks, PIECE_BLOCKS):
@@ -138,11 +141,11 @@ class UnrotatedCodec(ComparisonCodec):
     state_defaults: Mapping[str, Any] = {"rotation": UNROTATED, "norm_exponent": 0}
 
     def coder(self, bits: float, effort: int | None = None) -> ScalarCoder:
-        """See Codec."""
+        """Return the coder of a rate, which encodes with an effort; None for the default."""
         return UnrotatedCoder(self, super().coder(bits, effort).codebook)
 
     def coder_from_tables(self, bits: float, tables: Any) -> ScalarCoder:
-        """See Codec."""
+        """Return the coder of a rate, with the tables of a master."""
         return UnrotatedCoder(self, super().coder_from_tables(bits, tables).codebook)
 
 
@@ -150,12 +153,12 @@ class UnrotatedCoder(ScalarCoder):
     """A scalar coder whose codes are those of the weights themselves."""
 
     def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
-        """See Coder."""
+        """Decode whole blocks, encoded in a state, to raw bytes of `dtype`: BF16, F16 or F32."""
         decoded = self.decode_torch([torch.from_numpy(part) for part in parts], state).numpy()
         values[:] = from_float32(decoded.reshape(-1).clip(*FINITE_RANGES[dtype]), dtype)
 
     def decode_torch(self, parts: Sequence[torch.Tensor], state: State) -> torch.Tensor:
-        """See Coder."""
+        """Decode whole blocks on the device of the parts, [blocks, bytes] u8 -> [blocks, block size] f32."""
         assert isinstance(state, ScalarState)
         codes, norms = parts[0], parts[1].reshape(-1).view(torch.float16)
         levels = torch.from_numpy(self.codebook.levels).to(codes.device)

@@ -21,7 +21,7 @@ class Command(TyperCommand):
     """The command export, whose help lists the targets."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """See click.Command."""
+        """Write the targets below the usage."""
         from pqweights.exports import ALIASES, EXPORTS
 
         short = {name: f" (or {alias})" for alias, name in ALIASES.items()}
@@ -32,7 +32,7 @@ class Command(TyperCommand):
         super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """See click.Command; a missing target is an error that lists the targets."""
+        """Parse the arguments; a missing target is an error that lists the targets."""
         from pqweights.exports import EXPORTS
 
         try:

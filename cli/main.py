@@ -41,7 +41,7 @@ class Commands(TyperGroup):
     """The commands, whose usage errors quote what they were given with escapes: it may be the names of files."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        """See click.Group."""
+        """Parse the arguments of the group."""
         with _printable_usage_errors():
             return super().make_context(*args, **extra)
 
@@ -53,7 +53,7 @@ class Commands(TyperGroup):
         return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
-        """See click.Group."""
+        """Parse the arguments of a command, and run it."""
         with _printable_usage_errors():
             return super().invoke(ctx)
 

@@ -62,7 +62,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(scope="module", name="narrow_layers_packed")
 def _narrow_layers_packed() -> Iterator[None]:
-    """See helpers.narrow_layers_packed."""
+    """Layers that are narrower than packing pays for stay packed."""
     with narrow_layers_packed():
         yield
 

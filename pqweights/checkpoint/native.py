@@ -133,7 +133,7 @@ class NativeTensor(EncodedTensor):
 
     @property
     def unit(self) -> int:
-        """See EncodedTensor."""
+        """How many elements, from a multiple of this number on, are decoded together."""
         return CHUNK_ITEMS
 
     def read(self, start: int, count: int, dtype: str, out: Bytes) -> None:

@@ -69,7 +69,7 @@ class DecodedTensor:
         return aspect in (Aspect.CODES, Aspect.SCALES) and len(self.parts) > 1
 
     def read(self, start: int, count: int, dtype: str, out: Bytes) -> None:
-        """See LogicalTensor."""
+        """Read elements [start, start + count) as raw bytes of `dtype` into the start of `out`."""
         raise NotImplementedError
 
 
@@ -125,7 +125,7 @@ class PackedSourceTensor(DecodedTensor):
     factor: float = 1.0
 
     def has(self, aspect: Aspect) -> bool:
-        """See DecodedTensor."""
+        """Whether another aspect than the values can be read: weights are codes on a grid."""
         if aspect == Aspect.ZEROS:
             return not self.is_float
         return self.biases is not None if aspect == Aspect.BIASES else super().has(aspect)
@@ -350,7 +350,10 @@ class TableTensor(DecodedTensor):
     nested: NestedScales | None
 
     def has(self, aspect: Aspect) -> bool:
-        """See DecodedTensor: the numbers of a table are on no grid."""
+        """Whether another aspect than the values can be read: weights are codes on a grid.
+
+        The numbers of a table are on no grid.
+        """
         return False
 
     def read(self, start: int, count: int, dtype: str, out: Bytes) -> None:

@@ -187,22 +187,22 @@ class _PackedSource:
         return self.bytes(name, codes) if codes.dtype == "I8" and f"{name}_scale" in self._stored else None
 
     def of_modelopt(self, name: str, codes: StoredTensor) -> PackedSourceTensor | None:
-        """See of_compressed_tensors."""
+        """Return the weight of modelopt whose codes a stored tensor is; None if it is another tensor."""
         scales = self._stored.get(f"{name}_scale") if codes.dtype == "U8" else None
         return None if scales is None else self.floats(name, codes, scales, "_scale_2")
 
     def of_deepseek(self, name: str, codes: StoredTensor) -> PackedSourceTensor | None:
-        """See of_compressed_tensors."""
+        """Return the weight of four bits of DeepSeek whose codes a stored tensor is; None if it is another tensor."""
         scales = scales_of(name, self._stored) if codes.dtype == "I8" else None
         return None if scales is None else self.floats(name, codes, scales)
 
     def of_gptq(self, name: str, codes: StoredTensor) -> TransposedTensor | None:
-        """See of_compressed_tensors."""
+        """Return the weight of GPTQ or AWQ whose codes a stored tensor is; None if it is another tensor."""
         module = name.removesuffix(".qweight")
         return None if module == name else self.transposed(module, codes, self._settings)
 
     def of_mlx(self, name: str, codes: StoredTensor) -> PackedSourceTensor | None:
-        """See of_compressed_tensors."""
+        """Return the weight of MLX whose codes a stored tensor is; None if it is another tensor."""
         module = name.removesuffix(".weight")
         if module == name or codes.dtype != "U32":
             return None
@@ -247,7 +247,7 @@ class _PackedSource:
         )
 
     def of_torchao(self, name: str, codes: StoredTensor) -> PackedSourceTensor | None:
-        """See of_compressed_tensors."""
+        """Return the weight of torchao whose codes a stored tensor is; None if it is another tensor."""
         stem = name.removesuffix("_qdata")
         module = stem.removesuffix("._weight")
         if name in (stem, module) or stem == module:
@@ -298,7 +298,7 @@ class _PackedSource:
         )
 
     def of_bitsandbytes(self, name: str, codes: StoredTensor) -> DecodedTensor | None:
-        """See of_compressed_tensors."""
+        """Return the weight of bitsandbytes whose codes a stored tensor is; None if it is another tensor."""
         module = name.removesuffix(".weight")
         if module == name:
             return None

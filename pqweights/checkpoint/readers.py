@@ -205,7 +205,7 @@ class BlockTensor(EncodedTensor):
 
     @property
     def unit(self) -> int:
-        """See EncodedTensor."""
+        """How many elements, from a multiple of this number on, are decoded together."""
         return self.coder.block_size
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
@@ -299,7 +299,10 @@ class ColumnTensor(EncodedTensor):
 
     @property
     def unit(self) -> int:
-        """See EncodedTensor: a strip, or of a transposed weight a superblock of each strip."""
+        """How many elements, from a multiple of this number on, are decoded together.
+
+        A strip, or of a transposed weight a superblock of each strip.
+        """
         return self.unit_rows * self.shape[-1]
 
     @property

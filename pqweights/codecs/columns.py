@@ -39,7 +39,7 @@ class Orientation(Unstated, frozen=True):
     transposed: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """See State."""
+        """Return the state as manifests store it: keys of Codec.state_defaults, with JSON scalars."""
         return {"transposed": True} if self.transposed else {}
 
 
@@ -56,10 +56,10 @@ class ColumnCoding:
     orthogonal_error = False
 
     def tables(self) -> None:
-        """See Coder."""
+        """Return what decoding needs besides parts and state, as JSON for the master; None if it needs nothing."""
 
     def parse_state(self, values: Mapping[str, Any]) -> Orientation:
-        """See Coder."""
+        """Parse what State.to_json returns; absent keys have the values of Codec.state_defaults."""
         if values.get("transposed", True) is not True:
             raise ValueError(f"transposed: expected true or nothing, found {values['transposed']!r}")
         return Orientation(transposed="transposed" in values)
@@ -91,7 +91,7 @@ class HadamardTrellisColumns:
         return ColumnCoding(exact_rate(bits))
 
     def coder_from_tables(self, bits: float, tables: Any) -> ColumnCoding:
-        """See Codec."""
+        """Return the coder of a rate, with the tables of a master."""
         if tables is not None:
             raise ValueError(f"expected none for {self.name}")
         return self.coder(bits)

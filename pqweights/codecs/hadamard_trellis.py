@@ -55,7 +55,10 @@ class TrellisState(RotatedState, frozen=True):
     step_power: float = 0
 
     def to_json(self) -> dict[str, Any]:
-        """See State; a power of 0 is not stated, as in the masters from before there was another."""
+        """Return the state as manifests store it: keys of Codec.state_defaults, with JSON scalars.
+
+        A power of 0 is not stated, as in the masters from before there was another.
+        """
         return {key: value for key, value in super().to_json().items() if value}
 
 
@@ -88,7 +91,10 @@ class HadamardTrellis(Codec):
     )
 
     def coder(self, bits: float, effort: int | None = None) -> TrellisCoder:
-        """See Codec; the effort is the number of states of the trellis."""
+        """Return the coder of a rate, which encodes with an effort; None for the default.
+
+        The effort is the number of states of the trellis.
+        """
         check_effort(self, effort)
         if not has_rate(self, bits):
             raise unknown_rate(self, bits)
@@ -142,21 +148,24 @@ class TrellisCoder(Coder):
 
     @property
     def bits(self) -> float:
-        """See Coder."""
+        """The rate by which users and files name the coder; an int if it is whole."""
         return exact_rate(self.rate)
 
     def sized(self, weights: int) -> TrellisCoder:
-        """See Coder."""
+        """Return the coder as it stores a weight of this many elements; its block_size and parts hold for it alone."""
         return replace(self, cut=superblocks(weights, self.rate))
 
     @property
     def block_size(self) -> int:
-        """See Coder; what the protocol calls a block is a superblock."""
+        """The number of weights in a block; the last block of a weight is padded with zeros.
+
+        What the protocol calls a block is a superblock.
+        """
         return self._cut.blocks * BLOCK_SIZE
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """See Coder."""
+        """The stored tensors of a weight, with the suffixes of the codec."""
         return (Part(TRELLIS, "U8", self._cut.stride),)
 
     @property
@@ -166,25 +175,31 @@ class TrellisCoder(Coder):
 
     @property
     def distortion(self) -> float:
-        """See Coder; enlarging by 1 / (1 - error) enlarges the error as much."""
+        """The relative mean squared error that theory promises for Gaussian weights.
+
+        Enlarging by 1 / (1 - error) enlarges the error as much.
+        """
         error = float(4.0 ** (_ABOVE_BOUND - self.rate))
         return error / (1 - error) if self.gained else error
 
     @property
     def orthogonal_error(self) -> bool:
-        """See Coder."""
+        """Whether the error of a decoded weight is orthogonal to it, so that errors of later rounding simply add."""
         return not self.gained
 
     def least_squares(self) -> TrellisCoder:
-        """See Coder."""
+        """Return the coder that makes the same codes with the least squared error."""
         return replace(self, gained=False)
 
     def first_state(self) -> TrellisState:
-        """See Coder."""
+        """Return the state of the first pass, which is the only one for nearly every weight."""
         return TrellisState(HADAMARD, self.step_power)
 
     def next_state(self, history: Sequence[PassResult]) -> TrellisState | None:
-        """See Coder: if the error is too large, signs before the rotation and one step, and whichever is better."""
+        """Return the state for another pass after these, or None if the last one stands.
+
+        If the error is too large, signs before the rotation and one step, and whichever is better.
+        """
         last = history[-1]
         if len(history) == 1:
             return TrellisState(SIGNED_HADAMARD) if exceeds_promise(self, last.relative_mse) else None
@@ -193,14 +208,14 @@ class TrellisCoder(Coder):
         return None
 
     def parse_state(self, values: Mapping[str, Any]) -> TrellisState:
-        """See Coder."""
+        """Parse what State.to_json returns; absent keys have the values of Codec.state_defaults."""
         state = parse_rotated(self, TrellisState, ROTATIONS, values)
         if state.step_power not in STEP_POWERS:
             raise ValueError(f"step_power: expected {alternatives(STEP_POWERS)}, found {state.step_power!r}")
         return state
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
-        """See Coder."""
+        """Encode whole blocks into parts, and return what was measured."""
         assert isinstance(state, TrellisState)
         (rows,) = parts
         energies, errors, bad = trellis.encode(
@@ -216,7 +231,7 @@ class TrellisCoder(Coder):
         return Measures(energies=energies, errors=errors, first_bad_block=bad)
 
     def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
-        """See Coder."""
+        """Decode whole blocks, encoded in a state, to raw bytes of `dtype`: BF16, F16 or F32."""
         assert isinstance(state, TrellisState)
         (rows,) = parts
         cut, signed = self._cut._replace(number=len(rows)), state.rotation == SIGNED_HADAMARD
@@ -226,10 +241,13 @@ class TrellisCoder(Coder):
             raise DamagedBlock(damaged, REASONS[reason])
 
     def check(self, parts: Sequence[Bytes], state: State) -> None:
-        """See Coder; what is wrong with a superblock shows when it is decoded."""
+        """Raise DamagedBlock if it shows without decoding that no coder wrote these bytes.
+
+        What is wrong with a superblock shows when it is decoded.
+        """
 
     def modelled_errors(self, blocks: Floats) -> Doubles:
-        """See Coder: in proportion to a block's squared step, but not more than its energy (reverse water-filling).
+        """Return errors in proportion to a block's squared step, but not more than its energy (reverse water-filling).
 
         With a power p of the steps, errors are level * variance**p. If the variance**(1 - p) of all blocks have a
         geometric mean g, they take the rate at a level of g * 4**-rate. Blocks beyond the widest table have the step

@@ -173,13 +173,13 @@ class HadamardLloydMax(Codec):
         return load_backend("cpu").encode(values, dtype, coding, out)
 
     def coder(self, bits: float, effort: int | None = None) -> ScalarCoder:
-        """See Codec."""
+        """Return the coder of a rate, which encodes with an effort; None for the default."""
         check_effort(self, effort)
         width = self.width(bits)
         return _coder(self, width, self.gain(width))
 
     def coder_from_tables(self, bits: float, tables: Any) -> ScalarCoder:
-        """See Codec; the tables are the levels."""
+        """Return the coder of a rate, with the tables of a master. The tables are the levels."""
         width = self.width(bits)
         return ScalarCoder(self, codebook_from_levels(width, _checked_levels(tables, width)), self.gain(width))
 
@@ -223,51 +223,57 @@ class ScalarCoder(Coder):
 
     @property
     def codec(self) -> str:
-        """See Coder."""
+        """The name of the codec, a key of CODECS."""
         return self._codec.name
 
     @property
     def bits(self) -> int:
-        """See Coder."""
+        """The rate by which users and files name the coder; an int if it is whole."""
         return self.codebook.bits
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """See Coder; a block has 16 bytes of codes for each bit, and a norm."""
+        """The stored tensors of a weight, with the suffixes of the codec.
+
+        A block has 16 bytes of codes for each bit, and a norm.
+        """
         return Part(CODES, "U8", BLOCK_SIZE * self.bits // 8), Part(NORMS, "F16", 1)
 
     @property
     def distortion(self) -> float:
-        """See Coder."""
+        """The relative mean squared error that theory promises for Gaussian weights."""
         return self._codec.distortion(self.bits) * self.gain
 
     @property
     def orthogonal_error(self) -> bool:
-        """See Coder."""
+        """Whether the error of a decoded weight is orthogonal to it, so that errors of later rounding simply add."""
         return self._codec.orthogonal_error and self.gain == 1
 
     def least_squares(self) -> ScalarCoder:
-        """See Coder."""
+        """Return the coder that makes the same codes with the least squared error."""
         return replace(self, gain=1.0)
 
     def tables(self) -> list[float]:
-        """See Coder; the levels are the shortest decimals that round to them."""
+        """Return what decoding needs besides parts and state, as JSON for the master; None if it needs nothing.
+
+        The levels are the shortest decimals that round to them.
+        """
         return [float(str(level)) for level in self.codebook.levels]
 
     def first_state(self) -> ScalarState:
-        """See Coder."""
+        """Return the state of the first pass, which is the only one for nearly every weight."""
         return ScalarState(self._codec.rotations[0], 0)
 
     def next_state(self, history: Sequence[PassResult]) -> ScalarState | None:
-        """See Coder and `state_after`."""
+        """Return the state for another pass after these, or None if the last one stands."""
         return state_after(self, self._codec.rotations, history)
 
     def parse_state(self, values: Mapping[str, Any]) -> ScalarState:
-        """See Coder."""
+        """Parse what State.to_json returns; absent keys have the values of Codec.state_defaults."""
         return parse_rotated(self, ScalarState, self._codec.rotations, values)
 
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
-        """See Coder."""
+        """Encode whole blocks into parts, and return what was measured."""
         codes, norms = parts
         energies, errors = np.empty((2, len(codes)), dtype=np.float64)
         out = EncodedArrays(codes, norms.reshape(-1).view(np.uint16), energies, errors)
@@ -282,18 +288,21 @@ class ScalarCoder(Coder):
         )
 
     def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
-        """See Coder."""
+        """Decode whole blocks, encoded in a state, to raw bytes of `dtype`: BF16, F16 or F32."""
         self.check(parts, state)
         codes, norms = parts
         encoded = codes, norms.reshape(-1).view(np.uint16)
         load_backend("cpu").decode(encoded, self.coding(state), dtype, values)
 
     def check(self, parts: Sequence[Bytes], state: State) -> None:
-        """See Coder."""
+        """Raise DamagedBlock if it shows without decoding that no coder wrote these bytes."""
         check_norms(parts[1], state, "its norm")
 
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
-        """See Coder; the operations of the reference run on any device."""
+        """Decode whole blocks on the device of the parts, [blocks, bytes] u8 -> [blocks, block size] f32.
+
+        The operations of the reference run on any device.
+        """
         import torch
 
         from pqweights.kernels.reference import decode_blocks

@@ -47,10 +47,10 @@ class NativeCoding:
     orthogonal_error = True
 
     def tables(self) -> None:
-        """See Coder."""
+        """Return what decoding needs besides parts and state, as JSON for the master; None if it needs nothing."""
 
     def parse_state(self, values: Mapping[str, Any]) -> Unstated:
-        """See Coder."""
+        """Parse what State.to_json returns; absent keys have the values of Codec.state_defaults."""
         return Unstated()
 
 
@@ -78,7 +78,7 @@ class Native:
         return NativeCoding(exact_rate(bits))
 
     def coder_from_tables(self, bits: float, tables: Any) -> NativeCoding:
-        """See Codec."""
+        """Return the coder of a rate, with the tables of a master."""
         if tables is not None:
             raise ValueError(f"expected none for {self.name}")
         return self.coder(bits)

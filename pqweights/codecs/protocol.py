@@ -85,11 +85,11 @@ class Unstated(Document, frozen=True):
 
     @property
     def rescued(self) -> bool:
-        """See State."""
+        """Whether the codec's first choice had too large an error, so that the weight is encoded in another way."""
         return False
 
     def to_json(self) -> dict[str, Any]:
-        """See State."""
+        """Return the state as manifests store it: keys of Codec.state_defaults, with JSON scalars."""
         return {}
 
 
@@ -260,7 +260,7 @@ class Promise(Protocol):
 
     @property
     def distortion(self) -> float:
-        """See Coder."""
+        """The relative mean squared error that theory promises for Gaussian weights."""
 
 
 class Codec:

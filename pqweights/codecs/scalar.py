@@ -38,11 +38,11 @@ class RotatedState(Document, frozen=True):
 
     @property
     def rescued(self) -> bool:
-        """See State."""
+        """Whether the codec's first choice had too large an error, so that the weight is encoded in another way."""
         return self.rotation == SIGNED_HADAMARD
 
     def to_json(self) -> dict[str, Any]:
-        """See State."""
+        """Return the state as manifests store it: keys of Codec.state_defaults, with JSON scalars."""
         return structs.asdict(self)
 
 

@@ -328,7 +328,7 @@ def _name_of(source: ExportSource) -> str | None:
 
 
 def _check(master: PlannedMaster, settings: Gguf) -> None:
-    """See ExportTarget; the tokenizer, which may be large, is not read."""
+    """Decide whether a master can be exported, without reading the tokenizer, which may be large."""
     check_model(master.source)
 
 

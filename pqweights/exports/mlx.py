@@ -455,7 +455,7 @@ def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]
 
 
 def _check(master: PlannedMaster, settings: MlxFormat) -> None:
-    """See ExportTarget; mlx-lm is asked for its models by its files, as to import it takes a second."""
+    """Decide whether a master can be exported, by the files of mlx-lm, as to import it takes a second."""
     source = master.source
     config = _config(source, model_dtype(source.config, source.tensors))
     mlx = described(config["model_type"]).mlx

@@ -58,7 +58,7 @@ def _counting_polynomial(limits: npt.NDArray[np.float64], degree: int) -> npt.ND
 
 
 def encode(values: npt.NDArray[np.uint8], dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
-    """See `pqweights.kernels.Backend.encode`."""
+    """Encode whole blocks into `out`, with norms of least squared error."""
     book, blocks, stats = coding.codebook, len(out.codes), np.empty(3)
     search = _search_table(tuple(book.levels.tolist()), tuple(book.thresholds.tolist()))
     native.call(
@@ -86,7 +86,7 @@ def decode(
     dtype: str,
     values: npt.NDArray[np.uint8],
 ) -> None:
-    """See `pqweights.kernels.Backend.decode`."""
+    """Decode whole blocks into `values`."""
     codes, norms = encoded
     book, blocks = coding.codebook, len(codes)
     levels = np.zeros(max(16, 2**book.bits), dtype=np.float32)  # a vector at least
@@ -106,7 +106,7 @@ def decode(
 
 
 def add_in_order(totals: Doubles, *summands: Doubles) -> None:
-    """See `pqweights.kernels.Backend.add_in_order`."""
+    """Add the elements of one to three arrays [n] to their totals [arrays], one after the other."""
     count = len(summands[0])
     native.call(
         "add_in_order",

@@ -133,7 +133,7 @@ def decode_blocks(packed: Tensor, norms: Tensor, coding: BlockCoding) -> Tensor:
 
 
 def encode(values: npt.NDArray[np.uint8], dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
-    """See `pqweights.kernels.Backend.encode`."""
+    """Encode whole blocks into `out`, with norms of least squared error."""
     x = torch.from_numpy(values).view(TORCH_DTYPES[dtype]).float().reshape(-1, BLOCK_SIZE)
     bad = (~torch.isfinite(x)).any(dim=1).nonzero()
     packed, half_norms, block_energies, block_errors, exact = encode_blocks(x, coding)
@@ -155,7 +155,7 @@ def decode(
     dtype: str,
     values: npt.NDArray[np.uint8],
 ) -> None:
-    """See `pqweights.kernels.Backend.decode`."""
+    """Decode whole blocks into `values`."""
     codes, norms = encoded
     x = decode_blocks(torch.from_numpy(codes), torch.from_numpy(norms.view(np.float16)), coding)
     target = TORCH_DTYPES[dtype]
@@ -165,6 +165,6 @@ def decode(
 
 
 def add_in_order(totals: Doubles, *summands: Doubles) -> None:
-    """See `pqweights.kernels.Backend.add_in_order`."""
+    """Add the elements of one to three arrays [n] to their totals [arrays], one after the other."""
     for place, values in enumerate(summands):
         totals[place] = np.add.accumulate(np.append(totals[place], values))[-1]

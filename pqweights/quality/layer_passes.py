@@ -52,7 +52,7 @@ class Unwatched(contextlib.nullcontext[Any]):
         return self
 
     def next_batch(self) -> None:
-        """See Watch."""
+        """Note that a batch has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)

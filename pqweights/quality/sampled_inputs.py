@@ -67,7 +67,7 @@ def inputs_of(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampledInputs:
-    """See KnownInputs.
+    """What a sample says of the inputs of weights, which exports ask for as KnownInputs.
 
     sample: of which model, and which
     work: a folder for what lies on the disk
@@ -99,7 +99,7 @@ class SampledInputs:
         self.sample.check_source()
 
     def prepare(self, progress: Progress) -> None:
-        """See KnownInputs."""
+        """Have the model read the sample, unless it has."""
         if self.vectors:
             return
         passes = self._passes
@@ -111,11 +111,11 @@ class SampledInputs:
                 self._read(layer)
 
     def mean_squares(self, vector: int) -> Floats:
-        """See KnownInputs."""
+        """Return the mean square of each channel of a vector, [K]."""
         return self._squares[vector]
 
     def moments(self, vector: int) -> tuple[Floats, Floats]:
-        """See KnownInputs."""
+        """Return the means of x x' over the inputs x of a vector, [K, K], and the rows that were held back, [n, K]."""
         if vector not in self._at_hand:
             self._at_hand.clear()
             layer = self._layers[vector]

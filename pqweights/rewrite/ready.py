@@ -261,16 +261,22 @@ class FinishedWeights:
     files: ClassVar[None] = None
 
     def describe(self) -> dict[str, Any]:
-        """See ReadyWeights."""
+        """Return what manifests say of them: how many there are, and a digest of all codes."""
         return dict(self.stated)
 
     def planned(self, tensors: Sequence[TensorPlan]) -> list[TensorPlan]:
-        """See ReadyWeights; the result has the codes."""
+        """Return the plans of the tensors of a checkpoint, with these codes for the weights that they are of.
+
+        The result has the codes.
+        """
         return [self.tensors[tensor.name] if self._has(tensor.name) else tensor for tensor in tensors]
 
     def _has(self, name: str) -> bool:
         return name in self.tensors and self.tensors[name].codec == ColumnCoding.codec
 
     def job(self, planned: TensorPlan) -> ReadyJob:
-        """See ReadyWeights. Raises OutputError: the result went while it was looked at."""
+        """Return the job that stores a weight, of a plan by `planned`.
+
+        Raises OutputError: the result went while it was looked at.
+        """
         raise OutputError(f"tensor {planned.name!r}: the finished result was removed; run the same command again")

@@ -100,11 +100,14 @@ class ShardSink:
         self._places = {tensor.name: (tensor.offset, PieceHasher(tensor.byte_count)) for tensor in stored}
 
     def memory(self, purpose: str, stored_name: str, offset: int, byte_count: int) -> Bytes:
-        """See Sink; the memory is that of shard_file.py."""
+        """Return memory from which `write` of the same place makes no copy, contents undefined.
+
+        The memory is that of shard_file.py.
+        """
         return memory_for(purpose, self._places[stored_name][0] + offset, byte_count)
 
     def write(self, stored_name: str, offset: int, data: Bytes) -> None:
-        """See Sink."""
+        """Write data at `offset` bytes from the start of a stored tensor, in any order and from any thread."""
         start, hasher = self._places[stored_name]
         assert offset + len(data) <= hasher.byte_count, stored_name
         hasher.add(offset, data)
@@ -112,7 +115,7 @@ class ShardSink:
             self._file.write(start + offset, data)
 
     def write_columns(self, stored_name: str, offset: int, data: Bytes) -> None:
-        """See Sink."""
+        """Write columns of a stored tensor, [its rows, bytes], at `offset` bytes from the start of each row."""
         with self._workers.waiting():
             self._columns[stored_name].add(offset, data)
 
@@ -209,7 +212,7 @@ class _Pass:
 
 
 class _ShardUnderWay:
-    """See make_shard, whose parameters these are."""
+    """A shard while it is made, with the parameters of make_shard."""
 
     def __init__(
         self, task: RewriteTask, shard: ShardPlan, path: Path, workers: Workers, files: SourceFiles, progress: Progress

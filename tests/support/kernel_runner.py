@@ -37,7 +37,7 @@ class Runner:
         )
 
     def call(self, name: str, *arguments: Any, threads: int = 1) -> None:
-        """See `native.call`; in one thread."""
+        """Call a function of the library in one thread."""
         types = native.functions()[name].types
         native.functions()[name].packed(arguments)  # checks them
         sent = [struct.pack("<I", len(name)), name.encode()]

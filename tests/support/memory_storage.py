@@ -115,7 +115,7 @@ class Kill:
         self.number, self.after, self.seen = number, after, list[Operation]()
 
     def __call__(self, operation: Operation, do: Callable[[], Any]) -> Any:
-        """See `each_operation`."""
+        """Do a change of the storage, unless the process is killed before it."""
         if 0 < self.number <= len(self.seen):
             raise Killed
         if operation[0] not in CHANGES:

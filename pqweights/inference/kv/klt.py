@@ -116,7 +116,7 @@ class KarhunenLoeve(StateQuantizer):
 
     @torch.no_grad()
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
-        """See StateQuantizer."""
+        """Return the shared parts with which states are encoded: those of earlier states if they serve."""
         if shared is not None:
             return shared
         coefficients = self._coefficients(states, start)
@@ -135,7 +135,7 @@ class KarhunenLoeve(StateQuantizer):
 
     @torch.no_grad()
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
-        """See StateQuantizer."""
+        """Encode states, [batch, heads, rows * step, size] f32, into parts [batch, heads, rows, ...]."""
         runs = _runs(shared["widths"])
         used = sum(count for count, _ in runs)
         # The columns of the analysis that go with the coefficients in their order, so that each has the variance 1.
@@ -154,7 +154,7 @@ class KarhunenLoeve(StateQuantizer):
         return {"codes": codes, "factor": halves(factor)}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
-        """See StateQuantizer."""
+        """Decode whole rows, into [batch, heads, rows * step, size] f32."""
         scaled = levels_of(rows, _runs(shared["widths"]))
         # The rows of the synthesis that go with the coefficients in their order, for each sequence and head.
         synthesis = self._basis.synthesis.to(scaled.device)

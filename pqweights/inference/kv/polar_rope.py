@@ -113,7 +113,10 @@ class PolarPairs(StateQuantizer):
         self.pairs, self.angle_bits, self.radius_bits = pairs, angle_bits, radius_bits
 
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
-        """See StateQuantizer. New scales are taken only when a radius exceeds the old ones by more than OVERSHOOT."""
+        """Return the shared parts with which states are encoded: those of earlier states if they serve.
+
+        New scales are taken only when a radius exceeds the old ones by more than OVERSHOOT.
+        """
         x, y = self.pairs.split(states)
         scale = halves(torch.hypot(x, y).amax(2) / ((1 << self.radius_bits) - 1))
         if shared is None:
@@ -125,7 +128,7 @@ class PolarPairs(StateQuantizer):
         return {"scale": torch.where(exceeded[:, None, None], torch.maximum(scale, known), known)}
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
-        """See StateQuantizer."""
+        """Encode states, [batch, heads, rows * step, size] f32, into parts [batch, heads, rows, ...]."""
         x, y = self.pairs.split(states)
         scale = shared["scale"].float()[:, :, None]
         radii = torch.hypot(x, y) / torch.where(scale > 0, scale, 1)
@@ -138,18 +141,21 @@ class PolarPairs(StateQuantizer):
         }
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
-        """See StateQuantizer."""
+        """Decode whole rows, into [batch, heads, rows * step, size] f32."""
         table = self.directions(rows["angles"].device)
         codes = self._apart(unpack(rows["angles"], self.angle_bits, self.step)).long()
         radii = self._apart(unpack(rows["radii"], self.radius_bits, self.step)) * shared["scale"].float()[:, :, None]
         return self.pairs.joined(table[0][codes] * radii, table[1][codes] * radii)
 
     def can_score(self) -> bool:
-        """See StateQuantizer."""
+        """Whether there is a kernel for products of queries with these keys."""
         return (self.angle_bits, self.radius_bits) in POLAR_WIDTHS and not self.pairs.size % UNIT
 
     def scores(self, queries: Tensor, rows: Parts, shared: Parts) -> Tensor:
-        """See StateQuantizer: the product by table look-up of Section 3.3."""
+        """Return the products of queries [batch, heads, n, size] f32 with all keys in `rows`, [batch, heads, n, keys].
+
+        The product by table look-up of Section 3.3.
+        """
         batch, heads = queries.shape[:2]
         scores = polar_rope_scores(
             torch.cat(self.pairs.split(queries), dim=-1).flatten(0, 1),
@@ -199,21 +205,21 @@ class TokenWise(StateQuantizer):
         self.bits = bits
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
-        """See StateQuantizer."""
+        """Encode states, [batch, heads, rows * step, size] f32, into parts [batch, heads, rows, ...]."""
         codes, scale, low = affine_codes(states, self.bits)
         return {"codes": pack(codes, self.bits), "scale": scale[..., None], "low": low[..., None]}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
-        """See StateQuantizer."""
+        """Decode whole rows, into [batch, heads, rows * step, size] f32."""
         codes = unpack(rows["codes"], self.bits, rows["codes"].shape[-1] * 8 // self.bits)
         return codes * rows["scale"].float() + rows["low"].float()
 
     def can_weigh(self) -> bool:
-        """See StateQuantizer."""
+        """Whether there is a kernel for weighted sums of these values."""
         return True
 
     def weighted(self, weights: Tensor, rows: Parts, shared: Parts) -> Tensor:
-        """See StateQuantizer."""
+        """Return the sums of values with weights [batch, heads, n, values] f32, [batch, heads, n, size] f32."""
         batch, heads = weights.shape[:2]
         sums = weighted_values(
             weights.flatten(0, 1),

@@ -79,13 +79,13 @@ class RotatedScalar(StateQuantizer):
         self.first = TOKENS_OF_A_MEAN if centred else 1
 
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
-        """See StateQuantizer."""
+        """Return the shared parts with which states are encoded: those of earlier states if they serve."""
         if shared is None and self.centred:
             return {"mean": halves(states.mean(2, keepdim=True))}
         return super().fit(states, shared, start)
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
-        """See StateQuantizer."""
+        """Encode states, [batch, heads, rows * step, size] f32, into parts [batch, heads, rows, ...]."""
         if self.centred:
             states = states - shared["mean"].float()
         rotated = states @ rotation(self.size, states.device).T
@@ -95,16 +95,19 @@ class RotatedScalar(StateQuantizer):
         return {"codes": codes, "factor": factor}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
-        """See StateQuantizer."""
+        """Decode whole rows, into [batch, heads, rows * step, size] f32."""
         states = levels_of(rows, [(self.size, self.bits)]) @ rotation(self.size, rows["codes"].device)
         return states + shared["mean"].float() if self.centred else states
 
     def can_score(self) -> bool:
-        """See StateQuantizer."""
+        """Whether there is a kernel for products of queries with these keys."""
         return self.size % UNIT == 0 and self.size <= MOST_SIZE
 
     def scores(self, queries: Tensor, rows: Parts, shared: Parts) -> Tensor:
-        """See StateQuantizer: queries are rotated in place of keys."""
+        """Return the products of queries [batch, heads, n, size] f32 with all keys in `rows`, [batch, heads, n, keys].
+
+        Queries are rotated in place of keys.
+        """
         batch, heads = queries.shape[:2]
         scores = hadamard_scores(
             (queries @ rotation(self.size, queries.device).T).flatten(0, 1),
@@ -115,11 +118,14 @@ class RotatedScalar(StateQuantizer):
         return scores + queries @ shared["mean"].float().transpose(-1, -2) if self.centred else scores
 
     def can_weigh(self) -> bool:
-        """See StateQuantizer."""
+        """Whether there is a kernel for weighted sums of these values."""
         return self.can_score() and not self.centred
 
     def weighted(self, weights: Tensor, rows: Parts, shared: Parts) -> Tensor:
-        """See StateQuantizer: the sum is rotated back in place of values."""
+        """Return the sums of values with weights [batch, heads, n, values] f32, [batch, heads, n, size] f32.
+
+        The sum is rotated back in place of values.
+        """
         batch, heads = weights.shape[:2]
         sums = weighted_values(
             weights.flatten(0, 1),
@@ -138,13 +144,13 @@ class RecursivePolar(StateQuantizer):
         self.size = size
 
     def encode(self, states: Tensor, shared: Parts, start: int) -> Parts:
-        """See StateQuantizer."""
+        """Encode states, [batch, heads, rows * step, size] f32, into parts [batch, heads, rows, ...]."""
         codes, radius = transform(states @ rotation(self.size, states.device).T, angle_codes)
         packed = [pack(of_level, bits) for of_level, bits in zip(codes, ANGLE_BITS, strict=True)]
         return {"angles": torch.cat(packed, dim=-1), "radius": halves(radius)}
 
     def decode(self, rows: Parts, shared: Parts, start: int) -> Tensor:
-        """See StateQuantizer."""
+        """Decode whole rows, into [batch, heads, rows * step, size] f32."""
         groups: Tensor = directions(angle_codes_of(rows, self.size), _pairs).unflatten(-1, (-1, GROUP))
         values: Tensor = (groups * rows["radius"].float()[..., None]).flatten(-2)
         return values @ rotation(self.size, values.device)

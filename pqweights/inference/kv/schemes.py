@@ -126,7 +126,7 @@ class Klt(Scheme):
     mixes_sequences: ClassVar[bool] = True  # kernels want the same widths for all
 
     def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
-        """See Scheme."""
+        """Return what quantizes the keys of a layer, and its values; None if they stay as they are."""
         assert layer.bases is not None
         keys = KarhunenLoeve(layer.bases.keys, self.keys or self.bits, layer.bases.turning)
         return keys, KarhunenLoeve(layer.bases.values, self.values or self.bits, None)
@@ -157,7 +157,7 @@ class Hadamard(Scheme):
     words = digits("bits", BITS)
 
     def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
-        """See Scheme."""
+        """Return what quantizes the keys of a layer, and its values; None if they stay as they are."""
         keys = RotatedScalar(layer.key_size, self.keys or self.bits, centred=bool(self.centred))
         return keys, RotatedScalar(layer.value_size, self.values or self.bits)
 
@@ -188,7 +188,7 @@ class PolarRope(Scheme):
     needs_rope: ClassVar[bool] = True
 
     def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
-        """See Scheme."""
+        """Return what quantizes the keys of a layer, and its values; None if they stay as they are."""
         assert layer.pairs is not None
         values = None if self.values == UNQUANTIZED else TokenWise(self.values)
         return PolarPairs(layer.pairs, self.angle, self.radius), values
@@ -207,7 +207,7 @@ class Polar(Scheme):
     size_unit: ClassVar[int] = GROUP
 
     def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
-        """See Scheme."""
+        """Return what quantizes the keys of a layer, and its values; None if they stay as they are."""
         return RecursivePolar(layer.key_size), RecursivePolar(layer.value_size)
 
 
@@ -221,7 +221,7 @@ class Unquantized(Scheme):
     size_unit: ClassVar[int] = 1
 
     def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
-        """See Scheme."""
+        """Return what quantizes the keys of a layer, and its values; None if they stay as they are."""
         return None, None
 
 

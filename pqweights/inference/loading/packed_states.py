@@ -31,7 +31,7 @@ _Settings = dict[_Text, _Text | int | float | bool]  # State.to_json
 
 
 class _Blocks(ClosedDocument, frozen=True, kw_only=True, tag="blocks"):
-    """See PackedRows."""
+    """The state of a PackedRows in blocks, whose fields it has."""
 
     place: _Text
     weights: Size
@@ -48,7 +48,7 @@ class _Blocks(ClosedDocument, frozen=True, kw_only=True, tag="blocks"):
 
 
 class _ColumnWeight(ClosedDocument, frozen=True, kw_only=True):
-    """See MappedColumns. parts: its stored tensors, flat bytes"""
+    """A weight of columns. parts: its stored tensors, flat bytes"""
 
     file: _Text
     name: _Text
@@ -59,7 +59,7 @@ class _ColumnWeight(ClosedDocument, frozen=True, kw_only=True):
 
 
 class _ColumnState(ClosedDocument, frozen=True, kw_only=True, tag="columns"):
-    """See PackedColumns. weight: the number among the column weights; on: an empty tensor on the device"""
+    """The state of a PackedColumns. weight: the number among the column weights; on: an empty tensor on the device"""
 
     weight: Count
     matrix: Count
