@@ -65,6 +65,8 @@ def _show_folder(folder: Path | Storage, *, summary: bool | None, json: bool) ->
         tensors = _tensor_lines(inspection.manifest, summary)
         output.show(*tensors, "", *_totals_lines(inspection), *_error_lines(inspection.manifest))
         output.show(*(f"{output.WARNING}{remark}" for remark in inspection.manifest.identity.remarks))
+        for line in report.exceeding_lines(inspection.manifest.pairs):
+            output.warn(line)
     return inspection
 
 

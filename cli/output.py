@@ -67,13 +67,9 @@ def show(*lines: str) -> None:
 
 
 def summary(*lines: str) -> None:
-    """Write what a command did to stdout, folded; if it is to be quiet, only lines that warn, and these to stderr."""
+    """Write what a command did to stdout, folded, unless it is to be quiet."""
     if not _quiet:
         show(*lines)
-        return
-    for line in lines:
-        if line.startswith(WARNING):
-            _write_line(wrapped(printable(line), sys.stderr), sys.stderr)
 
 
 def note(*lines: str) -> None:

@@ -88,6 +88,8 @@ def _show(done: RewriteReport, what: str, *, out: str, summary: bool | None, jso
         output.note(f"continued: {done.resumed} of {len(done.records)} tensors were finished by an earlier run")
     by_role = [*summary_table(done.plan.tensors, done.records), ""] if is_summarized(summary, len(done.records)) else []
     output.summary(what, *by_role, *_lines(done))
+    for line in report.exceeding_lines(done.pairs):
+        output.warn(line)
 
 
 def _lines(done: RewriteReport) -> list[str]:

@@ -246,11 +246,11 @@ def _error(records: Sequence[TensorRecord]) -> str:
 
 
 def quality_lines(pairs: Pairs) -> list[str]:
-    """Return the total error of quantized weights, the worst ones, and those that were rescued or exceed the promise.
+    """Return the total error of quantized weights, the worst ones, and those that were rescued.
 
     pairs: the tensors of a result, each with what was measured of it; those without an error do not count.
     """
-    from pqweights.rewrite.records import exceeds, is_rescued, total_relative_mse
+    from pqweights.rewrite.records import is_rescued, total_relative_mse
 
     measured = [(tensor, record) for tensor, record in pairs if record.energy is not None]
     if not measured:
@@ -260,7 +260,18 @@ def quality_lines(pairs: Pairs) -> list[str]:
         *_worst_lines(measured),
         *_worst_calibrated_lines(measured),
         *(_rescued_line(*pair) for pair in measured if is_rescued(*pair)),
-        *(_warning(*pair) for pair in measured if exceeds(*pair)),
+    ]
+
+
+def exceeding_lines(pairs: Pairs) -> list[str]:
+    """Return a line for each weight whose error is above its codec's limit: a warning."""
+    from pqweights.rewrite.records import exceeds, promise
+
+    return [
+        f"{tensor.name}: relative MSE {record.relative_mse:.6f} is above the limit of {promise(tensor):.6f}, however "
+        "the codec encodes it; give the tensor more bits or keep it with a rule"
+        for tensor, record in pairs
+        if record.energy is not None and exceeds(tensor, record)
     ]
 
 
@@ -292,15 +303,6 @@ def _worst_calibrated_lines(pairs: Pairs) -> list[str]:
 def _rescued_line(tensor: TensorPlan, record: TensorRecord) -> str:
     state = ", ".join(f"{key} {value}" for key, value in (record.state or {}).items() if value)
     return f"rescued: {tensor.name}: {state}, relative MSE {record.relative_mse:.6f}"
-
-
-def _warning(tensor: TensorPlan, record: TensorRecord) -> str:
-    from pqweights.rewrite.records import promise
-
-    return (
-        f"WARNING: {tensor.name}: relative MSE {record.relative_mse:.6f} is above the limit of {promise(tensor):.6f}, "
-        "however the codec encodes it; give the tensor more bits or keep it with a rule"
-    )
 
 
 def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:

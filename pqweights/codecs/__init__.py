@@ -44,8 +44,8 @@ UNRATED: dict[str, HadamardTrellisColumns | Native] = {
 MASTER_CODECS: dict[str, MasterCodec] = {**CODECS, **UNRATED}
 
 
-def get_codec(name: str) -> Codec:
-    """Return the codec of a name.
+def get_codec(name: str, key: str = "codec") -> Codec:
+    """Return the codec of a name. key: what messages call the name
 
     Raises RecipeError for an unknown name; the message lists the codecs, and names the nearest.
     """
@@ -53,8 +53,8 @@ def get_codec(name: str) -> Codec:
         return CODECS[name]
     if name in MASTER_CODECS:
         takes = "takes whole checkpoints (`lossless`)" if name == NativeCoding.codec else "takes a calibration"
-        raise RecipeError(f"codec: {name} {takes} and is not for recipes; expected {', '.join(CODECS)}")
-    raise RecipeError(f"codec: no codec is called {name!r}; {instead(name, CODECS)}")
+        raise RecipeError(f"{key}: {name} {takes} and is not for recipes; expected {', '.join(CODECS)}")
+    raise RecipeError(f"{key}: no codec is called {name!r}; {instead(name, CODECS)}")
 
 
 def nearest_rate(codec: str, bits: float) -> float:

@@ -56,9 +56,9 @@ def choose_recipe(
 
 def _known_codec(name: str) -> str:
     try:
-        return get_codec(name).name
+        return get_codec(name, "`codec`").name
     except RecipeError as error:
-        raise OptionError(f"`codec`: {str(error).removeprefix('codec: ')}") from None
+        raise OptionError(str(error)) from None
 
 
 def _overrides(codec: str, options: RecipeOptions) -> Iterator[Rule]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from pqweights.common.threads import slow_step
 from pqweights.errors import EvaluationError
+from pqweights.exports.target import MLX
 from pqweights.inference.runtimes.cached import CachedRun, CacheFigures, check_spec
 from pqweights.inference.runtimes.folders import Folder, Size, read_model, size
 from pqweights.inference.runtimes.models import Model, check_options, check_packed, choose_device, open_model
@@ -154,6 +155,7 @@ def _row(
     return ModelScores(
         model=str(folder.path),
         runtime=model.runtime,
+        device=None if folder.runtime == MLX else job.device,
         dtype=model.dtype,
         size=job.sizes[job.folders.index(folder)],
         scores=scores,

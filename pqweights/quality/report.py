@@ -23,9 +23,6 @@ from pqweights.inference.runtimes.folders import Size
 from pqweights.quality.protocol import Divergence, Estimate, Scores
 from pqweights.rewrite.results.evaluation_record import EvaluationRecord
 
-# How the name of mlx-lm's runtime begins; it chooses its device itself.
-CHOOSES_ITS_DEVICE = "mlx"
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
@@ -67,6 +64,7 @@ class ModelScores:
 
     model: its name.
     runtime: which library computed it, in words.
+    device: cpu or cuda; None for a library that chooses it itself.
     dtype: the dtype of the arithmetic.
     size: the size of its files.
     scores: its losses, and its divergence from the reference.
@@ -75,6 +73,7 @@ class ModelScores:
 
     model: str
     runtime: str
+    device: str | None
     dtype: str
     size: Size
     scores: Scores
@@ -188,7 +187,7 @@ def make_record(
         "text": _base_name(settings.text),
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "tokenizer": None if tokenizer is None else _base_name(tokenizer),
-        "device": None if row.runtime.startswith(CHOOSES_ITS_DEVICE) else settings.device,
+        "device": row.device,
         "reference": reference,
         "reference_fingerprint": fingerprint,
     }
