@@ -37,7 +37,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     speaker(folder / "speaker")
     speaker(folder / "chat", template=TEMPLATE)
-    speaker(folder / "endless", endless=True, max_position_embeddings=10**6)
+    speaker(folder / "endless", "Zé€😀 1", endless=True, max_position_embeddings=10**6)
     babbler(folder / "babbler")
     for recipe in ("q4", "t4"):
         quantize(folder / "babbler", folder / recipe, load_recipe(recipe), threads=2)
@@ -179,7 +179,7 @@ def test_a_prompt_on_stdin_loses_its_last_line_feed(data, tokens, work):
 @pytest.mark.parametrize("data", [b"", b"\n", b"a\xff"])
 def test_what_is_no_prompt_on_stdin_is_refused(data, work):
     result = CliRunner().invoke(app, ["generate", str(work / "chat")], input=data)
-    assert result.exit_code == 1 and result.stderr.startswith("error: stdin: ")
+    assert result.exit_code == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
 def test_a_template_may_refuse_or_be_damaged(tmp_path):
@@ -195,10 +195,10 @@ def test_a_revision_needs_a_repository(work):
 
 
 def test_a_pipe_that_cannot_hold_the_text_gets_marks_and_may_be_closed(work):
-    line = f"{sys.executable} -m pqweights_cli generate {work / 'endless'} -p A --max-tokens 2000 | head -c 20"
+    line = f"{sys.executable} -m pqweights_cli generate {work / 'endless'} -p A --max-tokens 9000 | head -c 20"
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     found = subprocess.run(["bash", "-c", line], capture_output=True, timeout=120, check=False, env=environment)
-    assert found.stdout.startswith(b"Z???\t1") and b"Traceback" not in found.stderr
+    assert found.stdout.startswith(b"Z??? 1Z") and b"Traceback" not in found.stderr
 
 
 def fails_after(tokens: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def make_damaged_trellis(folder: Path) -> None:
 # The keys of per_layer_config are the numbers of layers.
 NOT_A_LAYER = {**language_model_config(), "per_layer_config": {"0": {"intermediate_size": 64}, "dtype": "float32"}}
 CASES = [
-    generating("prompt-empty", "--prompt", "an empty one", command="generate model --prompt="),
+    generating("prompt-empty", "--prompt", "found ''", command="generate model --prompt="),
     generating("temperature-negative", "--temperature", "found -1", command=GENERATE + " --temperature -1"),
     generating("temperature-nan", "--temperature", "found nan", command=GENERATE + " --temperature nan"),
     generating("temperature-no-number", "--temperature", "number", command=GENERATE + " --temperature hot"),
