@@ -106,7 +106,7 @@ class PackedSourceTensor(DecodedTensor):
     zero: the code that stands for 0 where there are no zeros
     unit: the number in F32 that NVFP4's scales are multiplied by or, in compressed-tensors, divided by
     biases: what is added, of the shape of the scales
-    is_turned: whether scales and biases are stored as [groups, rows]
+    is_transposed: whether scales and biases are stored as [groups, rows]
     factor: what the products are multiplied by
     """
 
@@ -121,7 +121,7 @@ class PackedSourceTensor(DecodedTensor):
     zero: int = 0
     unit: StoredTensor | None = None
     biases: StoredTensor | None = None
-    is_turned: bool = False
+    is_transposed: bool = False
     factor: float = 1.0
 
     def has(self, aspect: Aspect) -> bool:
@@ -210,7 +210,7 @@ class PackedSourceTensor(DecodedTensor):
         """Return scales or biases of groups [low, high): [rows, high - low]."""
         if math.prod(stored.shape) == 1:
             return np.broadcast_to(read_scales(self.storage, stored, 0, 1), (rows, high - low))
-        if self.is_turned:
+        if self.is_transposed:
             make = functools.partial(read_scales, self.storage, stored, 0, math.prod(stored.shape))
             whole = kept(stored.name.rpartition("_")[2], (self.storage, stored), make)
             return whole.reshape(stored.shape)[low:high, row : row + rows].T

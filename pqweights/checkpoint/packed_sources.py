@@ -294,7 +294,7 @@ class _PackedSource:
             zeros=None if is_int4 else zeros,
             zero=0 if is_float else 8 if is_int4 else 128,
             biases=zeros if is_int4 else None,
-            is_turned=is_int4,
+            is_transposed=is_int4,
         )
 
     def of_bitsandbytes(self, name: str, codes: StoredTensor) -> DecodedTensor | None:

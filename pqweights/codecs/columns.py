@@ -194,7 +194,7 @@ class ColumnCodes:
         return (self.trellis, self.lengths, self.row_scales, self.column_scales)
 
     @property
-    def turned(self) -> ColumnCodes:
+    def T(self) -> ColumnCodes:  # as numpy calls it
         """The same of a matrix that is stored transposed."""
         pieces = np.split(self.trellis, np.cumsum(self.lengths, dtype=np.int64)[:-1])
         order = np.arange(len(pieces)).reshape(self.lengths.shape).T

@@ -29,27 +29,27 @@ def with_single_experts(checkpoint: Checkpoint) -> Checkpoint:
     traits = text_model(checkpoint.config).traits
     if not traits & {Trait.TAKES_SINGLE_EXPERTS, Trait.VLLM_TAKES_SINGLE_EXPERTS}:
         return checkpoint
-    turned, cache = _is_turned(checkpoint, traits), MatrixCache()
+    transposed, cache = _is_transposed(checkpoint, traits), MatrixCache()
     tensors: list[LogicalTensor] = []
     for tensor in checkpoint.tensors:
         match = STACKED_EXPERTS.fullmatch(tensor.name)
         if match is None or not is_stack(tensor):
             tensors.append(tensor)
         else:
-            tensors += _singles(tensor, match["layer"], match["matrix"], turned=turned, cache=cache)
+            tensors += _singles(tensor, match["layer"], match["matrix"], transposed=transposed, cache=cache)
     return replace(checkpoint, tensors=tuple(tensors))
 
 
-def _is_turned(checkpoint: Checkpoint, traits: frozenset[Trait]) -> bool:
+def _is_transposed(checkpoint: Checkpoint, traits: frozenset[Trait]) -> bool:
     """Whether stacks are [experts, in, out]."""
     if Trait.EXPERTS_EITHER_WAY not in traits:
-        return Trait.TURNED_EXPERTS in traits
+        return Trait.TRANSPOSED_EXPERTS in traits
     width = text_config(checkpoint.config).get("hidden_size")
     return any(t.shape[-1] == width for t in checkpoint.tensors if is_stack(t) and "down_proj" in t.name)
 
 
 def with_upright_stacks(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint whose encoded stacks [experts, in, out] are turned to [experts, out, in].
+    """Return a checkpoint whose encoded stacks [experts, in, out] are transposed to [experts, out, in].
 
     Raises ExportError for a model that runtimes do not read so: they know the layout by the type of the model.
     """
@@ -79,22 +79,22 @@ def _upright(tensor: LogicalTensor, cache: MatrixCache) -> MovedTensor:
 
 
 def _singles(
-    tensor: LogicalTensor, experts: str, matrix: str, *, turned: bool, cache: MatrixCache
+    tensor: LogicalTensor, experts: str, matrix: str, *, transposed: bool, cache: MatrixCache
 ) -> Iterator[MovedTensor]:
-    """Yield the matrices [out, in] of each expert, gate before up. turned: whether the stack is [experts, in, out]"""
+    """Yield the matrices [out, in] of each expert, gate before up. transposed: whether it is [experts, in, out]"""
     count, rows, columns = tensor.shape
-    outputs, inputs = (columns, rows) if turned else (rows, columns)
+    outputs, inputs = (columns, rows) if transposed else (rows, columns)
     names = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else ("down_proj",)
     height = outputs // len(names)
     for expert in range(count):
         for part, name in enumerate(names):
-            run = (0, rows) if turned else (part * height, height)
+            run = (0, rows) if transposed else (part * height, height)
             yield MovedTensor(
                 name=f"{experts}.{expert}.{name}.weight",
                 shape=(height, inputs),
                 dtype=tensor.plain_dtype,
                 segments=(Segment(tensor=tensor, first=expert * rows + run[0], step=1, count=run[1]),),
-                columns=range(part * height, (part + 1) * height) if turned else range(inputs),
-                transposed=turned,
+                columns=range(part * height, (part + 1) * height) if transposed else range(inputs),
+                transposed=transposed,
                 cache=cache,
             )

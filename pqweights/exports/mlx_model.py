@@ -33,7 +33,7 @@ from pqweights.checkpoint.models.mlx_lm import (
     AS_PUBLISHED,
     NESTED,
     STACKED,
-    TURNED,
+    TRANSPOSED,
     UNPREFIXED,
     UNWRAPPED,
     MlxDifferences,
@@ -449,7 +449,7 @@ def _experts_as_published(weights: Weights) -> Weights:
     for name, up in weights.items():
         down_name = name.replace("gate_up_proj", "down_proj")
         if name.endswith(".experts.gate_up_proj") and up.shape[-1] != 2 * weights[down_name].shape[-2]:
-            result |= {turned: weights[turned].swapaxes(-1, -2) for turned in (name, down_name)}
+            result |= {stack: weights[stack].swapaxes(-1, -2) for stack in (name, down_name)}
     return result
 
 
@@ -472,7 +472,7 @@ def _unprefixed_gpt2(weights: Weights) -> Weights:
 # By the layouts that mlx-lm's sanitize expects: what makes them of what transformers writes.
 CONVERTERS: dict[str, Callable[[Weights], Weights]] = {
     UNPREFIXED: _unprefixed_gpt2,
-    TURNED: _unfused_gpt_oss,
+    TRANSPOSED: _unfused_gpt_oss,
     STACKED: _stacked_experts,
     AS_PUBLISHED: _experts_as_published,
     NESTED: _nested,

@@ -136,9 +136,9 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
     check_room_for(manifest, others, to.remote)
     if not manifest.identity.container:
         check_weights(to.remote, {name for one in pushed for name in one.files} | stamps.keys())
-    asked = CardOptions(repository=to.remote.id, revision=to.card_branch, base_model=options.base_model)
+    card_options = CardOptions(repository=to.remote.id, revision=to.card_branch, base_model=options.base_model)
     beside = [one.manifest for one in others]
-    card = make_card(folder, asked, old=old_card, pushed=card_on_hub(to.remote), beside=beside)
+    card = make_card(folder, card_options, old=old_card, pushed=card_on_hub(to.remote), beside=beside)
     files = _files(to.remote, folder, manifest, card=card, same=same, others=others)
     local = _Local(folder, stamps, dict(sorted(files.items())))
     report = PushReport(

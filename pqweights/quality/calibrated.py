@@ -435,7 +435,7 @@ class LayerwiseCalibration:
             for name, group in itertools.groupby(self.weights.get(layer, ()), lambda weight: weight.name):
                 weights = list(group)
                 if all(weight.label in encoded for weight in weights):
-                    transposed = seen.along_rows(weights[0].place.matrix.parameter) == weights[0].turned
+                    transposed = seen.along_rows(weights[0].place.matrix.parameter) == weights[0].transposed
                     parts = [encoded.pop(weight.label) for weight in weights]
                     codes[name] = together(parts, is_stack=weights[0].number is not None, transposed=transposed)
 
@@ -451,7 +451,7 @@ class LayerwiseCalibration:
                 if moments := moments_of(weight.label, known):
                     inputs = factors_of(moments, float(known[f"{weight.label}:damping"]))
                     encoded = self._encoded(weight, weight.values(parameters), inputs, known, step)
-                    codes[weight.name] = together([encoded], is_stack=False, transposed=weight.turned)
+                    codes[weight.name] = together([encoded], is_stack=False, transposed=weight.transposed)
         return codes
 
     def _encoded(

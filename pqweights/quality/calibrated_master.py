@@ -215,9 +215,11 @@ def _weights(model: LayeredModel, wanted: dict[str, float]) -> dict[int, list[Ca
                 continue
             if is_stack and element_count(tensor) != own[places[0].matrix.parameter].numel():
                 continue  # a part of what the model has
-            turned = model.matrices_of(tensor.name).transposed
+            transposed = model.matrices_of(tensor.name).transposed
             result.setdefault(layer, []).extend(
-                CalibratedWeight(name=tensor.name, place=place, number=number if is_stack else None, turned=turned)
+                CalibratedWeight(
+                    name=tensor.name, place=place, number=number if is_stack else None, transposed=transposed
+                )
                 for number, place in enumerate(places)
             )
     return result

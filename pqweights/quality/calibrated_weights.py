@@ -36,13 +36,13 @@ class CalibratedWeight:
     name: of the tensor in the checkpoint
     place: where the model has it
     number: in a stack; None if it is the whole tensor
-    turned: whether the checkpoint has it the other way round than the model
+    transposed: whether the checkpoint has it the other way round than the model
     """
 
     name: str
     place: MatrixPlace
     number: int | None = None
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def label(self) -> str:
@@ -67,7 +67,7 @@ def together(
     matrices: Sequence[EncodedMatrix], *, is_stack: bool, transposed: bool
 ) -> tuple[ColumnCodes, CodeMeasures]:
     """Return the codes of a tensor, and what was measured of all its matrices."""
-    codes = [matrix.codes.turned if transposed else matrix.codes for matrix in matrices]
+    codes = [matrix.codes.T if transposed else matrix.codes for matrix in matrices]
     energy = sum(matrix.measured.energy for matrix in matrices)
     of_all = sum(matrix.of_all for matrix in matrices)
     measures = CodeMeasures(

@@ -164,7 +164,7 @@ def test_worked_example_of_the_page() -> None:
 
 
 def test_worked_example_of_a_stack() -> None:
-    codes, example = ColumnCodes.stacked([example_of_the_page()[0].turned] * 2), STACK_EXAMPLE.replace("\n", " ")
+    codes, example = ColumnCodes.stacked([example_of_the_page()[0].T] * 2), STACK_EXAMPLE.replace("\n", " ")
     for name, part in {
         "lengths": codes.lengths,
         "row_scales": codes.row_scales,

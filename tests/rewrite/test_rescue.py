@@ -51,8 +51,8 @@ def test_weight_that_exceeds_its_promise_is_named_or_refused(bits: int, tmp_path
     assert manifest["exceeding"] == [name]
     entry = next(tensor for tensor in manifest["tensors"] if tensor["name"] == name)
     assert entry["relative_mse"] > 1.25 * DISTORTION[bits]
-    for command in (("quantize", source, tmp_path / "text", "--bits", bits, "--quiet"), ("inspect", tmp_path / "text")):
-        assert f"WARNING: {name}: " in done(*command).stderr
+    for words in (("quantize", source, tmp_path / "text", "--bits", bits, "--quiet"), ("inspect", tmp_path / "text")):
+        assert f"WARNING: {name}: " in done(*words).stderr
 
 
 @pytest.mark.parametrize(("signed", "best"), [(False, "signed-hadamard"), (True, "hadamard")])

@@ -33,7 +33,7 @@ def encoded(weight: Floats, rate: float = 3.0, *, seed: int | None = None, trans
             encoded(own, rate, seed=of, transposed=transposed) for own, of in zip(weight, seeds, strict=False)
         ])  # fmt: skip
     if transposed:
-        return encoded(weight.T, rate, seed=seed).turned
+        return encoded(weight.T, rate, seed=seed).T
     rows, columns = weight.shape
     cut = ColumnCut.of((rows, columns))
     scales = [np.full(count, 128, dtype=np.uint8) for count in (rows, columns)]

@@ -116,7 +116,7 @@ def _parts_of_stack(
     outputs, inner = (hidden, width) if down else (2 * width, hidden)
     traits, layouts = settings.model.traits, [(count, outputs, inner), (count, inner, outputs)]
     either_way = Trait.EXPERTS_EITHER_WAY in traits and inner != outputs
-    turned = tensor.shape == layouts[1] if either_way else Trait.TURNED_EXPERTS in traits and not is_bias
+    turned = tensor.shape == layouts[1] if either_way else Trait.TRANSPOSED_EXPERTS in traits and not is_bias
     expected = (count, outputs) if is_bias else layouts[turned]
     if tensor.shape != expected or (Trait.EXPERTS_EITHER_WAY in traits and not either_way):
         raise ExportError(f"tensor {tensor.name!r}: expected shape {expected}, found {tensor.shape}")

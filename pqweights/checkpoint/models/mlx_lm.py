@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 # What is done to the tensors of transformers before mlx-lm's own sanitize.
-UNPREFIXED, TURNED, STACKED = "unprefixed", "turned experts", "stacked experts"
+UNPREFIXED, TRANSPOSED, STACKED = "unprefixed", "transposed experts", "stacked experts"
 AS_PUBLISHED = "stacks of experts [experts, in, out]"
 NESTED, UNWRAPPED = "below language_model", "the text model alone"
 
@@ -108,8 +108,8 @@ def _step3p5(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _minimax(config: Mapping[str, Any]) -> dict[str, Any]:
-    turned = config["rope_parameters"].get("partial_rotary_factor", 1.0)
-    return {"rotary_dim": int(config["head_dim"] * turned)}
+    share = config["rope_parameters"].get("partial_rotary_factor", 1.0)
+    return {"rotary_dim": int(config["head_dim"] * share)}
 
 
 MLX_DIFFERENCES: dict[str, MlxDifferences] = {
@@ -123,7 +123,7 @@ MLX_DIFFERENCES: dict[str, MlxDifferences] = {
     "glm_moe_dsa": MlxDifferences(constants=_BIASED_SIGMOID | {"moe_layer_freq": 1}),
     "gpt2": MlxDifferences(layout=UNPREFIXED),
     "gpt_neox": MlxDifferences(rope_names={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}),
-    "gpt_oss": MlxDifferences(layout=TURNED),
+    "gpt_oss": MlxDifferences(layout=TRANSPOSED),
     "granitemoehybrid": MlxDifferences(computed=_granite_hybrid),
     "kimi_linear": MlxDifferences(constants={"rope_theta": 10000.0}, computed=_kimi_linear),  # it has no RoPE
     **dict.fromkeys(

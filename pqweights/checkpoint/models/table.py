@@ -202,7 +202,7 @@ _ROWS: dict[str, Row] = {
         },
     ),
     "llama": Row(llama_cpp=llama_cpp.LLAMA, defaults=sizes(4096, 11008, 32, 32, 2048) | LLAMA),
-    "llama4": Row(traits=frozenset({Trait.TURNED_EXPERTS})),
+    "llama4": Row(traits=frozenset({Trait.TRANSPOSED_EXPERTS})),
     "ministral3": Row(
         llama_cpp=llama_cpp.MINISTRAL3, defaults=sizes(4096, 14336, 34, 32, 262144) | LLAMA | {
             "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-05,

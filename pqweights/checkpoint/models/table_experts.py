@@ -7,7 +7,7 @@ from pqweights.checkpoint.models.defaults import LLAMA, OWN_HEAD, SILU, TIED, si
 from pqweights.checkpoint.models.description import ModelDescription as Row
 from pqweights.checkpoint.models.traits import Trait
 
-TURNED_EXPERTS = frozenset({Trait.TURNED_EXPERTS})
+TRANSPOSED_EXPERTS = frozenset({Trait.TRANSPOSED_EXPERTS})
 
 _STEP = Row(
     traits=frozenset({Trait.ZERO_CENTRED_NORMS}),
@@ -115,7 +115,7 @@ ROWS: dict[str, Row] = {
         },
     ),
     "gpt_oss": Row(
-        traits=TURNED_EXPERTS,
+        traits=TRANSPOSED_EXPERTS,
         llama_cpp=llama_cpp_experts.GPT_OSS, defaults=sizes(2880, 2880, 36, 64, 131072) | LLAMA | {
             "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-05,
             "num_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
@@ -150,7 +150,7 @@ ROWS: dict[str, Row] = {
         },
     ),
     "llama4_text": Row(
-        traits=TURNED_EXPERTS,
+        traits=TRANSPOSED_EXPERTS,
         llama_cpp=llama_cpp_experts.LLAMA4, defaults=sizes(5120, 8192, 48, 40, 131072) | LLAMA | {
             "no_rope_layer_interval": 4, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-05,
             "num_experts": 16, "num_experts_per_tok": 1,

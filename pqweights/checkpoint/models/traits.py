@@ -13,7 +13,7 @@ class Trait(Enum):
     """A fact about a type of model."""
 
     TRANSPOSED = auto()  # linear weights are stored transposed, [in, out] (transformers' Conv1D)
-    TURNED_EXPERTS = auto()  # stacks of experts are stored as [experts, in, out]
+    TRANSPOSED_EXPERTS = auto()  # stacks of experts are stored as [experts, in, out]
     # They are published as [experts, in, out], and saved by transformers 5 as [experts, out, in].
     EXPERTS_EITHER_WAY = auto()
     ZERO_CENTRED_NORMS = auto()  # norms multiply by 1 + weight

@@ -127,17 +127,17 @@ def check_packed(folder: Folder) -> None:
         raise EvaluationError(f"{folder.path}: `packed`: expected a pqweights master, found another checkpoint")
 
 
-def choose_device(asked: str, folders: Sequence[Folder]) -> str:
+def choose_device(device: str, folders: Sequence[Folder]) -> str:
     """Return cpu or cuda. auto is cuda if there is a GPU, unless a folder is for mlx-lm or llama.cpp.
 
     Raises DeviceError, MissingDependencyError.
     """
-    if asked == "cpu" or (asked == "auto" and any(folder.runtime in (MLX, LLAMA_CPP) for folder in folders)):
+    if device == "cpu" or (device == "auto" and any(folder.runtime in (MLX, LLAMA_CPP) for folder in folders)):
         return "cpu"
-    torch = package("torch", "transformers", f"`device` {asked}")
+    torch = package("torch", "transformers", f"`device` {device}")
     if torch.cuda.is_available():
         return "cuda"
-    if asked == "cuda":
+    if device == "cuda":
         raise DeviceError(f"`device` cuda: torch {torch.__version__} finds no GPU that it can use; use `device` cpu")
     return "cpu"
 

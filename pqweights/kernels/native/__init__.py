@@ -176,15 +176,15 @@ def level() -> str | None:
 
     Raises DeviceError if the environment variable PQWEIGHTS_LEVEL asks for one that is not there.
     """
-    asked = os.environ.get(LEVEL_VARIABLE)
-    for name in [asked] if asked else LEVELS:
+    wanted = os.environ.get(LEVEL_VARIABLE)
+    for name in [wanted] if wanted else LEVELS:
         library = _library(name, LIBRARIES)
         if library is not None and library.pqweights_runs_here():
             return name
-    if asked and asked != "none":
+    if wanted and wanted != "none":
         there = ", ".join(path.stem for path in sorted(LIBRARIES.glob("*.so"))) or "none"
         raise DeviceError(
-            f"{LEVEL_VARIABLE}={asked}: expected a level that this processor has and that is built: {there}"
+            f"{LEVEL_VARIABLE}={wanted}: expected a level that this processor has and that is built: {there}"
         )
     return None
 
