@@ -7,10 +7,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from closeness import approx
 from slow import SLOW
 
 TESTS = Path(__file__).parent
@@ -29,7 +27,6 @@ for module, owner, functions in PHASES.values():
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])  # only here: names clash
-    from paper_cluster import Cluster, Estimate, estimate
 
 
 def functions_of(module: str) -> set[str]:
@@ -61,18 +58,3 @@ def test_every_benchmark_can_be_imported() -> None:
     assert "phases" in names
     code = f"import sys; sys.path[:0] = {[str(BENCHMARKS), str(TESTS / 'support')]!r}\n{IMPORT_ALL}"
     subprocess.run([sys.executable, "-c", code, *names], check=True, timeout=300, cwd=BENCHMARKS)
-
-
-def test_estimates_of_clusters_on_paper_by_hand() -> None:
-    one = Cluster(price=3.6, cores=8, task_threads=8, network_bytes=1e9, shard_bytes=1e9, fixed_seconds=0.0)
-
-    def on_paper(nodes: int, cpu_seconds_per_byte: float = 8e-8) -> Any:
-        return estimate(10e9, nodes=nodes, cluster=one, cpu_seconds_per_byte=cpu_seconds_per_byte, result_share=0.5)
-
-    # 5 shards, each of 2e9 bytes of source, 160 CPU seconds and 3e9 bytes that move.
-    assert on_paper(1) == Estimate(approx(100.0), approx(0.1), "compute")
-    assert on_paper(5) == Estimate(approx(20.0), approx(0.1), "compute")
-    # One node has two shards, the others one: the fifth shard waits.
-    assert on_paper(4) == Estimate(approx(40.0), approx(0.16), "shards")
-    assert on_paper(1, 1e-9) == Estimate(approx(15.0), approx(0.015), "network")
-    assert on_paper(50).seconds == on_paper(5).seconds and on_paper(50).money == approx(10 * on_paper(5).money)

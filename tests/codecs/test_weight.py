@@ -26,53 +26,6 @@ TINY = (2.0**-30, 2.0**-25)  # exponent -39
 LARGER = (1.0, 2.0**18)  # exponent 4
 
 
-def result(rotation, exponent, *, norms, relative_mse):
-    return PassResult(
-        state=ScalarState(rotation, exponent), energy=100.0, error=100.0 * relative_mse, norms=NormRange(*norms)
-    )
-
-
-DECISIONS = {
-    "a good pass stands": ([(H, 0, NORMAL, FINE)], None),
-    "the promise itself is kept": ([(H, 0, NORMAL, PROMISE)], None),
-    "a weight of zeros stands": ([(H, 0, (math.inf, 0.0), 0.0)], None),
-    "large norms ask for an exponent": ([(H, 0, LARGE, FINE)], ScalarState(H, 3)),
-    "tiny norms ask for an exponent": ([(H, 0, TINY, FINE)], ScalarState(H, -39)),
-    "the exponent comes before the rescue": ([(H, 0, TINY, 1.0)], ScalarState(H, -39)),
-    "the exponent that fits stands": ([(H, 0, LARGE, FINE), (H, 3, LARGE, FINE)], None),
-    "a bad pass is rescued": ([(H, 0, NORMAL, BAD)], ScalarState(S, 0)),
-    "just above the promise is bad": ([(H, 0, NORMAL, math.nextafter(PROMISE, 1))], ScalarState(S, 0)),
-    "the rescue begins with the exponent found": ([(H, 0, LARGE, BAD), (H, 3, LARGE, BAD)], ScalarState(S, 3)),
-    "a good rescue stands": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, FINE)], None),
-    "a rescue may need an exponent": ([(H, 0, NORMAL, BAD), (S, 0, LARGE, FINE)], ScalarState(S, 3)),
-    "a rescue may need no exponent": ([(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, NORMAL, FINE)], ScalarState(S, 0)),
-    "a rescue may need another exponent": (
-        [(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, LARGER, FINE)],
-        ScalarState(S, 4),
-    ),
-    "both bad, the second better": ([(H, 0, NORMAL, WORSE), (S, 0, NORMAL, BAD)], None),
-    "both bad, the first better": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, WORSE)], ScalarState(H, 0)),
-    "both equally bad": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, BAD)], ScalarState(H, 0)),
-    "back to the first, and done": ([(H, 0, NORMAL, BAD), (S, 0, NORMAL, WORSE), (H, 0, NORMAL, BAD)], None),
-    "back to the first with its exponent": (
-        [(H, 0, LARGE, 1), (H, 3, LARGE, BAD), (S, 3, LARGER, 1), (S, 4, LARGER, WORSE)],
-        ScalarState(H, 3),
-    ),
-    "a pass with the wrong exponent does not count": (
-        [(H, 0, LARGE, FINE), (H, 3, LARGE, BAD), (S, 3, LARGER, FINE), (S, 4, LARGER, WORSE), (H, 3, LARGE, BAD)],
-        None,
-    ),
-}
-
-
-@pytest.mark.parametrize(("history", "expected"), DECISIONS.values(), ids=DECISIONS.keys())
-def test_next_state(history, expected):
-    passes = [
-        result(rotation, exponent, norms=norms, relative_mse=error) for rotation, exponent, norms, error in history
-    ]
-    assert CODER.next_state(passes) == expected
-
-
 @pytest.mark.parametrize(
     ("smallest", "largest", "expected"),
     [

@@ -70,14 +70,6 @@ def test_an_emulated_aarch64_computes_the_golden_bytes(tmp_path: Path) -> None:
 # --- levels ---
 
 
-def test_the_best_level_of_the_processor_is_taken(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(native.LEVEL_VARIABLE, raising=False)
-    monkeypatch.setattr(native, "LIBRARIES", libraries)
-    runs = [level for level in LEVELS if native._library(level, libraries).pqweights_runs_here()]
-    assert native.level.__wrapped__() == runs[-1]
-    assert runs == HERE
-
-
 def test_a_level_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.LEVEL_VARIABLE, "x86-64-v9")
     with pytest.raises(DeviceError, match="PQWEIGHTS_LEVEL=x86-64-v9: expected a level that this processor has"):
@@ -165,43 +157,12 @@ def test_arguments_of_other_types_are_refused() -> None:
 # --- building ---
 
 
-def test_what_did_not_change_is_not_compiled_again(
-    libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor in another environment, as pip has one for each build."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    compiled: list[Any] = []
-    monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(build_kernels, "compile_all", compiled.extend)
-    build_kernels.compiled({build_kernels.Compiler(OWN): LEVELS})
-    assert compiled == []
-
-
-def test_a_compiler_of_the_environment_is_used_if_it_is_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, says in (("clang", "clang version 19.1.0"), ("gcc", "gcc (Debian) 12.2.0")):
-        program = tmp_path / name
-        program.write_text(f"#!/bin/sh\necho '{says}'\n")
-        program.chmod(0o755)
-        monkeypatch.setenv("CXX", str(program))
-        compiler = build_kernels.Compiler(OWN)
-        assert (compiler.compile(None)[0] == str(program)) == (name == "clang")
-
-
 def test_a_source_that_does_not_compile_ends_the_build(tmp_path: Path) -> None:
     (tmp_path / "wrong.cpp").write_text("int wrong(")
     command = build_kernels.Compiler(OWN).compile(None)
     with pytest.raises(SystemExit, match=r"wrong\.cpp"):
         build_kernels.run_to([*command, "-c", str(tmp_path / "wrong.cpp")], tmp_path / "wrong.o")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["wrong.cpp"]
-
-
-def test_a_checkout_without_ziglang_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build_kernels.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="pip install ziglang, or name a clang in CXX"):
-        build_kernels.Compiler(OWN)
 
 
 @pytest.mark.parametrize("level", LEVELS[1:] or LEVELS)
