@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from calls import evaluate, make_card, write_card
 from cards import BASE, change_manifest, facts, sections, set_model
-from commands import done, invoke, refused
+from commands import done, invoke
 from families import exported, model
 from families import master as master_of
 from helpers import run_command, small_checkpoint
@@ -156,15 +156,6 @@ def test_card_of_an_export_says_how_its_runtime_loads_it(target: str, base: Path
     assert "fingerprint of the master that it was made from: `" in text
     assert verify(folder, threads=2).ok
     assert not write_card(folder).changed
-
-
-def test_card_of_a_rotated_export_of_an_earlier_version_is_refused(base: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported(base, "llama", "vllm"), tmp_path / "export"))
-    path = folder / "pqweights.json"
-    text = path.read_text()
-    assert '"basis": "plain"' in text
-    path.write_text(text.replace('"basis": "plain"', '"basis": "rotated"'))
-    assert "made with --basis rotated, which this version" in refused("card", folder, "--print")
 
 
 def test_export_states_what_is_known_of_its_master(base: Path, tmp_path: Path) -> None:

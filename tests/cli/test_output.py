@@ -78,19 +78,6 @@ def test_progress_is_plain_lines_without_a_terminal(
     assert told(display, (61, 1, 16, "c"), (71, 2, 16, "d")) == "measuring 12% of 16 groups, 140 s left: d\n"
 
 
-def test_new_display_replaces_the_old_one() -> None:
-    console = terminal(80)
-    first, second = bar.Bar("verifying", None, console), bar.Bar("pushing", None, console)
-    first(1, 2, "x")
-    second(1, 2, "y")
-    assert drawn(second).startswith("pushing")
-    first(2, 2, "x")
-    second.close()
-    assert drawn(first).startswith("verifying")
-    first.close()
-    assert bar.Bar._shown is None
-
-
 def test_slow_step_is_shown_in_the_line_until_it_ends() -> None:
     display = bar.Bar("quantizing", BYTES, terminal(80))
     with listening(display.status):

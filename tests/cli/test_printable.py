@@ -20,8 +20,7 @@ from commands import done, invoke
 from helpers import bf16, gaussian, write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from pqweights_cli import bar, output, printable
-from rich.console import Console
+from pqweights_cli import output, printable
 from tiny_gguf import small_gguf
 
 ESCAPES = "\x1b]0;owned\x07\x1b[31m\x9b2J\x7f"
@@ -190,17 +189,6 @@ def test_every_way_to_the_terminal_escapes(capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr()
     assert len(assert_harmless(shown.out).splitlines()) == 2
     assert len(assert_harmless(shown.err).splitlines()) == 6
-
-
-def test_bar_escapes_names_and_steps() -> None:
-    console = Console(width=300, file=io.StringIO(), color_system=None, force_terminal=True)
-    display = bar.Bar("quantizing", None, console)
-    display.status(HOSTILE)
-    display(1, 2, HOSTILE)
-    display.close()
-    with (plain := Console(width=300, file=io.StringIO(), color_system=None)).capture() as shown:
-        plain.print(display._steps.get_renderable(), display._progress.get_renderable())
-    assert assert_harmless(shown.get()).count("\n") == 2 and shown.get().count("[link=") == 2
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -19,7 +19,6 @@ from calls import evaluate, export, quantize
 from closeness import ALIKE, F32_MATRIX, F32_SUM, approx
 from commands import invoke
 from families import ATTENTION, Family, build
-from pqweights_cli.eval import _runtime_lines
 
 from pqweights.common.threads import listening
 from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, OptionError, SourceError
@@ -315,13 +314,6 @@ def test_wikitext_without_datasets_names_the_package(monkeypatch):
 # --- the command ---
 
 
-def test_model_that_is_also_the_reference_is_named_once():
-    rows = [
-        types.SimpleNamespace(model=name, runtime=runtime) for name, runtime in (("a", "x"), ("a", "x"), ("b", "y"))
-    ]
-    assert _runtime_lines(rows) == ["a: computed by x", "b: computed by y"]  # type: ignore[arg-type]
-
-
 def test_table_shows_scores_and_settings(work, monkeypatch):
     monkeypatch.chdir(work)
     result = invoke("eval", "q3", "bf16", "--text", "text.txt", "--reference", "source")
@@ -404,14 +396,3 @@ def test_fresh_process_prints_only_progress_to_stderr(work):
     assert all(line.startswith(("evaluating ", "evaluating: ")) for line in done.stderr.splitlines())
     report = json.loads(done.stdout)
     assert report["models"][0]["runtime"].startswith("transformers")
-
-
-def test_programming_error_keeps_its_traceback():
-    """An error of a package about its input becomes one line; an error in this library does not."""
-    from pqweights.inference.runtimes import folders
-    from pqweights.inference.runtimes.packages import Refused
-
-    with pytest.raises(SourceError, match="json"), Refused("json does not take it"):
-        json.loads("{")
-    with pytest.raises(AttributeError), Refused("never"):
-        folders._positive(None, "x")  # type: ignore[arg-type]

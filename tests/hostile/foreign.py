@@ -36,7 +36,6 @@ def named_by_tensors(name: str, text: str, *fragments: str) -> Case:
 Q = "model.layers.0.self_attn.q_proj"
 GROUPS_OF_128 = {"num_bits": 4, "type": "int", "group_size": 128}
 CASES = [
-    named_by_method("gptq-marlin-config", "gptq", "GPTQ", "marlin", bits=4, checkpoint_format="marlin"),
     named_by_method("gptq-bits-config", "gptq", "GPTQ", "bits 5", bits=5),
     named_by_method("awq-gemv-config", "awq", "AWQ", "gemv", bits=4, version="gemv"),
     compressed("compressed-tensors-sparse", "marlin-24", "compressed-tensors (marlin-24)", weights=GROUPS_OF_128),
@@ -255,14 +254,6 @@ CASES += [
     fp8("scales-of-a-wrong-shape", "- F8_E4M3 200 300, _scale_inv F32 2 2", UP + "_scale_inv", "[2, 2]"),
     fp8("scales-per-column", "- F8_E4M3 200 300, _scale F32 300", UP + "_scale", "[300]"),
     fp8("scales-of-integers", "- F8_E4M3 2 128, _scale I32 1", UP + "_scale", "I32"),
-    Case(
-        "fp8-scales-infinite",
-        {QUANTIZE: (UP, "[0, 0]")},
-        {
-            FILE: stored(INFINITE),
-            CONFIG: {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-        },
-    ),
     fp8("block-of-zero", "- F8_E4M3 2 128, _scale_inv F32 1 1", "config.json", "weight_block_size", block=[0, 128]),
     fp8("block-a-string", "- F8_E4M3 2 128, _scale_inv F32 1 1", "config.json", "weight_block_size", block="128x128"),
     mxfp4("without-scales", "_blocks U8 2 32 2 16"),

@@ -91,7 +91,6 @@ CASES = [
     _source("gguf-source-cut", GOOD[:-1], LLAMA, "data is truncated"),
     _source("gguf-source-of-an-unknown-type", GOOD, {"model_type": "unheard"}, "config.json", "model_type is unheard"),
     _source("gguf-source-of-another-model", GOOD, LLAMA, "config.json", "the architecture llama"),
-    _source("gguf-source-beside-a-list", GOOD, [], "config.json", "expected a JSON object"),
     _source(
         "gguf-source-of-many-layers", OF_LLAMA, LLAMA | {"num_hidden_layers": 10**9}, "config.json", "num_hidden_layers"
     ),

@@ -20,7 +20,6 @@ CASES = [
     Case("source-missing", {QUANTIZE: ("src", "no such")}),
     Case("source-an-empty-folder", {QUANTIZE: ("no weights",)}, prepare=lambda folder: (folder / "src").mkdir()),
     Case("source-of-a-config-alone", {QUANTIZE: ("no weights",)}, {CONFIG: {"model_type": "llama"}}),
-    Case("source-of-texts", {QUANTIZE: ("no weights",)}, {CONFIG: {}, "src/tokenizer.json": {}}),
     Case(
         "source-a-text-file",
         {"quantize src/notes.txt out": ("notes.txt", "expected a folder, or a safetensors file")},
@@ -37,12 +36,7 @@ CASES = [
         {"src/a.gguf": b"GGUF\3\0\0\0" + bytes(24)},
     ),
     Case("gguf-renamed", {QUANTIZE: ("GGUF", "model.safetensors")}, {FILE: b"GGUF\3\0\0\0" + bytes(24)}),
-    Case("config-not-json", {QUANTIZE: ("config.json", "JSON")}, {FILE: GOOD, CONFIG: '{"model_type": '}),
-    Case("config-empty", {QUANTIZE: ("config.json", "JSON")}, {FILE: GOOD, CONFIG: b""}),
-    Case("config-not-utf-8", {QUANTIZE: ("config.json", "JSON")}, {FILE: GOOD, CONFIG: b'{"a": "\xe9"}'}),
-    Case("config-a-list", {QUANTIZE: ("config.json", "list")}, {FILE: GOOD, CONFIG: "[]"}),
     Case("config-nested-300", {QUANTIZE: None}, {FILE: GOOD, CONFIG: '{"a": ' + "[" * 300 + "]" * 300 + "}"}),
-    Case("config-nested-700", {QUANTIZE: None}, {FILE: GOOD, CONFIG: '{"a": ' + "[" * 700 + "]" * 700 + "}"}),
     Case("config-nested-100000", {QUANTIZE: ("config.json",)}, {FILE: GOOD, CONFIG: "[" * 100_000}),
     Case(
         "config-with-half-a-surrogate", {QUANTIZE: ("config.json",)}, {FILE: GOOD, CONFIG: '{"bos_token": "\\ud83d"}'}
@@ -51,11 +45,6 @@ CASES = [
         "codes-beside-their-weight",
         {QUANTIZE: (UP + "_codes",)},
         {FILE: stored({UP: WEIGHT, UP + "_codes": zeros("U8", 4)})},
-    ),
-    Case(
-        "norms-beside-their-weight",
-        {QUANTIZE: (UP + "_norms",)},
-        {FILE: stored({UP: WEIGHT, UP + "_norms": zeros("F16", 4)})},
     ),
     Case(
         "source-is-a-master", {"quantize master out": ("already a pqweights master",)}, prepare=lambda f: make_master(f)

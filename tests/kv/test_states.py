@@ -10,7 +10,7 @@ from caches import gaussian, relative_error, store
 from closeness import F32_FEW, F32_SUM, each_near
 from torch import Tensor
 
-from pqweights.inference.kv.states import GROWTH, LEAST_TOKENS, PackedStates, used_rows
+from pqweights.inference.kv.states import PackedStates, used_rows
 
 # What these decode a token to does not depend on the tokens beside it.
 TOKEN_WISE = ("polar", "hadamard:3,centred=0", "polar-rope:residual=0")
@@ -145,45 +145,6 @@ def test_sequences_of_a_batch_do_not_change_each_other(spec):
 
 
 # --- memory ---
-
-
-@pytest.mark.parametrize("spec", ["polar", "polar-rope:residual=0", "hadamard:3"])
-def test_room_for_growth_is_bounded(spec):
-    """By a share, and by what 32 tokens take."""
-    states = gaussian(1, 1, 600, SIZE)
-    whole = filled(spec, states, 600)
-    held = store(spec, SIZE)
-    for token in range(600):
-        held.append(states[:, :, token : token + 1])
-        most = (token + 1) * (1 + 1 / GROWTH) + LEAST_TOKENS + 1
-        assert held.packed_bytes() <= whole.packed_bytes() / 600 * most + 2 * SIZE
-
-
-def test_growing_copies_codes_a_bounded_number_of_times():
-    held, states = store("polar", SIZE), gaussian(1, 1, 2000, SIZE)
-    places = set()
-    copied = 0
-    for token in range(2000):
-        held.append(states[:, :, token : token + 1])
-        place = held.chunks[0].rows["angles"].untyped_storage().data_ptr()
-        if place not in places:
-            copied += token
-            places = {place}
-    assert copied < (GROWTH + 1) * 2000
-
-
-def test_codes_keep_no_gradients():
-    states = gaussian(1, 2, 140, SIZE).requires_grad_()
-    for spec in ALL:
-        held = filled(spec, states, 100, 30)
-        assert not any(part.requires_grad for chunk in held.chunks for part in (*chunk.rows.values(),))
-        assert not any(part.requires_grad for chunk in held.chunks for part in (*chunk.shared.values(),))
-
-
-def test_cropping_an_empty_store_does_nothing():
-    held = store("polar", SIZE)
-    held.crop(3)
-    assert held.decoded() is None and held.tokens == 0
 
 
 def test_quantizers_without_kernels_say_so():

@@ -58,17 +58,6 @@ def threads_used(weight: PackedTensor) -> set[int]:
     return used
 
 
-@pytest.mark.parametrize("counts", [(4, 1), (1, 4), (2, 3, 1, 2)])
-def test_work_is_shared_by_as_many_threads_as_torch_has_now(counts, folder):
-    weight = opened(folder)
-    for count in counts:
-        torch.set_num_threads(count)
-        used = threads_used(weight)
-        assert len(used) == count
-        if count == 1:
-            assert used == {threading.get_ident()}
-
-
 def test_bytes_are_the_same_for_any_number_of_threads(folder):
     weight, found = opened(folder), []
     for count in (1, 2, 5):
