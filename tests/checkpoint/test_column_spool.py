@@ -39,10 +39,6 @@ def test_columns_become_rows(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tensor_without_columns_has_no_rows(tmp_path: Path) -> None:
-    assert list(ColumnSpool(tmp_path).take_rows()) == []
-
-
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any, **keywords: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.checkpoint.digests import (
-    MOST_OPEN_PIECES,
     PART_BYTES,
     PIECE_BYTES,
     READ_BYTES,
@@ -92,17 +90,6 @@ def test_spans_in_any_order_that_overlap(seed: int) -> None:
     assert hasher.is_whole and hasher.hexdigest() == by_the_page(data.tobytes())
 
 
-def test_parts_of_few_pieces_are_held() -> None:
-    size = 4 * MOST_OPEN_PIECES * PIECE_BYTES
-    hasher = PieceHasher(size, most_open=MOST_OPEN_PIECES)
-    for begin in range(0, size, PIECE_BYTES):
-        hasher.add(begin + 1, np.zeros(PIECE_BYTES - 1, dtype=np.uint8))
-    assert len(hasher._open) == MOST_OPEN_PIECES
-    for begin in reversed(range(0, size, PIECE_BYTES)):
-        hasher.add(begin, np.zeros(1, dtype=np.uint8))
-    assert sum(end - begin for begin, end in hasher.missing()) == (size - MOST_OPEN_PIECES * PIECE_BYTES)
-
-
 @pytest.mark.parametrize("name", ["large", "exact", "small"])
 def test_the_last_byte_tells(name: str, folder: Path) -> None:
     place, size = flip(folder, name, at=3), SIZES[name]
@@ -146,22 +133,6 @@ def test_what_nobody_reads_is_not_read(folder: Path) -> None:
     assert reads.storage.bytes_read == before
     with pytest.raises(MasterError, match="'large'"):
         reads.check([stored_in(folder)["large"]])
-
-
-def test_threads_share_a_tensor(folder: Path) -> None:
-    cuts = sorted({0, SIZES["large"], *(random.Random(1).randrange(SIZES["large"]) for _ in range(60))})
-    spans = list(itertools.pairwise(cuts)) * 2
-    random.Random(2).shuffle(spans)
-    for damage in (False, True):
-        place = flip(folder, "large", at=9) if damage else ""
-        reads = reads_of(folder)
-        with ThreadPoolExecutor(4) as pool:
-            done = [pool.submit(read, reads, folder, "large", *span) for span in spans]
-        errors = [future.exception() for future in done if future.exception() is not None]
-        if damage:
-            assert errors and all(place in str(error) for error in errors)
-        else:
-            assert not errors and reads._checked == {"large": ""}
 
 
 def test_another_process_begins_anew(folder: Path) -> None:

@@ -15,9 +15,6 @@ from calls import export
 from commands import refused
 from golden import make, make_codecs
 
-from pqweights.checkpoint.source import open_local
-from pqweights.codecs.hadamard_trellis import HadamardTrellis
-from pqweights.errors import MasterError
 from pqweights.planning.options import ExportOptions
 from pqweights.rewrite.results.verify import verify
 
@@ -66,13 +63,6 @@ def test_golden_master_verifies_and_is_read_by_an_independent_decoder_and_by_exp
         expected.pop(name), exported.pop(name, None)
     assert {name: exported[name] for name in expected} == expected
     assert codec in ("polar", "native") or exported.keys() == expected.keys()
-
-
-def test_readers_from_before_a_key_refuse_masters_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HadamardTrellis, "state_defaults", {"rotation": "hadamard"})
-    open_local(make_codecs.TRELLIS.MASTER)
-    with pytest.raises(MasterError, match=r"overrides of 'model.layers.least.weight': unknown key 'step_power'"):
-        open_local(make_codecs.STEPS.MASTER)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -147,46 +146,6 @@ def test_property_any_range_of_any_view_matches_numpy(of: Case, data: st.DataObj
             patch.setattr(views, "KEPT_BYTES", 0)
         assert_reads(of, start, count, dtype)
         assert_reads(of, 0, size, dtype)
-
-
-def test_kept_matrix_is_read_once_for_all_threads() -> None:
-    source = held("kept", 8, 5)
-    of = case([segment(source, 0, 1, 8)], range(5), True)
-    for start in range(0, 40, 8):
-        assert_reads(of, start, 8, "BF16")
-    assert source.reads == [(0, 40)]
-    thread = threading.Thread(target=assert_reads, args=(of, 0, 40, "BF16"))
-    thread.start()
-    thread.join()
-    assert source.reads == [(0, 40)]
-    assert_reads(of, 0, 40, "F32")  # another dtype is another matrix
-    assert source.reads == [(0, 40)] * 2
-
-
-def test_matrix_too_large_to_keep_is_read_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the requested part of each row is read if that is less than half of the row."""
-    monkeypatch.setattr(views, "KEPT_BYTES", 0)
-    source = held("large", 8, 50)
-    of = case([segment(source, 0, 1, 8)], range(50), True)
-    assert_reads(of, 16, 24, "BF16")
-    assert source.reads == [(50 * row + 2, 3) for row in range(8)]
-
-
-def test_consecutive_rows_are_read_together() -> None:
-    source = held("whole", 9, 4)
-    of = case([segment(source, 2, 1, 3), segment(source, 7, 1, 2)], range(4))
-    assert_reads(of, 0, 12, "BF16")
-    assert source.reads == [(8, 12)]
-    assert_reads(of, 4, 16, "BF16")
-    assert source.reads[1:] == [(12, 8), (28, 8)]
-
-
-def test_sources_and_parts_are_unique_and_in_the_order_of_the_segments() -> None:
-    a, b = held("a", 4, 3), held("b", 2, 3)
-    of = case([segment(b, 0, 1, 1), segment(a, 0, 1, 4), segment(b, 1, 1, 1)], range(3))
-    assert of.tensor.sources == (b, a)
-    assert [part.name for part in of.tensor.parts] == ["b", "a"]
-    assert (of.tensor.dtype, of.tensor.plain_dtype) == ("BF16", "BF16")
 
 
 def test_reading_no_elements_and_a_vector() -> None:
