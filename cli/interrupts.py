@@ -49,12 +49,6 @@ def came() -> bool:
     return _came
 
 
-def answered() -> None:
-    """Forget the last interrupt: it ended a part of the command, which goes on."""
-    global _came
-    _came = False
-
-
 def leave() -> None:
     """End the process without waiting for threads that still compute: what they do is of no use any more."""
     for stream in (sys.stdout, sys.stderr):

@@ -91,12 +91,6 @@ def write_text(text: str) -> None:
     sys.stdout.flush()
 
 
-def ask(prompt: str) -> None:
-    """Write what a user is to answer to stderr, without a line break after it."""
-    sys.stderr.write(prompt)
-    sys.stderr.flush()
-
-
 def _write_line(text: str, stream: TextIO) -> None:
     encoding = _encoding(stream)
     typer.echo(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
