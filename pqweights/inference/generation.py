@@ -14,7 +14,7 @@ import numpy as np
 
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
-from pqweights.checkpoint.storage import LocalStorage
+from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.codecs import CODECS
 from pqweights.codecs.lloyd_max import HadamardLloydMax
@@ -81,7 +81,7 @@ def continued(
     check_options([folder], device=options.device)
     if options.packed:
         check_packed(folder)
-    if GENERATION_CONFIG in (storage := LocalStorage(path)).files():
+    if GENERATION_CONFIG in (storage := Storage(path)).files():
         read_json_object(storage, GENERATION_CONFIG)  # transformers ignores one that it cannot read
     device, tokenizer = choose_device(options.device, [folder]), load_tokenizer(path)
     ids = _prompt_ids(folder, tokenizer, prompt, chat=not options.no_chat)
