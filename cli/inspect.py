@@ -74,7 +74,7 @@ def _is_foreign_gguf(path: Path) -> bool:
     """Whether a path is GGUF without the manifest of an export: a file, or a folder that somebody else filled."""
     from pqweights.checkpoint.gguf.file import is_gguf
     from pqweights.checkpoint.names import MANIFEST_FILE
-    from pqweights.checkpoint.storage import is_interrupted
+    from pqweights.checkpoint.unfinished import is_interrupted
 
     return is_gguf(path) and not (path / MANIFEST_FILE).is_file() and not is_interrupted(path)
 

@@ -69,7 +69,7 @@ OPTIONAL = {
         quality.sample quality.sensitivity quality.work_folder
     """,
     "yaml": "planning.recipe checkpoint.config publish.card.old_card",
-    "fsspec": "storage.bucket",
+    "fsspec": "storage.bucket storage.file_systems",
     "huggingface_hub": "storage.hub",
     "matplotlib": "",
     "transformers": """

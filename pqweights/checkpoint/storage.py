@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import json
 import mmap
 import os
 import shutil
@@ -34,7 +33,8 @@ from pqweights.checkpoint.ahead import BlockCache, FileFetcher, Stop
 from pqweights.checkpoint.companions import PARSED, leads_outside
 from pqweights.checkpoint.file_reader import FileReader, FileState, state_at
 from pqweights.checkpoint.header import HeaderStarts
-from pqweights.checkpoint.names import JOURNAL_FILE, MANIFEST_FILE, WORK_FOLDER
+from pqweights.checkpoint.names import MANIFEST_FILE
+from pqweights.checkpoint.unfinished import WorkFolder, describe_interrupted, local_work_folder
 from pqweights.checkpoint.writer import DiskNeed, free_bytes
 from pqweights.errors import MasterError, SourceError
 
@@ -62,13 +62,6 @@ class Links(NamedTuple):
 
     broken: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
-
-
-class WorkFolder(NamedTuple):
-    """The work folder of a run that is not finished: whether it has a journal, and the first line of that."""
-
-    has_journal: bool
-    first_line: bytes = b""
 
 
 class ByteReads(Protocol):
@@ -516,17 +509,6 @@ def _leads_out(root: Path, path: Path) -> bool:
     return path.is_symlink() and leads_outside(root, path)
 
 
-def local_work_folder(folder: Path) -> WorkFolder | None:
-    """Look for what an unfinished run into a folder left."""
-    if not (folder / WORK_FOLDER).exists():
-        return None
-    try:
-        with open(folder / WORK_FOLDER / JOURNAL_FILE, "rb") as journal:
-            return WorkFolder(has_journal=True, first_line=journal.readline())
-    except OSError:
-        return WorkFolder(has_journal=(folder / WORK_FOLDER / JOURNAL_FILE).exists())
-
-
 def read_bytes(storage: Storage, file: str, offset: int, count: int) -> bytes:
     """Read `count` bytes of a file from `offset` on."""
     buffer = np.empty(count, dtype=np.uint8)
@@ -545,42 +527,9 @@ def read_file(storage: Storage, file: str, limit: int = 256_000_000) -> bytes:
     return read_bytes(storage, file, 0, size)
 
 
-# The commands that make each kind of result (RunIdentity.kind).
-COMMANDS = {"master": "pqweights quantize", "export": "pqweights export"}
-
-
-def is_interrupted(folder: Path) -> bool:
-    """Whether a run into a folder on this machine began and did not reach its end, and it holds no earlier result."""
-    return not (folder / MANIFEST_FILE).exists() and (folder / WORK_FOLDER / JOURNAL_FILE).exists()
-
-
-def describe_interrupted(work: WorkFolder | None) -> str:
-    """Say that a run was interrupted in a folder, by its work folder, which command it was, and how to continue it."""
-    command = "" if work is None else _command_in(work.first_line)
-    of = f" of {command}" if command else ""
-    return f"holds an unfinished run{of}: run the same command again to continue where it stopped"
-
-
 def check_not_interrupted(storage: Storage) -> None:
     """Raise MasterError if a run into a folder was interrupted, and it holds no earlier result."""
     if MANIFEST_FILE not in storage.files():
         work = storage.work_folder()
         if work is not None and work.has_journal:
             raise MasterError(f"{storage}: {describe_interrupted(work)}")
-
-
-def _command_in(first_line: bytes) -> str:
-    """Return the command to which a journal belongs, as far as its first line tells."""
-    try:
-        first = json.loads(first_line)
-    except (ValueError, RecursionError):
-        return ""
-    return command_of(first) if isinstance(first, dict) else ""
-
-
-def command_of(first: Mapping[str, Any]) -> str:
-    """Return the command that the first line of a journal names; an empty text if it names none."""
-    target = first.get("target")
-    target = f" --target {target}" if isinstance(target, str) and target.isprintable() else ""
-    command = COMMANDS.get(str(first.get("kind")))
-    return f"{command}{target}" if command else ""

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
-from pqweights.checkpoint.storage import Origin, command_of
+from pqweights.checkpoint.storage import Origin
+from pqweights.checkpoint.unfinished import command_of
 from pqweights.common.documents import Document, as_json, read_document
 from pqweights.errors import OutputError, SourceChangedError
 from pqweights.planning.plan import DEFAULT_METADATA, TensorPlan

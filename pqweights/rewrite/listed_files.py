@@ -18,7 +18,8 @@ from pqweights.checkpoint.master import Encoding
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint, open_folder
-from pqweights.checkpoint.storage import Storage, describe_interrupted, is_interrupted, local_work_folder
+from pqweights.checkpoint.storage import Storage
+from pqweights.checkpoint.unfinished import describe_interrupted, is_interrupted, local_work_folder
 from pqweights.errors import MasterError
 from pqweights.planning.plan import QUANTIZE
 from pqweights.rewrite.manifest import Manifest, find_manifest, shards_of

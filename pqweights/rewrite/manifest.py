@@ -19,7 +19,8 @@ from pqweights.checkpoint.gguf.file import SUFFIX as GGUF_SUFFIX
 from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.header import ONLY_GGUF_READERS
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE, is_inside
-from pqweights.checkpoint.storage import Origin, Storage, describe_interrupted, read_file
+from pqweights.checkpoint.storage import Origin, Storage, read_file
+from pqweights.checkpoint.unfinished import describe_interrupted
 from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_document
 from pqweights.common.strict_json import json_pieces, parse_json
 from pqweights.errors import MasterError, SourceError

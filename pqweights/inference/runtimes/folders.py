@@ -12,7 +12,7 @@ from pqweights.checkpoint.models import text_config
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, QUANT_METHOD
 from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import open_local, read_config
-from pqweights.checkpoint.storage import describe_interrupted, is_interrupted, local_work_folder
+from pqweights.checkpoint.unfinished import describe_interrupted, is_interrupted, local_work_folder
 from pqweights.errors import MasterError, SourceError
 from pqweights.exports.target import COMPRESSED_TENSORS, MLX, TORCHAO, TRANSFORMERS
 from pqweights.inference.runtimes.expressions import slow_expression

@@ -22,7 +22,8 @@ from pqweights.checkpoint.names import (
     is_inside,
 )
 from pqweights.checkpoint.source import open_folder
-from pqweights.checkpoint.storage import Storage, describe_interrupted, read_bytes, read_file
+from pqweights.checkpoint.storage import Storage, read_bytes, read_file
+from pqweights.checkpoint.unfinished import describe_interrupted
 from pqweights.common.strict_json import json_pieces
 from pqweights.errors import MasterError, PqweightsError, StorageError
 from pqweights.exports import EXPORTS, get_target, target_name

@@ -1,0 +1,66 @@
+"""Small files of a folder elsewhere are requested once and kept, in bounded memory; so are pickled storages."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from pqweights.checkpoint import storage as storages
+from pqweights.checkpoint.file_reader import FileState
+from pqweights.checkpoint.storage import Storage, read_bytes, read_file
+
+CONTENTS = {"a.json": b"a" * 600, "b.json": b"b" * 600, "large.json": b"c" * 5000, "x.safetensors": b"d" * 900}
+
+
+class Elsewhere:
+    """A folder in object storage, in memory."""
+
+    origin = cache = None
+    address = "memory://x"
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, int, int]] = []
+
+    def states(self, only: object, *, recursive: bool) -> dict[str, FileState]:
+        return {name: FileState(len(data), 1) for name, data in CONTENTS.items()}
+
+    def work_folder(self) -> None:
+        return None
+
+    def read(self, file: str, start: int, end: int, *, expected: FileState | None) -> bytes:
+        self.requests.append((file, start, end))
+        return CONTENTS[file][start:end]
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
+    monkeypatch.setattr(storages, "SMALL_BYTES", 1000)
+    return Elsewhere()
+
+
+def test_small_files_are_requested_whole_and_once_while_there_is_room(elsewhere: Elsewhere) -> None:
+    storage = Storage(elsewhere)
+    for name in ("a.json", "a.json", "b.json", "b.json", "a.json"):
+        assert read_bytes(storage, name, 3, 5) == CONTENTS[name][3:8]
+    assert elsewhere.requests == [("a.json", 0, 600), ("b.json", 0, 600), ("a.json", 0, 600)]
+    storage.release("a.json")
+    read_file(storage, "a.json")
+    assert len(elsewhere.requests) == 4
+
+
+def test_large_files_and_weights_are_not_kept(elsewhere: Elsewhere) -> None:
+    storage = Storage(elsewhere)
+    for _ in range(2):
+        assert read_file(storage, "large.json") == CONTENTS["large.json"]
+        assert read_bytes(storage, "large.json", 10, 5) == b"ccccc"
+        assert read_bytes(storage, "x.safetensors", 0, 8) == b"dddddddd"
+    assert elsewhere.requests == [("large.json", 0, 5000), ("large.json", 10, 15), ("x.safetensors", 0, 8)] * 2
+
+
+def test_a_pickled_storage_holds_nothing_that_was_read(elsewhere: Elsewhere) -> None:
+    storage = Storage(elsewhere)
+    read_file(storage, "a.json")
+    sent = pickle.dumps(storage)
+    assert b"a" * 100 not in sent
+    assert read_file(pickle.loads(sent), "a.json") == CONTENTS["a.json"]
