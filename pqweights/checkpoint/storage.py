@@ -161,9 +161,9 @@ class Storage:
         without: the names of files that are left out
         """
         other = copy.copy(self)
-        other._made = {name: content for name, content in made.items() if name not in self._files}
-        states = {name: FileState(len(content), zlib.crc32(content)) for name, content in other._made.items()}
         kept = {name: state for name, state in self._files.items() if name not in without}
+        other._made = {name: content for name, content in made.items() if name not in kept}
+        states = {name: FileState(len(content), zlib.crc32(content)) for name, content in other._made.items()}
         other._files = dict(sorted({**kept, **states}.items()))
         return other
 

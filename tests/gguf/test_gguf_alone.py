@@ -170,9 +170,14 @@ def test_what_a_file_does_not_say_is_computed_alike(name: str, differs: dict[str
 
 def test_of_a_text_part_it_is_said_what_it_is_read_as(tmp_path: Path) -> None:
     gguf_cases.saved(gguf_cases.CASES["qwen3 vl"], tmp_path / "model")
-    made = json.loads(done("plan", alone(write_gguf(tmp_path / "model"), tmp_path / "src"), "--json").stdout)
+    file = alone(write_gguf(tmp_path / "model"), tmp_path / "src")
+    made = json.loads(done("plan", file, "--json").stdout)
     (remark,) = made["warnings"]
     assert "m.gguf" in remark and "qwen3vl" in remark and "images" in remark
+    shutil.copy(tmp_path / "model/config.json", file.parent)  # of the whole model
+    source = open_source(file, Access())
+    assert source.config is not None and source.config["model_type"] == "qwen3"
+    assert any("qwen3_vl" in remark for remark in source.remarks)
 
 
 @pytest.mark.parametrize("model_type", [name for name, row in MODELS.items() if row.llama_cpp is not None])
@@ -301,6 +306,24 @@ def test_files_beside_a_gguf_count(llama: Path, tmp_path: Path) -> None:
     assert source.config is not None and source.config["_name_or_path"] == "mine"
     assert read_file(source.storage, "tokenizer.json") == b"{}"
     assert "tokenizer_config.json" not in source.companions
+
+
+def test_a_configuration_that_names_the_type_alone_does_not_count(llama: Path, tmp_path: Path) -> None:
+    """As in repositories of GGUF files: what it does not say would be that of the smallest published model."""
+    file = alone(edited(llama, tmp_path / "m.gguf", llama__rope__freq_base=5e5), tmp_path / "src")
+    (file.parent / "config.json").write_text('{"model_type": "mistral"}')
+    source = open_source(file, Access())
+    assert source.config is not None and source.config["rope_theta"] == 5e5 and source.config["hidden_size"] == 16
+    assert any("config.json" in remark for remark in source.remarks)
+    done("quantize", file, tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["rope_theta"] == 5e5
+
+
+def test_a_configuration_that_contradicts_the_file_is_used_and_said_so(llama: Path, tmp_path: Path) -> None:
+    file = alone(edited(llama, tmp_path / "m.gguf", llama__rope__freq_base=5e5), tmp_path / "src")
+    shutil.copy(llama.parent / "config.json", file.parent)
+    assert any("llama.rope.freq_base" in remark for remark in open_source(file, Access()).remarks)
+    assert not any("config.json beside" in remark for remark in open_source(llama, Access()).remarks)
 
 
 def test_a_master_of_a_file_alone_is_whole(llama: Path, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from pqweights.checkpoint.promise import checked_config, tied_head, untied
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import ByteReads, Storage, check_not_interrupted
+from pqweights.checkpoint.wrapped import ADAPTED_TYPES
 from pqweights.common.dtypes import FLOAT_DTYPES, from_float32
 from pqweights.errors import ExportError, SourceError
 from pqweights.kernels.gguf_encoding import decode_blocks
@@ -96,10 +97,14 @@ def open_gguf_source(stored_in: Storage, file: str = "", include: Sequence[str] 
     made = {} if any(name in files for name in (FAST, *OTHERS)) else _tokenizer(stored_in, contents)
     if MODULES not in files:
         made |= _modules(stored_in, contents)
-    if CONFIG_FILE not in files:
+    without = {name for name in files if file and name.endswith(SUFFIX) and name not in contents.files}
+    beside = model_config(stored_in)
+    if beside is None or not _describes(beside):
         made[CONFIG_FILE] = json.dumps(_configuration(stored_in, contents), indent=2).encode()
-    others = {name for name in files if name.endswith(SUFFIX) and name not in contents.files}
-    storage = stored_in.with_made(made, without=others if file else ())
+    if beside is not None:
+        without |= {CONFIG_FILE} & made.keys()
+        remarks += (_contradiction(stored_in, contents, beside),)
+    storage = stored_in.with_made(made, without)
     config = model_config(storage)
     assert config is not None
     check_layers(config, [tensor.name for tensor in contents.tensors])
@@ -109,7 +114,7 @@ def open_gguf_source(stored_in: Storage, file: str = "", include: Sequence[str] 
     if checked.config == config and (head := tied_head(tensors, config)) is not None:
         tensors = [tensor for tensor in tensors if tensor.name != head]
         left_out[head] = "the same as the embeddings"
-    beside = companions(storage.files(), contents.files, include, outside_links=storage.links.outside)
+    others = companions(storage.files(), contents.files, include, outside_links=storage.links.outside)
     order = {name: number for number, name in enumerate(contents.files)}
     return Checkpoint(
         storage=storage,
@@ -117,12 +122,35 @@ def open_gguf_source(stored_in: Storage, file: str = "", include: Sequence[str] 
         stored=tuple(stored.values()),
         tensors=tuple(sorted(tensors, key=lambda t: (order[t.parts[0].file], t.parts[0].offset, t.name))),
         weight_files=contents.files,
-        companions=beside.copied,
-        left_out=beside.left_out,
+        companions=others.copied,
+        left_out=others.left_out,
         is_master=False,
         left_out_tensors=left_out,
-        remarks=(*remarks, *checked.remarks),
+        remarks=(*filter(None, remarks), *checked.remarks),
     )
+
+
+def _describes(config: dict[str, Any]) -> bool:
+    """Whether a config.json may be that of a file: not of a model around the text model, and not of its type alone."""
+    has_sizes = any(isinstance(value, int) and not isinstance(value, bool) for value in config.values())
+    of_type, parts = config.get("model_type"), ("text_config", "vision_config", "audio_config")
+    wraps = of_type in ADAPTED_TYPES or any(isinstance(config.get(part), dict) for part in parts)
+    return has_sizes and (of_type in MODEL_TYPES or not wraps)
+
+
+def _contradiction(storage: Storage, contents: GgufContents, config: dict[str, Any]) -> str:
+    """Return what a config.json beside a file does not say as the file does; "" if they agree."""
+    if not _describes(config):
+        return (
+            f"{CONFIG_FILE} beside {contents.path.name} is not used, but what the file's metadata state: it describes "
+            f"no model as the file holds it, its model_type is {config.get('model_type')!r:.40}"
+        )
+    try:
+        settings, views = _views(contents, config)
+        check_configuration(contents, settings, list(views.values()), _factors(storage, contents).__getitem__)
+    except ExportError as error:
+        return f"{CONFIG_FILE} beside {contents.path.name} is used, and does not say what the file does: {error}"
+    return ""
 
 
 def _text_part(contents: GgufContents) -> tuple[GgufContents, tuple[str, ...]]:
