@@ -70,7 +70,14 @@ class RecipeError(PqweightsError):
 
 
 class ExportError(PqweightsError):
-    """An export target cannot store this model, or not with the given options."""
+    """An export target cannot store this model, or not with the given options.
+
+    reason: the message without the file that it is about, and without what to do
+    """
+
+    def __init__(self, reason: str, *, file: str = "", remedy: str = "") -> None:
+        super().__init__(f"{file + ': ' if file else ''}{reason}{'; ' + remedy if remedy else ''}")
+        self.reason = reason
 
 
 class OptionError(PqweightsError):

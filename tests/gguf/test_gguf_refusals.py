@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gguf_files import (
 )
 from helpers import bf16, gaussian, write_checkpoint
 
+from pqweights.checkpoint.gguf.settings import read_settings
 from pqweights.errors import ExportError, SourceError
 
 MLA = {"model_type": "deepseek_v3", "q_lora_rank": 4, "first_k_dense_replace": 1}
@@ -196,3 +198,12 @@ def test_a_head_that_llama_cpp_would_not_compute_with_is_refused(tmp_path: Path)
     folder = write_llama(tmp_path, config=config | {"tie_word_embeddings": None}, **head)
     with pytest.raises(ExportError, match=r"lm_head\.weight"):
         converted(folder)
+
+
+def test_a_refusal_has_its_reason_apart_from_the_file_and_what_to_do() -> None:
+    """Also in another process."""
+    with pytest.raises(ExportError, match=r"^config\.json: .*; use --target bf16") as refused:
+        read_settings({"model_type": "zamba2"})
+    error = pickle.loads(pickle.dumps(refused.value))
+    assert str(error) == str(refused.value)
+    assert "config.json" not in refused.value.reason and "--target" not in refused.value.reason

@@ -15,6 +15,7 @@ from pqweights.checkpoint.models.description import ModelDescription, stated_or_
 from pqweights.checkpoint.models.llama_cpp import FULL, LAYERS, SETTINGS, SLIDING, Architecture, Setting
 from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.models.traits import Trait
+from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.positions import windows
 from pqweights.errors import ExportError
 
@@ -145,7 +146,8 @@ class Settings:
 
     def refusal(self, why: str) -> ExportError:
         """Return the error for a configuration that cannot be written."""
-        return ExportError(f"config.json: GGUF cannot hold this model of type {self.model_type}: {why}; {OTHERWISE}")
+        reason = f"GGUF cannot hold this model of type {self.model_type}: {why}"
+        return ExportError(reason, file=CONFIG_FILE, remedy=OTHERWISE)
 
 
 def is_positive(value: Any) -> TypeGuard[float]:
@@ -165,19 +167,23 @@ def read_settings(config: Mapping[str, Any] | None, *, pooling: str | None = Non
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ExportError(
-            "config.json: it is missing, or has no model_type, which says what the model is; put that of the original "
-            "beside the weights and quantize again"
+            "it is missing, or has no model_type, which says what the model is",
+            file=CONFIG_FILE,
+            remedy="put that of the original beside the weights and quantize again",
         )
     model = text_model(config) if has_trait(model_type, Trait.WRAPS_TEXT) else described(model_type)
     if model.llama_cpp_differs:
         raise ExportError(
-            f"config.json: GGUF cannot hold a model of type {model_type}: llama.cpp {model.llama_cpp_differs}; "
-            "use another target"
+            f"GGUF cannot hold a model of type {model_type}: llama.cpp {model.llama_cpp_differs}",
+            file=CONFIG_FILE,
+            remedy="use another target",
         )
     if model.llama_cpp is None:
         covered = ", ".join(sorted(name for name, model in MODELS.items() if model.llama_cpp is not None))
         raise ExportError(
-            f"config.json: GGUF cannot hold a model of type {model_type}; these can be written: {covered}; {OTHERWISE}"
+            f"GGUF cannot hold a model of type {model_type}; these can be written: {covered}",
+            file=CONFIG_FILE,
+            remedy=OTHERWISE,
         )
     variants = model.llama_cpp.variants
     run = next((other for key, other in variants.items() if values.get(key) is True), model.llama_cpp)

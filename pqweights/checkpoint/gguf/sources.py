@@ -235,8 +235,7 @@ def _architecture(model_type: str) -> Architecture:
 
 
 def _refused(contents: GgufContents, error: ExportError, what: str) -> SourceError:
-    reason = str(error).removeprefix("config.json: ").partition("; use --target")[0]
-    return SourceError(f"{contents.path}: {what}: {reason}")
+    return SourceError(f"{contents.path}: {what}: {error.reason}")
 
 
 def _factors(storage: Storage, contents: GgufContents) -> Factors:
