@@ -30,8 +30,8 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="SRC",
-        help="Checkpoint: a folder of safetensors files, one safetensors file, ORG/MODEL on the Hub, or an address "
-        "such as s3://BUCKET/FOLDER.",
+        help="Checkpoint: a folder of safetensors files, one of them, a GGUF file, ORG/MODEL or "
+        "hf://ORG/MODEL/FILE.gguf on the Hub, or an address such as s3://BUCKET/FOLDER.",
     ),
 ]
 Master = Annotated[
