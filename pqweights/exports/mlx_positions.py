@@ -98,10 +98,11 @@ def _most(text: Mapping[str, Any]) -> int:
 
 
 class Rotary(NamedTuple):
-    """The rotary embeddings of a layer of mlx-lm. layer: its number"""
+    """The rotary embeddings of a layer of mlx-lm. layer: its number; grows: whether longer texts have another base"""
 
     layer: int
     found: Frequencies
+    grows: bool = False
 
 
 def position_warnings(model: Any, config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -161,7 +162,7 @@ def _rotary_otherwise(model: Any, config: Mapping[str, Any]) -> Iterator[str]:
         if not rotated:  # its sizes are stated elsewhere
             continue
         try:
-            yield from _layer_otherwise(rotary.found, parameters, rotated, config)
+            yield from _layer_otherwise(rotary, parameters, rotated, config)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise ExportError(
                 f"config.json: the rope parameters of this model ({model_type_of(config)}) are not complete: "
@@ -170,9 +171,10 @@ def _rotary_otherwise(model: Any, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _layer_otherwise(
-    found: Frequencies, parameters: Mapping[str, Any], rotated: int, config: Mapping[str, Any]
+    rotary: Rotary, parameters: Mapping[str, Any], rotated: int, config: Mapping[str, Any]
 ) -> Iterator[str]:
     """Compare the rotary embeddings of a layer of mlx-lm with those of transformers, in short and in long texts."""
+    found = rotary.found
     most, kind = _most(text_config(config)) or LONG, parameters["rope_type"]
     original = parameters.get("original_max_position_embeddings")
     as_short, as_long = (
@@ -190,6 +192,11 @@ def _layer_otherwise(
         yield (
             f"mlx-lm takes the {takes} factors of LongRoPE for every text, where transformers takes the {instead} ones "
             f"for {these}: these it computes otherwise"
+        )
+    elif kind == "dynamic" and as_short and not (as_long or rotary.grows):
+        yield (
+            "mlx-lm does not scale the rotary embeddings of this model by the length of the text (dynamic): texts of "
+            f"more than {most} tokens it computes otherwise than transformers"
         )
     elif rounded and not as_short:
         yield (
@@ -256,7 +263,7 @@ def _rotary_of(model: Any) -> Iterator[Rotary]:
             base: float = module.base if hasattr(module, "base") else module.original_base
             scale = module.scale if isinstance(module, nn.RoPE) else 1.0
             inverse = scale * base ** (-np.arange(0, module.dims, 2) / module.dims)
-            yield Rotary(int(layer[1]), Frequencies(inverse, 1.0))
+            yield Rotary(int(layer[1]), Frequencies(inverse, 1.0), grows=not isinstance(module, nn.RoPE))
 
 
 def _same(found: Frequencies, expected: Frequencies) -> bool:

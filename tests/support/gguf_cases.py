@@ -174,6 +174,7 @@ CASES = {
     ),
     "ernie4_5": Case(name="Ernie4_5", settings=WIDE_HEADS),
     "ministral3": Case(name="Ministral3", settings=WIDE_HEADS, rope=YARN | {"llama_4_scaling_beta": 0.1}),
+    "ministral3 llama3": Case(name="Ministral3", settings=WIDE_HEADS, rope=LLAMA3 | {"llama_4_scaling_beta": 0.1}),
     "gpt-oss": Case(
         name="GptOss", settings=WIDE_HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
         rope=YARN, tokens=200,

@@ -43,6 +43,7 @@ SLOW = {
     "gguf/test_gguf_added_tokens.py::test_the_file_has_the_tokens_of_transformers": RUNTIMES,
     "gguf/test_gguf_drafts.py::test_draft_layers_are_blocks_behind_the_last_one": RUNTIMES,
     "gguf/test_gguf_encoders.py": RUNTIMES,
+    "exports/test_position_matrix.py": RUNTIMES,
     "gguf/test_gguf_logits.py": RUNTIMES,
     "gguf/test_gguf_sentences.py::test_vectors_are_pooled_as_sentence_transformers_pools_them": RUNTIMES,
     "gguf/test_gguf_sentences.py::test_dense_layers_follow_the_pooling_of_embedding_gemma": RUNTIMES,

@@ -79,6 +79,7 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
     writer.add_rope_freq_base(base)
     if any(windowed_layers(settings)):
         _add_windowed(settings, writer)
+    _add_temperature(settings, parameters, writer)
     if rope_type == "linear":
         writer.add_rope_scaling_type(gguf_package().RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(_number(settings, parameters, "factor"))
@@ -152,9 +153,10 @@ def read_rope(
             if architecture.yarn_scales_attention and (mscale := value("rope.scaling.yarn_log_multiplier")) is not None:
                 scaled |= dict.fromkeys(("mscale", "mscale_all_dim"), _times(mscale, 10.0))
             attention = attention and _times(attention, yarn_scale(scaled["factor"], 1.0))
-            if architecture.temperature and (beta := value("attention.temperature_scale")) is not None:
-                scaled["llama_4_scaling_beta"] = beta
         scaled |= {} if attention is None else {"attention_factor": attention}
+    if architecture.temperature and (beta := value("attention.temperature_scale")) is not None:
+        length = value("rope.scaling.original_context_length") or value("attention.temperature_length")
+        scaled |= {"llama_4_scaling_beta": beta, "original_max_position_embeddings": length}
     return stated if scaled == {"rope_type": "none"} else stated | {"rope_scaling": scaled}
 
 
@@ -237,6 +239,16 @@ def _add_windowed(settings: Settings, writer: Any) -> None:
     writer.add_rope_freq_base_swa(float(local))
 
 
+def _add_temperature(settings: Settings, parameters: Mapping[str, Any], writer: Any) -> None:
+    """What queries are multiplied by beyond each multiple of the original length, whatever the kind is."""
+    beta = _optional(settings, parameters, "llama_4_scaling_beta")
+    if beta is not None and settings.architecture.temperature:
+        original = int(_number(settings, parameters, "original_max_position_embeddings"))
+        writer.add_attn_temperature_scale(beta)
+        writer.add_attn_temperature_length(original)
+        writer.add_rope_scaling_orig_ctx_len(original)  # which llama.cpp takes for that length
+
+
 def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) -> None:
     """YaRN (arXiv:2309.00071). llama.cpp multiplies the attention's factor by its own default."""
     for key, value in own_betas(settings, parameters).items():
@@ -247,10 +259,6 @@ def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) ->
     writer.add_rope_scaling_type(gguf_package().RopeScalingType.YARN)
     writer.add_rope_scaling_factor(factor)
     writer.add_rope_scaling_orig_ctx_len(int(_number(settings, parameters, "original_max_position_embeddings")))
-    beta = _optional(settings, parameters, "llama_4_scaling_beta")
-    if beta is not None and settings.architecture.temperature:
-        writer.add_attn_temperature_scale(beta)
-        writer.add_attn_temperature_length(int(_number(settings, parameters, "original_max_position_embeddings")))
     attention = _optional(settings, parameters, "attention_factor")
     own, every = (_optional(settings, parameters, key) for key in ("mscale", "mscale_all_dim"))
     if settings.architecture.yarn_scales_attention:
