@@ -246,7 +246,8 @@ def _add_temperature(settings: Settings, parameters: Mapping[str, Any], writer: 
         original = int(_number(settings, parameters, "original_max_position_embeddings"))
         writer.add_attn_temperature_scale(beta)
         writer.add_attn_temperature_length(original)
-        writer.add_rope_scaling_orig_ctx_len(original)  # which llama.cpp takes for that length
+        if parameters["rope_type"] not in ("yarn", "longrope"):  # which state it, too; llama.cpp takes this one
+            writer.add_rope_scaling_orig_ctx_len(original)
 
 
 def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) -> None:
