@@ -18,7 +18,6 @@ from typing import NamedTuple
 import comparison_codecs
 
 from pqweights.codecs import get_codec
-from pqweights.codecs.polar import RATE
 from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.exports.exporting import MasterFolder, export
 from pqweights.inference.runtimes.models import Model, open_model
@@ -43,7 +42,6 @@ BOTH = "+ both"
 LEAST_SQUARES = "+ least-squares norm"
 AWQ = "+ AWQ"
 TRELLIS = "trellis of the same size"
-POLAR = "polar"
 CALIBRATION_TOKENS = 16384
 
 
@@ -84,7 +82,7 @@ class Row:
     """One configuration.
 
     name: the configuration.
-    bits: the width of the master, or the rate of polar; None for the original, and for INT4 made straight from it.
+    bits: the width of the master; None for the original, and for INT4 made straight from it.
     bits_per_weight: over the quantized weights; None for the original.
     relative_mse: against the original, over all weights that the master quantizes; None for the original.
     scores: its losses, and its divergence from the original.
@@ -174,8 +172,6 @@ class Ablation:
                     yield from self._integers(bits, None)
                     if bits == self.widths[-1]:
                         yield from self._integers(None, self.source)
-        quantize(self.source, self._master, replace(self.recipe, codec="polar").with_bits(RATE), run=self._run)
-        yield Made(POLAR, RATE, self._master)
         shutil.rmtree(self._master)
 
     def _has_torchao(self) -> bool:

@@ -8,7 +8,7 @@ codes, scales or a layout, and for nothing else: it covers tensors alone, and we
 processors and versions of numpy give the same.
 
 Names are those of the command line: `q5`, `trellis` (at several rates, and with all numbers of states), `columns` (the
-codec of calibrated masters), `gptq` (the rounding of calibrated exports), `polar`, `lossless`, `gguf Q4_K`,
+codec of calibrated masters), `gptq` (the rounding of calibrated exports), `lossless`, `gguf Q4_K`,
 `vllm w4a16`, `torchao int4`, `mlx q4`. `kv` is what codes of caches stand for: the codes themselves follow from
 products, which differ between processors.
 """
@@ -31,11 +31,11 @@ from safetensors.numpy import load_file
 import pqweights
 from pqweights.codecs.column_encoding import InputFactors, encode_columns
 from pqweights.codecs.lloyd_max import codebook
-from pqweights.codecs.polar_transform import LEVELS
 from pqweights.exports import mlx, torchao
 from pqweights.exports.formats import BlockRule, Rounding
 from pqweights.exports.schemes import SCHEMES, SchemeFormat
 from pqweights.exports.target import GroupSize
+from pqweights.inference.kv.polar_transform import LEVELS
 from pqweights.kernels.compensation import MomentsFactor, compensate, empty_matrix, factorize, order_of
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.groups import FloatRule, GroupRule
@@ -177,7 +177,6 @@ CODECS: dict[str, Callable[[], Pieces]] = {
     **{f"q{bits}": functools.partial(master, bits=bits) for bits in range(2, 9)},
     "trellis": trellis,
     "columns": columns,
-    "polar": functools.partial(master, codec="polar"),
     "gptq": gptq,
     "lossless": functools.partial(master, lossless=True),
     **{f"gguf {kind}": functools.partial(gguf, kind) for kind in BLOCK_TYPES},

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pqweights.codecs.polar_transform import ANGLE_BITS, GROUP, LEVELS, directions, transform
 from pqweights.inference.kv.codes import halves, pack, unpack
 from pqweights.inference.kv.polar_rope import affine_codes
+from pqweights.inference.kv.polar_transform import ANGLE_BITS, GROUP, LEVELS, directions, transform
 from pqweights.inference.kv.rotated import SEED, RotatedScalar, angle_codes_of, rotation
 from pqweights.inference.kv.schemes import SCHEMES, WINDOWS, Hadamard, LayerModel, Polar, Scheme, digits
 from pqweights.inference.kv.states import TOKENS_TOGETHER, Parts, StateQuantizer

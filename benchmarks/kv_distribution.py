@@ -31,8 +31,8 @@ from kv_baselines import angles_of
 from recall import read_states
 from transformers import AutoModelForCausalLM
 
-from pqweights.codecs.polar_transform import ANGLE_BITS, GROUP, angle_density, transform
 from pqweights.inference.kv.polar_rope import RopePairs, rope_pairs
+from pqweights.inference.kv.polar_transform import ANGLE_BITS, GROUP, transform
 from pqweights.inference.kv.rotated import rotation
 from pqweights.inference.runtimes.texts import read_text, tokenize
 
@@ -43,6 +43,16 @@ ANGLE_BINS = 64
 # A channel is an outlier if its mean magnitude is at least so many times that of the median channel of its head.
 OUTLIER = 4.0
 SIDES = ("before", "after")
+
+
+def angle_density(level: int, angles: Doubles) -> Doubles:
+    """The density of angles of a level for normal vectors (Lemma 2), per radian."""
+    if level == 1:
+        return np.full(np.shape(angles), 1 / (2 * math.pi))
+    size = 2 ** (level - 1)  # coordinates in each of the two radii
+    factor = math.gamma(size) / (2.0 ** (size - 2) * math.gamma(size / 2) ** 2)
+    density: Doubles = factor * np.sin(2 * angles) ** (size - 1)
+    return density
 
 
 @dataclass

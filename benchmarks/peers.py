@@ -55,7 +55,6 @@ from safetensors.numpy import load_file
 
 from pqweights.codecs import get_codec
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
-from pqweights.codecs.polar import RATE as POLAR_RATE
 from pqweights.codecs.protocol import Bytes, Coder, Measures
 from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
 from pqweights.kernels.gguf_encoding import encode_blocks
@@ -121,16 +120,14 @@ class Encoded(NamedTuple):
     measures: Measures
 
 
-POLAR = f"pqweights polar, {POLAR_RATE} bits"
 # Rates of the trellis codec: as many bits as the scalar codec takes.
 TRELLIS_RATES = (5.125, 4.125, 3.125, 2.125)
 GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "Q3_K", "Q2_K")
 
 
 def ours() -> list[Quantizer]:
-    """The scalar codec at every bit width, the trellis codec with every number of states, polar; without a rescue."""
+    """The scalar codec at every bit width, the trellis codec with every number of states; without a rescue."""
     scalar, trellis = get_codec("hadamard-lloyd-max"), get_codec("hadamard-trellis")
-    polar = get_codec("polar").coder(POLAR_RATE)
     widths = [
         quantizer_of(scalar.coder(bits), f"pqweights, {bits} bits", f"{bits}-bit codes; F16 norm per 128", f"q{bits}")
         for bits in range(8, 1, -1)
@@ -149,7 +146,7 @@ def ours() -> list[Quantizer]:
     with mock.patch.multiple(HadamardTrellis, step_power=0, most_gained=0):
         rates += [quantizer_of(trellis.coder(bits), one_step_name(bits), counted, "trellis") for bits in TRELLIS_RATES]
     files = [gguf_type(name) for name in GGUF_TYPES]
-    return [*rates, *widths, quantizer_of(polar, POLAR, "46 bits of angles and F16 radius per 16", "polar"), *files]
+    return [*rates, *widths, *files]
 
 
 def gguf_type(name: str) -> Quantizer:

@@ -1,7 +1,7 @@
 """What a language model is worth after quantization: masters with and without data, the ablation, and the peers.
 
     python benchmarks/quality.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--bits 5 4 3]
-        [--only masters trellis variants calibrated polar ablation peers]
+        [--only masters trellis variants calibrated ablation peers]
 
 Each model is measured beside the original by the protocol of `pqweights eval` (docs/evaluation.md), on the first
 `--max-tokens` tokens of the text (MODEL_DIR/eval.txt by default), in float32 on the CPU: perplexity, KL divergence,
@@ -35,7 +35,6 @@ import pqweights
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.lloyd_max import HadamardLloydMax
-from pqweights.codecs.polar import RATE as POLAR_RATE
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
@@ -89,7 +88,7 @@ CALIBRATED_RATES = (2.125, 3.125, 4.125)
 ON_TEXT = "text"
 STATES = 8
 CALIBRATIONS = ((SELF, STATES), (ON_TEXT, STATES), (SELF, 64), (SELF, 256))
-MASTERS, TRELLIS, VARIANTS, CALIBRATED, POLAR = "masters", "trellis", "variants", "calibrated", "polar"
+MASTERS, TRELLIS, VARIANTS, CALIBRATED = "masters", "trellis", "variants", "calibrated"
 ABLATION, OTHERS = "ablation", "peers"
 
 
@@ -235,13 +234,6 @@ def variants(bench: Bench) -> Iterator[dict[str, Any]]:
                 yield master(bench, load_recipe(f"q{bits}"), f"q{bits}, {what}", None)
 
 
-def polar_masters(bench: Bench) -> Iterator[dict[str, Any]]:
-    """The rows of the codec `polar` and of a trellis master of its size."""
-    for codec in ("polar", "hadamard-trellis"):
-        recipe = replace(load_recipe("q5"), name=codec, codec=codec).with_bits(POLAR_RATE)
-        yield master(bench, recipe, f"{codec.removeprefix('hadamard-')} {POLAR_RATE:g}", None)
-
-
 def calibrated_masters(bench: Bench) -> Iterator[dict[str, Any]]:
     """The rows of calibrated masters."""
     text, out = bench.work / "calibration.txt", bench.work / "calibrated"
@@ -343,7 +335,6 @@ PARTS = {
     TRELLIS: trellis_masters,
     VARIANTS: variants,
     CALIBRATED: calibrated_masters,
-    POLAR: polar_masters,
     ABLATION: ablation,
     OTHERS: others,
 }
@@ -382,8 +373,8 @@ def codecs_of(row: Document) -> list[str]:
         return []
     if row["part"] == CALIBRATED:
         return ["columns"]
-    if row["what"].startswith(("trellis", "fit", "polar")):
-        return ["polar" if row["what"].startswith("polar") else "trellis"]
+    if row["what"].startswith(("trellis", "fit")):
+        return ["trellis"]
     return [f"q{row['bits']}"] if row["bits"] else ["torchao int4"]
 
 

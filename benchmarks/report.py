@@ -145,9 +145,8 @@ def draw_peers(document: Document, panels: Panels) -> None:
                 point = row[weights]["bits_per_weight"], row[weights][field]
                 panel.plot(*point, marker, linestyle="", color=f"C{number}", label=row["quantizer"])
         scalar = [row for row in ours if row["quantizer"].startswith("pqweights, ")]
-        polar = [row for row in ours if row["quantizer"] == peers.POLAR]
-        lines = {"pqweights, 2 to 8 bits": scalar, **peers.trellis_rows(ours), peers.POLAR: polar}
-        for (label, rows), color in zip(lines.items(), ("black", "C3", "C1", "gold", "gray"), strict=True):
+        lines = {"pqweights, 2 to 8 bits": scalar, **peers.trellis_rows(ours)}
+        for (label, rows), color in zip(lines.items(), ("black", "C3", "C1", "gold"), strict=True):
             line = [(row[weights]["bits_per_weight"], row[weights][field]) for row in rows]
             panel.plot(*zip(*line, strict=True), marker="o", color=color, label=label)
         bits = np.array([2.0, 8.5])

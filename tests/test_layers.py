@@ -59,9 +59,10 @@ LEAVES = ("pqweights.inference.loading.autoload", "pqweights.errors")
 # The modules that may import an optional package, below `pqweights`.
 OPTIONAL = {
     "torch": """
-        checkpoint.weight_files codecs.column_encoding codecs.hadamard_trellis codecs.lloyd_max codecs.polar
-        codecs.polar_transform codecs.protocol inference.kv.bases inference.kv.cache inference.kv.codes
-        inference.kv.klt inference.kv.on_codes inference.kv.polar_rope inference.kv.rotated inference.kv.states
+        checkpoint.weight_files codecs.column_encoding codecs.hadamard_trellis codecs.lloyd_max
+        codecs.protocol inference.kv.bases inference.kv.cache inference.kv.codes
+        inference.kv.klt inference.kv.on_codes inference.kv.polar_rope
+        inference.kv.polar_transform inference.kv.rotated inference.kv.states
         inference.loading.conversion inference.loading.packed inference.loading.packed_products
         inference.loading.packed_rows inference.loading.packed_states kernels.attention
         kernels.reference kernels.transform_codes quality.calibrated quality.calibrated_weights

@@ -27,7 +27,6 @@ SIZES: dict[str | int, int] = {
 NOT_SIZES = ["", "GB", "9 XB", "9GBs", "-5GB", "+5GB", "1e9", "9,5GB", "9.GB", ".5GB", "5 G B", "5G", "inf", "0x10"]
 NEAR = [
     ("hadamard", CODECS, "hadamard-trellis"),
-    ("POLAR", CODECS, "polar"),
     ("nf4", CODECS, None),
     ("atention", ROLES, "attention"),
     ("", ROLES, None),

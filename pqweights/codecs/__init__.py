@@ -8,7 +8,6 @@ from pqweights.codecs.columns import ColumnCoding, HadamardTrellisColumns
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.codecs.native import Native, NativeCoding
-from pqweights.codecs.polar import PolarAngles
 from pqweights.codecs.protocol import Codec, Coder, alternatives, check_effort, exact_rate, has_rate, rates_text
 from pqweights.common.advice import instead
 from pqweights.errors import RecipeError
@@ -31,7 +30,6 @@ DEFAULT_CODEC = "hadamard-lloyd-max"
 CODECS: dict[str, Codec] = {
     "hadamard-lloyd-max": HadamardLloydMax(),
     "hadamard-trellis": HadamardTrellis(),
-    "polar": PolarAngles(),
 }
 Coding = Coder | ColumnCoding | NativeCoding  # how a finished weight was encoded
 MasterCodec = Codec | HadamardTrellisColumns | Native

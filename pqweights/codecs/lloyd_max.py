@@ -296,7 +296,7 @@ class ScalarCoder(Coder):
 
     def check(self, parts: Sequence[Bytes], state: State) -> None:
         """Raise DamagedBlock if it shows without decoding that no coder wrote these bytes."""
-        check_norms(parts[1], state, "its norm")
+        check_norms(parts[1], state)
 
     def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
         """Decode whole blocks on the device of the parts, [blocks, bytes] u8 -> [blocks, block size] f32.

@@ -1,6 +1,5 @@
 """What codecs with float16 norms share: the rotation and the exponent of norms, which are the state of a weight.
 
-hadamard_lloyd_max.py has a norm for each block, and polar.py one, called a radius, for each sixteen coordinates.
 docs/format.md, sections 4 and 5.
 """
 
@@ -63,11 +62,10 @@ def parse_rotated(coder: Coder, state: type[Rotated], rotations: Sequence[str], 
     return parsed
 
 
-def check_norms(stored: Bytes, state: State, what: str) -> None:
+def check_norms(stored: Bytes, state: State) -> None:
     """Raise DamagedBlock for a norm that no encoder writes in a state.
 
     stored: the bytes of float16 norms, [blocks, bytes per block]
-    what: what such a number is, for the message
     """
     assert isinstance(state, ScalarState)
     patterns, exponent = stored.reshape(-1).view(np.uint16), state.norm_exponent
@@ -80,7 +78,7 @@ def check_norms(stored: Bytes, state: State, what: str) -> None:
     else:
         return
     if wrong.any():
-        raise DamagedBlock(int(wrong.argmax()) * 2 // stored.shape[1], f"{what} is {reason}")
+        raise DamagedBlock(int(wrong.argmax()) * 2 // stored.shape[1], f"its norm is {reason}")
 
 
 def norm_exponent_for(norms: NormRange) -> int:

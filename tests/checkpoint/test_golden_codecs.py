@@ -18,13 +18,12 @@ from golden import make, make_codecs
 from pqweights.planning.options import ExportOptions
 from pqweights.rewrite.results.verify import verify
 
-TRELLIS, POLAR, COLUMNS = make_codecs.TRELLIS, make_codecs.POLAR, make_codecs.COLUMNS
+TRELLIS, COLUMNS = make_codecs.TRELLIS, make_codecs.COLUMNS
 COLUMN_CODEC = "hadamard-trellis-columns"
 GOLDEN: dict[str, Any] = {
     "hadamard-lloyd-max": make,
     "hadamard-trellis": TRELLIS,
     "steps": make_codecs.STEPS,
-    "polar": POLAR,
     COLUMN_CODEC: COLUMNS,
     "native": make_codecs.NATIVE,
     "stacks": make_codecs.STACKS,
@@ -62,7 +61,7 @@ def test_golden_master_verifies_and_is_read_by_an_independent_decoder_and_by_exp
     for name in PACKED if codec == "native" else ():  # what they are decoded to is for kernels/test_lossless.py
         expected.pop(name), exported.pop(name, None)
     assert {name: exported[name] for name in expected} == expected
-    assert codec in ("polar", "native") or exported.keys() == expected.keys()
+    assert codec == "native" or exported.keys() == expected.keys()
 
 
 @pytest.mark.parametrize(
@@ -76,8 +75,6 @@ def test_golden_master_verifies_and_is_read_by_an_independent_decoder_and_by_exp
         ("steps", "model.layers.middle.weight", "step_power", 1, "step_power: expected 0 or 0.5, found 1"),
         ("steps", "model.layers.middle.weight", "step_power", "half", "step_power"),
         ("steps", "model.layers.scalar.weight", "step_power", 0.5, "unknown key 'step_power'"),
-        ("polar", "model.layers.flat.weight", "norm_exponent", 1.5, "norm_exponent"),
-        ("polar", "model.layers.flat.weight", "levels", [1.0], "unknown key 'levels'"),
         (COLUMN_CODEC, "model.layers.strips.weight", "rotation", "hadamard", "unknown key 'rotation'"),
         (COLUMN_CODEC, "model.layers.strips.weight", "bits", "nan", "bits"),
         (COLUMN_CODEC, "model.layers.strips.weight", "bits", 3.0, "bits: expected"),

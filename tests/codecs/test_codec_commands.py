@@ -1,6 +1,6 @@
 """All codecs in one master go through all commands: nothing outside of codecs/ assumes a certain one.
 
-Superblocks of the trellis depend on the size of a weight and hold any rate; polar has errors that are not orthogonal.
+Superblocks of the trellis depend on the size of a weight and hold any rate, and at low ones errors are not orthogonal.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from pqweights.rewrite.results.verify import verify
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
-SCALAR, TRELLIS, POLAR = "hadamard-lloyd-max", "hadamard-trellis", "polar"
+SCALAR, TRELLIS = "hadamard-lloyd-max", "hadamard-trellis"
 RECIPE = f"""
 name: mixed
 codec: {TRELLIS}
 bits: 2.5
 rules:
   - {{name: "*.down_proj.weight", bits: 4.38}}
-  - {{role: attention, codec: {POLAR}}}
+  - {{role: attention, bits: 3.5}}
   - {{role: embedding, codec: {SCALAR}, bits: 6}}
 """
 UP, EMBEDDING = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"
@@ -64,7 +64,7 @@ UP, EMBEDDING = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"
 def coding_of(name: str) -> tuple[str, float]:
     """The codec and the rate that RECIPE gives a weight."""
     if "self_attn" in name:
-        return POLAR, 3.875
+        return TRELLIS, 3.5
     return (SCALAR, 6) if name == EMBEDDING else (TRELLIS, 4.38 if "down_proj" in name else 2.5)
 
 
@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_weights_are_stored_as_the_recipe_says_and_decode_to_those_encoded_in_memory(folder: Path) -> None:
     shown = {tensor["name"]: tensor for tensor in answer("inspect", folder / "master")["tensors"]}
     weights, decoded = read_all(folder / "model"), master_weights(folder / "master")
-    assert {coding_of(name)[0] for name in decoded} == {SCALAR, TRELLIS, POLAR}
+    assert {coding_of(name)[0] for name in decoded} == {SCALAR, TRELLIS}
     for name, values in decoded.items():
         codec, bits = coding_of(name)
         assert (shown[name]["codec"], shown[name]["bits"]) == (codec, bits)
@@ -92,7 +92,6 @@ def test_weights_are_stored_as_the_recipe_says_and_decode_to_those_encoded_in_me
         cut = superblocks(exact.size, bits)
         stored = {
             SCALAR: Fraction(exact.size * 98, 128),
-            POLAR: Fraction(exact.size * 31, 64),
             TRELLIS: cut.number * cut.stride,
         }
         assert shown[name]["bytes"] == stored[codec], name
@@ -141,7 +140,7 @@ def test_output_is_identical_across_chunk_sizes_and_thread_counts(
     assert folder_bytes(tmp_path / "out") == folder_bytes(folder / "master")
 
 
-@pytest.mark.parametrize(("codec", "bits"), [(TRELLIS, 1.5), (TRELLIS, 4.0001), (POLAR, 3.875)])
+@pytest.mark.parametrize(("codec", "bits"), [(TRELLIS, 1.5), (TRELLIS, 4.0001)])
 def test_plan_knows_every_byte_of_weights_of_any_shape(codec: str, bits: float, tmp_path: Path) -> None:
     """Stacks whose matrices share superblocks, tiny and one-dimensional weights, constants and zeros."""
     shapes = {"a": (3, 5), "b": (7, 130), "experts": (5, 77, 300), "c": (96,), "d": (2, 1024), "e": (1, 1)}
@@ -174,9 +173,7 @@ def test_card_says_codec_rate_and_effort(folder: Path, tmp_path: Path) -> None:
 # --- exports, loading ---
 
 
-@pytest.mark.parametrize(
-    ("codec", "bits"), [(SCALAR, 2), (SCALAR, 8), (TRELLIS, 1.5), (TRELLIS, 5), (TRELLIS, 8), (POLAR, 3.875)]
-)
+@pytest.mark.parametrize(("codec", "bits"), [(SCALAR, 2), (SCALAR, 8), (TRELLIS, 1.5), (TRELLIS, 5), (TRELLIS, 8)])
 def test_zeros_stay_exact_zeros_through_masters_and_exports(codec: str, bits: float, tmp_path: Path) -> None:
     """A weight of nothing else, and rows and a block of them among other numbers."""
     weights = {name: gaussian(64, 256, seed=1) for name in (UP, "model.layers.0.self_attn.q_proj.weight")}
@@ -203,7 +200,7 @@ def test_computed_errors_of_exports_are_those_measured(target: str, folder: Path
         {record.name: record for tensor, record in read_manifest(tmp_path / name).pairs if tensor.action == "integer"}
         for name in ("out", "measured")
     )
-    assert {coding_of(name)[0] for name in computed} >= {TRELLIS, POLAR}
+    assert {coding_of(name)[0] for name in computed} >= {TRELLIS}
     for name, record in computed.items():
         assert measured[name].total_mse is not None
         codec, bits = coding_of(name)
@@ -296,8 +293,9 @@ REFUSED_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
         "--effort: hadamard-lloyd-max has no effort setting, found 2; hadamard-trellis has 8, 64 or 256",
     ),
     "an unknown codec": (
-        ("--codec", "poler"),
-        f"--codec: no codec is called 'poler'; the nearest is 'polar'; expected {', '.join(CODECS)}",
+        ("--codec", "hadamard-trelis"),
+        "--codec: no codec is called 'hadamard-trelis'; the nearest is 'hadamard-trellis'; expected "
+        + ", ".join(CODECS),
     ),
 }
 
@@ -307,9 +305,10 @@ def test_refused_options_name_what_is_possible(arguments: tuple[str, ...], line:
     assert refused("plan", folder / "model", *arguments, code=2) == f"error: {line}\n"
 
 
-def test_codec_by_option_takes_the_nearest_of_its_rates(folder: Path) -> None:
-    planned = answer("plan", folder / "model", "--codec", POLAR)["tensors"]
-    assert {(t["codec"], t["bits"]) for t in planned if t["codec"]} == {(POLAR, 3.875)}
+def test_codec_by_option_takes_the_nearest_of_its_rates(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(f"{{codec: {TRELLIS}, bits: 2.6}}")
+    planned = answer("plan", folder / "model", "--recipe", tmp_path / "r.yaml", "--codec", SCALAR)["tensors"]
+    assert {(t["codec"], t["bits"]) for t in planned if t["codec"]} == {(SCALAR, 3)}
 
 
 def test_effort_lowers_errors_in_the_same_bytes_and_is_part_of_the_result(folder: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from pqweights.codecs.trellis_tables import decode_tables
 from pqweights.kernels.trellis import Superblocks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
-SECTION = PAGE[PAGE.index("## 8. ") : PAGE.index("## 9. ")]
+SECTION = PAGE[PAGE.index("## 8. ") : PAGE.index("## 10. ")]
 STATES = [TrellisState(rotation, power) for power in STEP_POWERS for rotation in ("hadamard", "signed-hadamard")]
 PLAIN = STATES[0]
 Floats = npt.NDArray[np.float32]

@@ -1,11 +1,11 @@
-"""The golden masters of other codecs: weights of hadamard-trellis and of polar, made by the command, of
+"""The golden masters of other codecs: weights of hadamard-trellis, made by the command, of
 hadamard-trellis-columns, of ready codes, and of native, made by the command without a recipe.
 
 `trellis/` has the same step in all blocks of a superblock and errors of least squares, as the first masters.
 
     PYTHONPATH=tests:tests/support python -m golden.make_codecs
 
-writes `trellis/`, `steps/`, `polar/`, `columns/`, `native/`, `stacks/` and what they decode to anew. Do so when the
+writes `trellis/`, `steps/`, `columns/`, `native/`, `stacks/` and what they decode to anew. Do so when the
 encoder of the trellis chooses other bytes on purpose. A change of a decoder would change the format: these masters
 have to be decoded to the same values.
 """
@@ -25,7 +25,6 @@ import helpers
 import independent_reader
 import native_decoder
 import numpy as np
-import polar_decoder
 import trellis_decoder
 from commands import done
 from golden.make import HERE, mixed_scales, weights, write_by_command, write_golden
@@ -72,34 +71,6 @@ rules:
 """
 
 
-def polar_source() -> Sources:
-    """Several sizes, dtypes, exponents and rotations."""
-    return {
-        "model.layers.rows.weight": helpers.bf16(weights(12, 256, seed=41)),
-        "model.layers.flat.weight": helpers.f32(weights(17, 130, seed=42)),
-        "model.layers.half.weight": helpers.f16(weights(3, 129, seed=43)),
-        "model.layers.mixed.weight": helpers.f32(mixed_scales(44)),
-        "model.layers.tiny.weight": helpers.f32(weights(4, 128, seed=45, exponent=-130)),
-        "model.layers.huge.weight": helpers.f32(weights(4, 128, seed=46, exponent=110)),
-        "model.layers.constant.weight": helpers.bf16(np.full((15, 128), 0.0125, np.float32)),
-        "model.layers.zero.weight": helpers.bf16(np.zeros((2, 128), np.float32)),
-        "model.layers.wide.weight": ("F64", weights(2, 70, seed=47).astype(np.float64) / 3),
-        "model.layers.scalar.weight": helpers.bf16(weights(2, 128, seed=48)),
-        "model.layers.trellis.weight": helpers.bf16(weights(3, 128, seed=49)),
-        "model.norm.weight": helpers.bf16(1 + weights(9, seed=50)),
-    }
-
-
-POLAR_RECIPE = """
-name: golden-polar
-description: Sizes, dtypes, exponents and rotations of polar, and weights of the other codecs.
-codec: polar
-rules:
-  - {name: "*.scalar.weight", codec: hadamard-lloyd-max, bits: 3}
-  - {name: "*.trellis.weight", codec: hadamard-trellis, bits: 2.5}
-"""
-
-
 def columns_source() -> Sources:
     """Weights for ready codes of several sizes and dtypes, and weights of the other codecs."""
     return {
@@ -110,7 +81,6 @@ def columns_source() -> Sources:
         "model.layers.huge.weight": helpers.f32(weights(4, 3, seed=54, exponent=110)),
         "model.layers.scalar.weight": helpers.bf16(weights(2, 128, seed=55)),
         "model.layers.trellis.weight": helpers.bf16(weights(3, 128, seed=56)),
-        "model.layers.polar.weight": helpers.bf16(weights(3, 128, seed=57)),
         "model.norm.weight": helpers.bf16(1 + weights(9, seed=58)),
     }
 
@@ -118,10 +88,10 @@ def columns_source() -> Sources:
 COLUMNS_RECIPE = """
 name: golden-columns
 description: The weights that were not calibrated have the other codecs.
-codec: polar
+codec: hadamard-trellis
+bits: 2.5
 rules:
   - {name: "*.scalar.weight", codec: hadamard-lloyd-max, bits: 3}
-  - {name: "*.trellis.weight", codec: hadamard-trellis, bits: 2.5}
 """
 
 
@@ -296,40 +266,21 @@ def _columns(name: str, stored: Mapping[str, Stored], own: Mapping[str, Any]) ->
     return _rounded(name, values, shape, own["dtype"])
 
 
-def _polar(name: str, stored: Mapping[str, Stored], config: dict) -> Tensor:
-    own = {"norm_exponent": 0, "shape": None, **config, **config["overrides"].get(name, {})}
-    angles, radii = stored[name + "_angles"], stored[name + "_radii"]
-    assert (own["codec"], own["bits"], angles.dtype, radii.dtype) == ("polar", 3.875, "U8", "F16")
-    values = polar_decoder.decode_blocks(
-        np.frombuffer(angles.data, dtype=np.uint8).reshape(-1, 46),
-        np.frombuffer(radii.data, dtype="<f2").reshape(-1, 8),
-        rotation=own["rotation"],
-        norm_exponent=own["norm_exponent"],
-    )
-    shape = own["shape"] or (*angles.shape[:-1], angles.shape[-1] // 46 * 128)
-    assert len(values) == -(-int(np.prod(shape)) // 128)
-    return _rounded(name, values, shape, own["dtype"])
-
-
 def _rounded(name: str, values: np.ndarray, shape: Any, dtype: str) -> Tensor:
     data = independent_reader.to_bytes(values.reshape(-1)[: int(np.prod(shape))], dtype)
     return Tensor(name, dtype, tuple(shape), data)
 
 
-DECODERS = {"codes": _scalar, "trellis": _trellis, "angles": _polar}
+DECODERS = {"codes": _scalar, "trellis": _trellis}
 TRELLIS = Golden("trellis", trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"), is_first=True)
 STEPS = Golden("steps", trellis_source(), TRELLIS_RECIPE, ("codes", "trellis"))
-POLAR = Golden("polar", polar_source(), POLAR_RECIPE, ("angles",))
-COLUMNS = GoldenOfReadyCodes("columns", columns_source(), COLUMNS_RECIPE, ("codes", "trellis", "angles"))
+COLUMNS = GoldenOfReadyCodes("columns", columns_source(), COLUMNS_RECIPE, ("codes", "trellis"))
 NATIVE = GoldenWithoutLoss("native", native_source(), "", ())
-STACKS = GoldenOfReadyCodes(
-    "stacks", stacks_source(), COLUMNS_RECIPE, ("codes", "trellis", "angles"), ready=READY_STACKS
-)
+STACKS = GoldenOfReadyCodes("stacks", stacks_source(), COLUMNS_RECIPE, ("codes", "trellis"), ready=READY_STACKS)
 
 if __name__ == "__main__":
     write_golden(TRELLIS)
     write_golden(STEPS)
-    write_golden(POLAR)
     write_golden(COLUMNS)
     write_golden(NATIVE)
     write_golden(STACKS)

@@ -25,7 +25,7 @@ CASES: list[Case] = [
 WRONG_IN_THEMSELVES = """
 recipe-name-unknown recipe-name-far-from-all recipe-name-of-a-width recipe-name-of-a-file set-malformed
 bits-out-of-range bits-nan bits-infinite bits-no-number bits-a-fraction bits-too-few trellis-bits-too-few
-trellis-bits-too-many trellis-bits-nan codec-polar-bits-4 effort-unknown effort-no-number
+trellis-bits-too-many trellis-bits-nan effort-unknown effort-no-number
 effort-of-a-codec-without size-no-size size-zero threads-zero target-unknown ray-no-address ray-no-port
 ray-port-too-large ray-client address-unknown-scheme address-without-bucket address-with-credentials
 output-on-the-hub output-unknown-scheme group-size-that-no-target-has bits-that-no-target-has

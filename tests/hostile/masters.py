@@ -72,8 +72,6 @@ GATE = "model.layers.0.mlp.gate_proj.weight"
 make_master = made_of({UP: WEIGHT, GATE: ("F32", [4, 65], WEIGHT_DATA + bytes(16))}, max_shard_bytes=300)
 # A weight of two superblocks, and one of some rows.
 make_trellis_master = made_of({UP: normal(17, 900, 128), DOWN: normal(19, 40, 128)}, "t4")
-# A weight of whole rows, and one that is flattened.
-make_polar_master = made_of({UP: normal(18, 40, 128), DOWN: normal(20, 4, 65)}, codec="polar")
 
 
 def _made_of_codes(weights: dict[str, Stored], *coded: str, transposed: tuple[str, ...] = ()) -> Callable[[Path], None]:
@@ -100,7 +98,6 @@ def _make_native_master(folder: Path) -> None:
 
 MAKE = {
     "trellis": make_trellis_master,
-    "polar": make_polar_master,
     # A weight of two strips of two superblocks each, and one of a block.
     "columns": _made_of_codes({UP: normal(21, 130, 800), DOWN: normal(22, 3, 1)}, UP, DOWN),
     # A stack of two such matrices, and a transposed one.
@@ -229,12 +226,6 @@ def overwrite(file: str, tensor: str, at: int, data: bytes) -> Damage:
     return damage
 
 
-def fewer_radii(tensors: dict[str, Stored]) -> None:
-    """Leave out the last row of radii."""
-    dtype, (rows, columns), data = tensors[UP + "_radii"]
-    tensors[UP + "_radii"] = (dtype, [rows - 1, columns], data[: -2 * columns])
-
-
 def restored(change: Callable[[dict[str, Stored]], Any]) -> Damage:
     """Change the stored tensors of the only file, leave its header consistent, and forget the manifest."""
 
@@ -263,7 +254,7 @@ def shorter(tensors: dict[str, Stored]) -> None:
 CODEC, CONFIGURED = "hadamard-lloyd-max", "quantization_config"
 LEVELS = ("levels", CODEC, "5")
 MANIFEST = "pqweights.json"
-TRELLIS, ANGLES, RADII = (UP + part for part in ("_trellis", "_angles", "_radii"))
+TRELLIS = UP + "_trellis"
 
 
 def settings(name: str, *path: str | int, to: Any, export: tuple[str, ...]) -> Case:
@@ -296,14 +287,11 @@ CASES = [
             ("trellis-step-flipped", ONLY_SHARD, TRELLIS, flip(ONLY_SHARD, TRELLIS)),
             ("trellis-stream-flipped", ONLY_SHARD, TRELLIS, flip(ONLY_SHARD, TRELLIS, at=20_000)),
             ("trellis-superblock-flipped", ONLY_SHARD, TRELLIS, flip(ONLY_SHARD, TRELLIS, at=28_800 + 6)),
-            ("polar-angles-flipped", ONLY_SHARD, ANGLES, flip(ONLY_SHARD, ANGLES)),
-            ("polar-radius-infinite", ONLY_SHARD, RADII, overwrite(ONLY_SHARD, RADII, at=160, data=b"\x00\x7c")),
-            ("polar-radius-negative", ONLY_SHARD, RADII, overwrite(ONLY_SHARD, RADII, at=0, data=b"\x00\xb0")),
         )
     ),
     *(
         damaged(name, cut(file, 1), verify=(file, "bytes"), export=(file, "expected", "bytes", "found"))
-        for name, file in (("master-shard-truncated", SHARD), ("trellis-cut", ONLY_SHARD), ("polar-cut", ONLY_SHARD))
+        for name, file in (("master-shard-truncated", SHARD), ("trellis-cut", ONLY_SHARD))
     ),
     *(
         damaged(
@@ -437,23 +425,6 @@ CASES = [
     settings("trellis-shape-of-another", "overrides", UP, "shape", to=[128, 128], export=(UP, "[128, 128]")),
     settings("trellis-shape-beyond-memory", "overrides", UP, "shape", to=[10**9, 10**9], export=(UP, "1000000000")),
     settings("trellis-levels", "levels", to={"hadamard-trellis": {"4": [1.0]}}, export=("config.json", "levels")),
-    damaged(
-        "polar-radius-nan",
-        forged(overwrite(ONLY_SHARD, RADII, at=160, data=b"\x00\x7e")),
-        export=(ONLY_SHARD, UP, "block 10", "a radius is negative or not finite"),
-    ),
-    damaged(
-        "polar-part-missing",
-        restored(lambda tensors: tensors.pop(RADII)),
-        verify=(MANIFEST,),
-        export=(RADII, "found no such tensor"),
-    ),
-    damaged("polar-radii-of-another-size", restored(fewer_radii), verify=(MANIFEST,), export=(RADII, "expected F16")),
-    settings("polar-bits-4", "bits", to=4, export=("config.json", "bits", "3.875 bits", "found 4")),
-    settings("polar-rotation-none", "rotation", to="none", export=("config.json", "'none'")),
-    settings("polar-exponent-1000", "overrides", UP, to={"norm_exponent": 1000}, export=(UP, "norm_exponent", "1000")),
-    settings("polar-shape-of-another", "overrides", DOWN, "shape", to=[4, 200], export=(DOWN, "[4, 200]")),
-    settings("polar-levels", "levels", to={"polar": {"3.875": [1.0]}}, export=("config.json", "levels")),
     damaged("manifest-absent", delete(MANIFEST), verify=(MANIFEST,), inspect=(MANIFEST,)),
     damaged("manifest-cut", cut(MANIFEST, 10), verify=(MANIFEST, "JSON"), inspect=(MANIFEST, "JSON")),
     damaged("manifest-a-list", replace(MANIFEST, "[]"), verify=(MANIFEST, "list"), inspect=(MANIFEST, "list")),

@@ -126,7 +126,6 @@ CASES = [
         Case(f"trellis-{name}", {f"{QUANTIZE} --codec hadamard-trellis --bits {bits}": ("1.5 to 8", bits)}, GOOD_SRC)
         for name, bits in {"bits-too-few": "1", "bits-too-many": "9", "bits-nan": "nan"}.items()
     ),
-    asked("codec-polar-bits-4", "--codec polar --bits 4", "--bits", "expected 3.875 bits", "found 4"),
     asked("effort-unknown", "--recipe t4 --effort 7", "--effort", "8, 64 or 256", "7"),
     asked("effort-no-number", "--recipe t4 --effort fast", "--effort", "integer"),
     asked("effort-of-a-codec-without", "--effort 64", "--effort", "no effort setting", "hadamard-trellis has"),

@@ -9,8 +9,9 @@ import pytest
 import torch
 from caches import decoded, gaussian, relative_error
 from closeness import F32_FEW, F32_SUM, ROUNDED_ONCE_MORE, approx, each_near
+from test_polar_codebook import RELATIVE_MSE
 
-from pqweights.codecs.polar_transform import LEVELS, RELATIVE_MSE
+from pqweights.inference.kv.polar_transform import LEVELS
 from pqweights.inference.kv.rotated import RecursivePolar
 from pqweights.inference.kv.rotated import rotation as matrix
 

@@ -5,7 +5,7 @@ which its coordinates are nearly Gaussian, and take the levels that masters have
 norm but the one with the least error, <x, levels> / <levels, levels>, which costs nothing.
 
 `RecursivePolar` is PolarQuant of Han et al. (arXiv:2502.02617): after a random rotation the angles of the transform
-(codecs/polar_transform.py; Definition 1, Section 4.1) follow known densities (Lemma 2), so that their codebooks need no
+(polar_transform.py; Definition 1, Section 4.1) follow known densities (Lemma 2), so that their codebooks need no
 data, and nothing but the radius has to be stored with the codes:
 (16 + 8 * 4 + (4 + 2 + 1) * 2) / 16 = 3.875 bits for each coordinate.
 """
@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pqweights.codecs.polar_transform import ANGLE_BITS, GROUP, angle_codes, directions, transform, unit_vectors
 from pqweights.inference.kv.codes import coded, halves, levels_of, pack, packed_bytes, unpack, width_tables
+from pqweights.inference.kv.polar_transform import ANGLE_BITS, GROUP, angle_codes, directions, transform, unit_vectors
 from pqweights.inference.kv.states import Parts, StateQuantizer
 from pqweights.kernels.attention import MOST_SIZE, hadamard_scores, weighted_values
 

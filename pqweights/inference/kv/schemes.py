@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from pqweights.codecs.polar_transform import GROUP
 from pqweights.common.advice import instead, nearest
 from pqweights.errors import OptionError
 from pqweights.inference.kv.klt import KarhunenLoeve, LayerBases
 from pqweights.inference.kv.polar_rope import PolarPairs, RopePairs, TokenWise, rope_pairs
+from pqweights.inference.kv.polar_transform import GROUP
 from pqweights.inference.kv.rotated import RecursivePolar, RotatedScalar
 from pqweights.inference.kv.states import StateQuantizer
 
