@@ -100,10 +100,10 @@ def parse_location(given: str | Path) -> Path | RepositoryName | Address:
     """Return what a user's text means. A Path is a local path, and so is ORG/NAME if there is such a path.
 
     Raises OptionError for an address that cannot be one: of the Hub, but not of a model; without a bucket; with
-    credentials; file:// on another machine.
+    credentials; with one slash; file:// on another machine.
     """
     if isinstance(given, Path):
-        return given
+        return _with_two_slashes(given)
     found = _SCHEME.match(given)
     scheme = found[1].lower() if found else ""
     if scheme == "hf":
@@ -115,14 +115,16 @@ def parse_location(given: str | Path) -> Path | RepositoryName | Address:
     bare = not scheme and given.partition("/")[0].lower() in HOSTS and not Path(given).exists()
     if bare or scheme in ("http", "https"):
         parts = _split(f"https://{given}" if bare else given)
-        if parts is not None and parts.netloc.lower() in _hosts():
+        if parts is not None and parts.netloc.rpartition("@")[2].lower().removesuffix(":443") in _hosts():
             return _of_page(given, parts.path)
     if scheme in _LOCAL:
         return _local_path(given)
     if found:
         return _address(scheme, given[found.end() :])
     id = given.rstrip("/")
-    return RepositoryName(id) if is_repository_id(id) and not Path(given).exists() else Path(given)
+    if is_repository_id(id) and not Path(given).exists():
+        return RepositoryName(id)
+    return _with_two_slashes(Path(given))
 
 
 def repository_named(given: str | Path) -> RepositoryName | None:
@@ -180,7 +182,7 @@ def _of_page(text: str, path: str) -> RepositoryName:
     parts = [urllib.parse.unquote(part) for part in path.split("/") if part]
     parts = parts[1:] if parts[:1] == ["models"] else parts
     page = next((at for at in (1, 2) if len(parts) > at and parts[at] in _PAGES), len(parts))
-    id, rest = "/".join(parts[:page]), parts[page:]
+    id, rest = "/".join(parts[:page]).removesuffix(".git"), parts[page:]
     wanted = rest[1:4] if rest[1:2] == ["refs"] else rest[1:2]
     inside = rest[1 + len(wanted) :]
     if parts[:1] in (["datasets"], ["spaces"]) or not is_repository_id(id, namespace=False):
@@ -193,6 +195,14 @@ def _of_page(text: str, path: str) -> RepositoryName:
             "model is at the top, or fetch the folder and give that"
         )
     return RepositoryName(id, "/".join(wanted) or None)
+
+
+def _with_two_slashes(path: Path) -> Path:
+    """Return a local path. Raises OptionError for an address that lost a slash, as it does when it becomes a Path."""
+    scheme = path.parts[0].removesuffix(":") if path.parts else ""
+    if path.parts[:1] == (f"{scheme}:",) and scheme.lower() in (*BUCKETS, "hf", "http", "https"):
+        raise OptionError(f"{path}: expected a local path, or an address with two slashes as a text: {scheme}://...")
+    return path
 
 
 def _address(scheme: str, rest: str) -> Address:

@@ -21,7 +21,7 @@ from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER, is_inside
 from pqweights.checkpoint.writer import disk_errors, sync_folder, write_whole
 from pqweights.common.documents import Count
 from pqweights.errors import OptionError, OutputError, StorageError
-from pqweights.storage.addresses import BUCKETS, Address, RepositoryName, parse_location
+from pqweights.storage.addresses import Address, RepositoryName, parse_location
 from pqweights.storage.bucket import RemoteFolder
 from pqweights.storage.local import LOCK_FILE, clear, locked, make_private, refuse_linked_folders, remove_file
 
@@ -39,8 +39,6 @@ def open_store(where: str | Path | Store) -> Store:
 
     Raises OptionError for an address to which no result can be written.
     """
-    if isinstance(where, Path) and where.parts and where.parts[0][:-1] in BUCKETS:
-        raise OptionError(f"{where}: expected a folder, found an address as a Path: give it as a str, with two slashes")
     if not isinstance(where, str | Path):
         return where
     location = parse_location(where)

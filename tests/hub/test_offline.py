@@ -35,6 +35,7 @@ NAMES = {
     "hf.co/ORG/NAME": ("ORG/NAME", None),
     "https://huggingface.co/ORG/NAME/blob/main/config.json": ("ORG/NAME", "main"),
     "https://huggingface.co/ORG/NAME/resolve/v1/model.gguf?download=true": ("ORG/NAME", "v1"),
+    "https://me:secret@huggingface.co:443/ORG/NAME.git": ("ORG/NAME", None),
     "https://huggingface.co/gpt2": ("gpt2", None),
     "https://mirror.example/ORG/NAME": ("ORG/NAME", None),
 }

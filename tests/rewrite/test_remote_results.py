@@ -157,7 +157,7 @@ def test_stores_of_texts_and_paths(tmp_path: Path) -> None:
     store = BucketStore(open_store("s3://bucket/model").folder, tmp_path)
     copy = pickle.loads(pickle.dumps(store))
     assert (str(copy), copy.work) == (str(store), store.work)
-    with pytest.raises(OptionError, match="give it as a str"):
+    with pytest.raises(OptionError, match="two slashes as a text"):
         open_store(Path("s3://bucket/model"))
     with pytest.raises(OptionError, match=r"hf://org/name: .* pqweights push"):
         open_store("hf://org/name")
