@@ -176,25 +176,32 @@ def local_folder(
     if isinstance(location, Path):
         return Fetched(location)
     repository = open_repository(access.hub(), location.id, access.revision)
-    storage, file = Storage(repository), ""
-    is_result = MANIFEST_FILE in storage.files()
-    if (ours and not is_result) or (location.file and (only or ours)):
-        raise SourceError(
-            f"{repository}: expected a master or an export that pqweights pushed, found "
-            + (f"the file {location.file}" if location.file else f"no {MANIFEST_FILE} in the repository")
-        )
-    wanted: Sequence[str] = [name for name in only if name in storage.files()]
-    if location.file or (holds_gguf(storage.files()) and not is_result and not only):
-        file, *_ = wanted = needed_of_gguf(storage, location.file)
-    elif not only:
-        wanted = needed_files(storage)
-    if not wanted:
-        raise SourceError(f"{repository}: expected {', '.join(only)} in the repository, found none")
+    storage = Storage(repository)
+    wanted, file = _needed(storage, location.file, only, ours)
     repository.check_cached(wanted)
     folder = storage.fetch(wanted, progress)
     if not repository.hub.is_offline:
         _remember(folder, access.revision or "main")
     return Fetched(folder / file, storage.origin, tuple(name for name in storage.files() if name not in wanted))
+
+
+def _needed(storage: Storage, file: str, only: Sequence[str], ours: bool) -> tuple[Sequence[str], str]:
+    """Return which files of a repository to fetch, and the first of a GGUF model. See `local_folder`."""
+    files = storage.files()
+    is_result = MANIFEST_FILE in files
+    if (ours and not is_result) or (file and (only or ours)):
+        raise SourceError(
+            f"{storage}: expected a master or an export that pqweights pushed, found "
+            + (f"the file {file}" if file else f"no {MANIFEST_FILE} in the repository")
+        )
+    if only:
+        if not (wanted := [name for name in only if name in files]):
+            raise SourceError(f"{storage}: expected {', '.join(only)} in the repository, found none")
+        return wanted, ""
+    if file or (holds_gguf(files) and not is_result):
+        parts = needed_of_gguf(storage, file)
+        return parts, parts[0]
+    return needed_files(storage), ""
 
 
 class FoundResult(NamedTuple):
