@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from pqweights.checkpoint.gguf.sources import open_local_source
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.common.parameters import StrPath, patterns, text
+from pqweights.common.threads import Progress
 from pqweights.errors import OptionError
 from pqweights.exports import get_target
 from pqweights.exports.exporting import MasterFolder
@@ -31,7 +32,6 @@ from pqweights.planning.options import (
     FormatsByPattern,
     HubOptions,
     MemoryOptions,
-    Progress,
     QuantizeOptions,
     Tell,
     located,

@@ -7,7 +7,7 @@ every target reads the same. What cannot be mended is said.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from pqweights.checkpoint.readers import LogicalTensor, PlainTensor, element_cou
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.structure import differences
 from pqweights.common.dtypes import DTYPE_BITS
+from pqweights.common.threads import Progress
 
 TIED = "tie_word_embeddings"
 # So much is looked at in each of so many places; then it is read in runs.
@@ -30,7 +31,6 @@ RUN_BYTES = 1 << 22
 
 Config = dict[str, Any]
 Remarks = tuple[str, ...]
-Progress = Callable[[int, int, str], None]  # called with the bytes read, those to be read, and the name of a tensor
 
 
 def with_embeddings(stored: dict[str, StoredTensor], config: Config | None) -> tuple[dict[str, StoredTensor], Remarks]:

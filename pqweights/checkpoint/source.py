@@ -32,7 +32,7 @@ from pqweights.checkpoint.digests import CheckedReads, MapFunction
 from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, PICKLE_SUFFIXES
 from pqweights.checkpoint.other_weights import holds_weights
-from pqweights.checkpoint.promise import Pair, Progress, checked_config, same_values, with_differing, with_embeddings
+from pqweights.checkpoint.promise import Pair, checked_config, same_values, with_differing, with_embeddings
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.storage import (
     Origin,
@@ -49,6 +49,7 @@ from pqweights.checkpoint.weight_files import (
 )
 from pqweights.checkpoint.wrapped import check_adapter_files, unwrapped
 from pqweights.common.strict_json import is_utf8
+from pqweights.common.threads import Progress
 from pqweights.errors import SourceError
 
 # A fingerprint covers this many bytes at each end of a tensor.

@@ -16,6 +16,7 @@ from pqweights.checkpoint.positions import stated_once
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, OriginalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
+from pqweights.common.threads import Progress
 from pqweights.errors import OptionError
 from pqweights.exports.loading import LoadableModel, by_transformers
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice, one_of
@@ -23,7 +24,7 @@ from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import DECODE, KEEP, TensorPlan, stored_bytes
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.transform import EXPORT, Account, Notes, Output, Progress, Transform, TransformInputs
+from pqweights.rewrite.transform import EXPORT, Account, Notes, Output, Transform, TransformInputs
 
 NAME = "bf16"
 

@@ -18,6 +18,7 @@ from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.models.description import ModelDescription
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.threads import Progress
 from pqweights.common.units import counted, size_text
 from pqweights.exports.bf16 import is_encoded, plain_plan, role_of, stored_dtype
 from pqweights.exports.carried import carried_unit
@@ -30,7 +31,7 @@ from pqweights.exports.units import UnitJob, fused_weights, of_unit, with_unit
 from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, stored_bytes
 from pqweights.rewrite.jobs import CopyJob, Job
 from pqweights.rewrite.records import TensorRecord, master_part, mean_error
-from pqweights.rewrite.transform import EXPORT, Account, Notes, Output, Progress, TransformInputs
+from pqweights.rewrite.transform import EXPORT, Account, Notes, Output, TransformInputs
 
 # Above this share of the error, the master decides how good an export is, and no longer its format.
 MOST_BY_MASTER = 0.5

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.common.threads import Progress
+
 Floats = npt.NDArray[np.float32]
-Progress = Callable[[int, int, str], None]  # called with the steps done, the steps in all, and what is being done
 
 
 @dataclass(frozen=True, kw_only=True)

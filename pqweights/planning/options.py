@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 DEFAULT_MAX_SHARD_SIZE = "2GB"
 MOST_THREADS = 256
 
-Progress = Callable[[int, int, str], None]  # called with what is done, how much there is in all, and a name
 Tell = Callable[[str], None]  # called with a line about every wait
 
 # Pairs, or texts with an equals sign between pattern and value.

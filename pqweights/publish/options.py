@@ -6,8 +6,9 @@ from typing import Any
 
 from pqweights.common import parameters as checks
 from pqweights.common.parameters import Options, option, options
+from pqweights.common.threads import Progress
 from pqweights.errors import OptionError
-from pqweights.planning.options import MOST_THREADS, Progress
+from pqweights.planning.options import MOST_THREADS
 
 
 def model_id(name: str, value: Any, *, namespace: bool = False) -> str:

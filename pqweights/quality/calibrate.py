@@ -19,10 +19,9 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import check_free
-from pqweights.common.threads import slow_step
+from pqweights.common.threads import Progress, slow_step
 from pqweights.errors import RecipeError
 from pqweights.planning.calibration import states_bytes
-from pqweights.planning.inputs import Progress
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.scales_file import open_scales, write_scales

@@ -41,6 +41,7 @@ from pqweights.codecs.column_encoding import (
     moment_blocks,
 )
 from pqweights.codecs.columns import ColumnCodes
+from pqweights.common.threads import Progress
 from pqweights.errors import SourceChangedError, SourceError
 from pqweights.quality.calibrated_weights import (
     CalibratedWeight,
@@ -52,7 +53,7 @@ from pqweights.quality.calibrated_weights import (
     stored_moments,
     together,
 )
-from pqweights.quality.layer_passes import LayerPasses, Progress
+from pqweights.quality.layer_passes import LayerPasses
 from pqweights.quality.layer_statistics import InputMoments, LayerStatistics, moments_of_inputs
 from pqweights.quality.layered import OUTSIDE, LayeredModel
 from pqweights.rewrite.ready import CodeMeasures, write_ready

@@ -17,9 +17,10 @@ from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.readers import element_count
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
+from pqweights.common.threads import Progress
 from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
-from pqweights.planning.options import BY_TENSOR, Progress, QuantizeOptions
+from pqweights.planning.options import BY_TENSOR, QuantizeOptions
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
 from pqweights.quality.calibrated import FEWEST_INPUTS, Encoded, LayerwiseCalibration

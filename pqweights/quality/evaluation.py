@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from pqweights.common.threads import slow_step
+from pqweights.common.threads import Progress, slow_step
 from pqweights.errors import EvaluationError
 from pqweights.exports.target import MLX
 from pqweights.inference.runtimes.cached import CachedRun, CacheFigures, check_spec
@@ -23,7 +23,6 @@ from pqweights.quality.report import EvaluationReport, EvaluationSettings, Model
 DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
 
 # Called with the windows done, the windows of all models, and what is being done.
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)

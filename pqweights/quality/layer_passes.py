@@ -22,8 +22,6 @@ from pqweights.checkpoint.writer import write_whole
 from pqweights.errors import SourceError
 from pqweights.quality.layered import OUTSIDE, LayerCall, LayeredModel
 
-Progress = Callable[[int, int, str], None]  # called with the steps done, the steps in all, and what is being done
-
 # Of hidden states and gradients on the disk.
 STATES_DTYPE = torch.bfloat16
 # Tokens that a layer computes together: the memory that this takes is a small part of that of a large layer.

@@ -23,10 +23,10 @@ from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import write_whole
 from pqweights.common.documents import as_json
-from pqweights.common.threads import slow_step, told_steps
+from pqweights.common.threads import Progress, slow_step, told_steps
 from pqweights.errors import SourceError
 from pqweights.planning.calibration import states_bytes
-from pqweights.planning.inputs import InputVector, Progress, WeightInputs
+from pqweights.planning.inputs import InputVector, WeightInputs
 from pqweights.planning.options import SampleOptions
 from pqweights.quality.collecting import VectorInputs, check_windows
 from pqweights.quality.layer_passes import LayerPasses

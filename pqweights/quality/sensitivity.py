@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from pqweights.checkpoint.writer import check_free
-from pqweights.common.threads import slow_step
+from pqweights.common.threads import Progress, slow_step
 from pqweights.errors import SourceError
 from pqweights.planning.calibration import states_bytes
-from pqweights.planning.inputs import Progress
 from pqweights.planning.plan import TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import Measured, Sensitivity, read_sensitivity, write_sensitivity

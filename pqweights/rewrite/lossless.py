@@ -24,6 +24,7 @@ from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import ByteReads
 from pqweights.codecs.native import Native, bits_of, item_width
+from pqweights.common.threads import Progress
 from pqweights.errors import SourceChangedError, SourceError
 from pqweights.kernels import lossless
 from pqweights.kernels.lossless import CHUNK_ITEMS, Bytes, Lengths
@@ -33,7 +34,7 @@ from pqweights.planning.roles import classify
 from pqweights.rewrite.jobs import CopyJob, Job, Sink
 from pqweights.rewrite.master_config import master_config
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Progress, TransformInputs
+from pqweights.rewrite.transform import MASTER, Account, Notes, Output, TransformInputs
 
 # What the manifest states in the place of a recipe.
 RECIPE = {

@@ -16,6 +16,7 @@ from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, proven
 from pqweights.codecs import get_codec, nearest_rate
+from pqweights.common.threads import Progress
 from pqweights.errors import OutputError, RecipeError, SourceError, StrictError
 from pqweights.exports.possible import planned_master, possible_exports
 from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller, without
@@ -32,7 +33,7 @@ from pqweights.rewrite.master_config import master_config
 from pqweights.rewrite.ready import FinishedWeights, ReadyWeights
 from pqweights.rewrite.records import TensorRecord, exceeds
 from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
-from pqweights.rewrite.transform import MASTER, Account, Notes, Output, Progress, TransformInputs
+from pqweights.rewrite.transform import MASTER, Account, Notes, Output, TransformInputs
 from pqweights.storage import Store, open_store
 from pqweights.storage.addresses import RepositoryName, parse_location
 from pqweights.storage.sources import open_source

@@ -27,12 +27,13 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import FileUse, file_uses
 from pqweights.checkpoint.shard_file import ShardFile, memory_for
 from pqweights.checkpoint.writer import check_room
+from pqweights.common.threads import Progress
 from pqweights.planning.plan import ShardPlan
 from pqweights.rewrite.finished_shards import ShardMark
 from pqweights.rewrite.jobs import Job
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.run import Run
-from pqweights.rewrite.task import ClusterWork, Engine, Progress, RewriteTask, RunOptions, result_need
+from pqweights.rewrite.task import ClusterWork, Engine, RewriteTask, RunOptions, result_need
 
 # Beside the threads that compute: those that wait for the disk meanwhile.
 WAITING_THREADS = 2

@@ -16,6 +16,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import DiskNeed
 from pqweights.common.parameters import Parameter, whole
+from pqweights.common.threads import Progress
 from pqweights.planning.options import MOST_THREADS
 from pqweights.planning.plan import Plan, ShardPlan, TensorPlan, Totals
 from pqweights.rewrite.finished_shards import ShardMark
@@ -27,8 +28,6 @@ from pqweights.rewrite.transform import SmallFiles, Transform
 from pqweights.storage import Store
 from pqweights.storage.addresses import Address
 from pqweights.storage.bucket import upload_bytes_held
-
-Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, name of the tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

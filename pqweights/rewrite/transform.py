@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.threads import Progress
 from pqweights.planning.plan import DEFAULT_METADATA, Container, Safetensors, ShardPlan, TensorPlan
 from pqweights.rewrite.jobs import Job
 from pqweights.rewrite.records import TensorRecord
 
-Progress = Callable[[int, int, str], None]  # called with the work done, the work in all, and the name of a tensor
 # What manifests call the two kinds of results.
 MASTER, EXPORT = "master", "export"
 

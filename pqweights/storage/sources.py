@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint, needed_files, open_checkpoint, open_folder, others_of_model
 from pqweights.checkpoint.storage import Origin, Storage, check_not_interrupted
 from pqweights.checkpoint.writer import disk_errors
+from pqweights.common.threads import Progress
 from pqweights.errors import OptionError, SourceError
 from pqweights.storage.addresses import HUB_PREFIX, Address, RepositoryName, parse_location
 from pqweights.storage.bucket import RemoteFolder
@@ -27,8 +28,6 @@ COPIES = {
     "gs": "`gcloud storage rsync -r`",
     "gcs": "`gcloud storage rsync -r`",
 }
-
-Progress = Callable[[int, int, str], None]  # called with the bytes done, the bytes in all, and the name of the file
 
 
 @dataclass(frozen=True)

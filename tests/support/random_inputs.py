@@ -12,7 +12,8 @@ import numpy as np
 from helpers import Array, gaussian
 
 from pqweights.checkpoint.source import open_local
-from pqweights.planning.inputs import InputVector, Progress, WeightInputs
+from pqweights.common.threads import Progress
+from pqweights.planning.inputs import InputVector, WeightInputs
 
 ROWS, HELD_BACK = 1500, 256
 

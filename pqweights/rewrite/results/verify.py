@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +25,13 @@ from pqweights.checkpoint.source import open_folder
 from pqweights.checkpoint.storage import Storage, read_bytes, read_file
 from pqweights.checkpoint.unfinished import describe_interrupted
 from pqweights.common.strict_json import json_pieces
+from pqweights.common.threads import Progress
 from pqweights.errors import MasterError, PqweightsError, StorageError
 from pqweights.exports import EXPORTS, get_target, target_name
 from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json
 from pqweights.rewrite.listed_files import config_problems
 from pqweights.rewrite.manifest import MOST_BYTES, Manifest, manifests_beside, read_manifest, shards_of
 from pqweights.rewrite.results.evaluation_record import read_records
-
-Progress = Callable[[int, int, str], None]  # bytes checked, bytes in all, name of the tensor
 
 # The keys under which a manifest says how a result was made; an export's also has the options of its target.
 ACCOUNT_KEYS = {
