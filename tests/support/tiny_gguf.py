@@ -116,10 +116,18 @@ def _interleaved(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def edited(file: Path, out: Path, split_max_tensors: int = 0, dropped: str = "", **changed: Any) -> Path:
+def edited(
+    file: Path,
+    out: Path,
+    split_max_tensors: int = 0,
+    dropped: str = "",
+    tensors: dict[str, Any] | None = None,
+    **changed: Any,
+) -> Path:
     """A copy of a file with other metadata; None drops a key. `__` stands for the dots of its name.
 
     dropped: the name of a tensor that it lacks
+    tensors: those that it has instead, in float32
     """
     out.parent.mkdir(exist_ok=True)
     reader = gguf.GGUFReader(file)
@@ -136,8 +144,10 @@ def edited(file: Path, out: Path, split_max_tensors: int = 0, dropped: str = "",
             {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[
                 type(value)
             ](key, value)
-    for tensor in (tensor for tensor in reader.tensors if tensor.name != dropped):
+    for tensor in (tensor for tensor in reader.tensors if tensor.name != dropped and tensors is None):
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, data in (tensors or {}).items():
+        writer.add_tensor(name, data)
     finish(writer)
     return out
 

@@ -7,8 +7,9 @@ configuration is named.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from fractions import Fraction
 from typing import Any
 
@@ -18,13 +19,13 @@ from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents, MetadataList
 from pqweights.checkpoint.gguf.model import add_hyper_parameters, architecture_name
 from pqweights.checkpoint.gguf.restated import name_deepseek_v4, name_kimi_linear, name_step
-from pqweights.checkpoint.gguf.rope import Factors, add_rope, read_rope
+from pqweights.checkpoint.gguf.rope import Factors, add_rope, read_rope, rope_parameters
 from pqweights.checkpoint.gguf.settings import MOST_OF_ANY, Settings, settings_of
 from pqweights.checkpoint.models import described
 from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
 from pqweights.checkpoint.models.llama_cpp import FULL, LAYERS, LINEAR_ATTENTION, RMS, SLIDING, Architecture, Setting
 from pqweights.checkpoint.models.llama_cpp_names import CLASSES, MLP_TYPES, NATIVE_KEYS, PRESENT
-from pqweights.checkpoint.models.rotary import NEW_KEYS_ALONE
+from pqweights.checkpoint.models.rotary import NEW_KEYS_ALONE, WITHOUT
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.errors import ExportError
 
@@ -36,6 +37,16 @@ SAY_NOTHING = (
     *("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "attention.sliding_window_pattern"),
     "classifier.output_labels",
 )
+# What llama.cpp assumes of other keys that files lack; they also say it of models that have no such key.
+TAKEN_AS = {
+    "expert_weights_scale": 1.0, "expert_weights_norm": False, "expert_group_count": 1, "expert_group_used_count": 1,
+    "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0, "attention.indexer.types": True,
+    "moe_every_n_layers": 1,
+}  # fmt: skip
+# And of how experts are chosen, by the architecture.
+GATING = {"deepseek2": 1, "mistral4": 1, "glm-dsa": 2, "glm4moe": 2, "hy_v3": 2, "step35": 2}
+# By how many standard deviations activations have to be above the mean in Gemma 3n: 95% are not.
+SPARSITY = ("activation_sparsity_scale", 1.6448536)
 MOST_SCORES = 1 << 16
 # Tensors that say what kind of layer it is, the first ones first.
 KINDS = {
@@ -67,8 +78,9 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
             f"expected a layer for each of at most {len(contents.tensors)} tensors as "
             f"{contents.architecture}.block_count, found {layers!r:.20}"
         )
-    drafts = _scalar(contents, "nextn_predict_layers", real=False) or None
-    values |= {"num_hidden_layers": layers - (drafts or 0), "num_nextn_predict_layers": drafts}
+    drafts = _scalar(contents, "nextn_predict_layers", real=False) or 0
+    held = any(".nextn." in tensor.name for tensor in contents.tensors)
+    values |= {"num_hidden_layers": layers - drafts, "num_nextn_predict_layers": drafts if drafts and held else None}
     del values["block_count"]
     _assume_sizes(contents, values)
     for key, other in architecture.equal:
@@ -81,12 +93,13 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
         raise ExportError(f"the file does not say a positive number as {' + '.join(missing) or architecture.rotated}")
     if architecture.rotated.startswith("qk_"):  # of latent attention
         values["head_dim"] = int(rotated)
-    values |= read_rope(
-        lambda key: (_value if key.endswith("type") else _scalar)(contents, key),
-        architecture,
-        {**values, "rotated": int(rotated)},
-        factors,
-    )
+    if model_type not in WITHOUT:
+        values |= read_rope(
+            lambda key: (_value if key.endswith("type") else _scalar)(contents, key),
+            architecture,
+            {**values, "rotated": int(rotated)},
+            factors,
+        )
     local = "rope_local_base_freq"
     if values.get(local) == values.get("rope_theta") and local not in model.defaults:
         values.pop(local, None)
@@ -182,11 +195,9 @@ def key_of(setting: Setting, architecture: str) -> str:
 
 def _solve_settings(contents: GgufContents, architecture: Architecture, values: dict[str, Any]) -> None:
     """State the keys of the configuration from the hyper-parameters, which are keys or sums of products of keys."""
-    keys = [(of, key_of(of, contents.architecture)) for of in settings_of(architecture)]
-    known = [(of, _number(contents, key, real=of.real)) for of, key in keys]
-    for of, value in known:
-        if value is None and not (of.optional or of.zero or of.parameter in ASSUMED):
-            raise _unstated(contents, f"{contents.architecture}.{key_of(of, contents.architecture)}")
+    keys = [(of, key_of(of, contents.architecture)) for of in settings_of(architecture) if not of.unread]
+    read = [(of, key, _number(contents, key, real=of.real)) for of, key in keys]
+    known = [(of, TAKEN_AS.get(key) if value is None else value) for of, key, value in read]
     known = [(of, value) for of, value in known if value is not None]
     for _ in range(3):  # an expression may need keys that a later one states
         for of, value in known:
@@ -202,6 +213,19 @@ def _solve_settings(contents: GgufContents, architecture: Architecture, values: 
                 values[of.key] = value
             else:
                 _solve(of.key, value, values)
+    for of, key, value in read:
+        if value is not None:
+            continue
+        if of.parameter == "leading_dense_block_count":
+            values[of.key] = _leading_dense(contents)
+        elif not (of.optional or of.zero or of.parameter in ASSUMED) and not _are_known(of.key, values):
+            raise _unstated(contents, f"{contents.architecture}.{key}")
+
+
+def _leading_dense(contents: GgufContents) -> int:
+    """Return how many layers come before the first one with experts."""
+    sparse = {tensor.name for tensor in contents.tensors if tensor.name.endswith(".ffn_gate_inp.weight")}
+    return next((n for n in range(len(sparse)) if f"blk.{n}.ffn_gate_inp.weight" in sparse), 0)
 
 
 def _solve_list(contents: GgufContents, of: Setting, numbers: list[Any], values: dict[str, Any]) -> None:
@@ -231,9 +255,18 @@ def _shortest(value: Any) -> Any:
     return float(str(np.float32(value))) if in_range else value
 
 
+def _names(expression: str) -> list[str]:
+    return [name for term in expression.split(" + ") for part in term.split(" / ") for name in part.split(" * ")]
+
+
+def _are_known(expression: str, values: Mapping[str, Any]) -> bool:
+    """Whether other hyper-parameters say what the keys of an expression are."""
+    return all(name.isdigit() or values.get(name) is not None for name in _names(expression))
+
+
 def _solve(expression: str, result: Any, values: dict[str, Any]) -> None:
     """State the only key of an expression, as in Setting.key, that is not known yet."""
-    names = [name for term in expression.split(" + ") for part in term.split(" / ") for name in part.split(" * ")]
+    names = _names(expression)
     unknown = [name for name in names if not name.isdigit() and name not in values]
     if names == unknown == [expression]:
         values[expression] = result
@@ -460,13 +493,16 @@ def check_configuration(
     prefix = f"{contents.architecture}."
     written = {key.removeprefix(prefix): value.value for key, value in writer.kv_data[0].items() if prefix in key}
     stated = [key.removeprefix(prefix) for key in contents.metadata if key.startswith(prefix)]
+    layers = settings.number("block_count")
     for key in dict.fromkeys((*written, *stated)):
-        found = None if (value := _value(contents, key)) == "none" else value
+        found, said = None if (value := _value(contents, key)) == "none" else value, written.get(key)
+        if isinstance(said, list) and isinstance(found, list) and len(said) == layers:
+            found = found[:layers]  # some list layers that predict further tokens, and have none
         if (
             key in SAY_NOTHING
-            or key in _unread(settings, found)
-            or _same(written.get(key), found)
-            or (found is None and _assumed(key, settings))
+            or _is_unread(key, found, settings, contents)
+            or _same(*(TAKEN_AS.get(key) if value is None else value for value in (said, found)))
+            or (found is None and _assumed(key, said, settings, contents))
         ):
             continue
         raise ExportError(
@@ -491,18 +527,42 @@ def _same(written: Any, found: Any) -> bool:
     return bool(written == found) or not (written or found)
 
 
-def _unread(settings: Settings, found: Any) -> Iterator[str]:
-    """Yield the keys that llama.cpp does not read for an architecture, or that say what it computes anyway."""
-    if settings.architecture.norm is RMS:
-        yield "attention.layer_norm_epsilon"
-    if found == settings.get("hidden_activation"):
-        yield "hidden_act"
+def _is_unread(key: str, found: Any, settings: Settings, contents: GgufContents) -> bool:
+    """Whether llama.cpp does not read a key for an architecture, or it says what llama.cpp computes anyway."""
+    architecture, layers = settings.architecture, settings.number("num_hidden_layers")
+    if key in (key_of(of, contents.architecture) for of in architecture.settings if of.unread):
+        return True
+    if key.startswith("rope.") and settings.model_type in WITHOUT:
+        return True
+    if key == "attention.layer_norm_epsilon":
+        return architecture.norm is RMS
+    if key in ("block_count", "nextn_predict_layers") and not settings.draft_layers:  # whose layers are in another file
+        drafts = _value(contents, "nextn_predict_layers") or 0
+        return bool(_value(contents, "block_count") == layers + drafts)
+    if key == "rope.scaling.original_context_length":
+        return bool(rope_parameters(settings)["rope_type"] == "default")
+    if key == SPARSITY[0] and settings.get("sparse_layers"):
+        sparse = settings.number("sparse_layers")
+        return _same([SPARSITY[1]] * sparse + [-math.inf] * (layers - sparse), found)
+    if key == "hidden_act":
+        return bool(found == settings.get("hidden_activation"))
+    return key.startswith("expert_") and not contents.number(f"{contents.architecture}.expert_count")
 
 
-def _assumed(key: str, settings: Settings) -> bool:
-    """Whether llama.cpp assumes of a missing key what the configuration says."""
+def _assumed(key: str, said: Any, settings: Settings, contents: GgufContents) -> bool:
+    """Whether llama.cpp assumes of a missing key what the configuration says, or other keys say it."""
+    if key == "expert_gating_func":
+        biased = any(".exp_probs_b" in tensor.name for tensor in contents.tensors)
+        return GATING.get(contents.architecture) == said and not (biased and said == 1)
     if key in ("attention.key_length", "attention.value_length"):
         return settings.number("hidden_size") == settings.number("head_dim") * settings.number("num_attention_heads")
     if key == "attention.head_count_kv":
         return settings.number("num_key_value_heads") == settings.number("num_attention_heads")
-    return key in MAY_BE_MISSING
+    if key == "rope.scaling.type":
+        return bool(said == "longrope")  # as its factors say
+    own = (of for of in settings_of(settings.architecture) if not (of.optional or of.zero or of.key.isdigit()))
+    return (
+        key in MAY_BE_MISSING
+        or key == "leading_dense_block_count"
+        or key in {key_of(of, contents.architecture) for of in own}
+    )

@@ -121,10 +121,10 @@ def _shape_of(
     if architecture.first_position and tensor_type == "POS_EMBD" and shape:
         return (shape[0] + unused_positions(settings), *shape[1:])
     if tensor_type in architecture.reshaped and not named.endswith(".bias"):
-        return (shape[1], 1, shape[3]) if len(shape) == 4 else (math.prod(shape),) if shape else None
+        return (shape[-3], 1, shape[-1]) if len(shape) > 2 else (math.prod(shape),) if shape else None
     if name.endswith(("conv1d.weight", ".conv.conv.weight")) and len(shape) == 2:
         return shape[0], 1, shape[1]
-    return (1, *shape) if shape and tensor_type == "FFN_GATE_INP_SHEXP" else shape or None
+    return (1, *shape) if len(shape) == 1 and tensor_type == "FFN_GATE_INP_SHEXP" else shape or None
 
 
 def _cut_shape(cut: Cut, part: tuple[int, ...], settings: Settings) -> tuple[int, ...] | None:

@@ -261,6 +261,7 @@ def _restate_deepseek_v4(values: dict[str, Any]) -> None:
 def name_deepseek_v4(config: dict[str, Any], held: Set[str]) -> None:
     """State the layers of DeepSeek V4 as published configurations do."""
     config.pop("layer_types", None)
+    config["compress_ratios"] = config["compress_ratios"][: config["num_hidden_layers"]]
     config["qk_rope_head_dim"] = int(config["head_dim"] * config.pop("partial_rotary_factor", 1.0))
     config["swiglu_limit"] = next(iter(config.pop("swiglu_limits", ())), 0.0)
 

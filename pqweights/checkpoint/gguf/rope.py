@@ -122,6 +122,8 @@ def read_rope(
     if local is not None and architecture.windows == LAYERS and architecture.window_base:
         stated["rope_local_base_freq"] = local
     kind = str(value("rope.scaling.type") or "none")
+    if kind == "none" and "longrope" in architecture.rope and "rope_factors_long.weight" in factors:
+        kind = "longrope"
     scaled: dict[str, Any] = {"rope_type": kind}
     if "rope_freqs.weight" in factors and "proportional" in architecture.rope:
         share = float(np.count_nonzero(factors["rope_freqs.weight"] == 1) * 2 / whole)
@@ -140,7 +142,9 @@ def read_rope(
         if original is None:
             raise ExportError("the file does not say rope.scaling.original_context_length")
         attention = value("rope.scaling.attn_factor")
-        scaled |= {key: of for key in YARN_BETAS if (of := value(f"rope.scaling.yarn_{key}")) is not None}
+        scaled |= {
+            key: of for key, usual in YARN_BETAS.items() if (of := value(f"rope.scaling.yarn_{key}") or usual) != usual
+        }
         if kind == "longrope" and {"rope_factors_long.weight", "rope_factors_short.weight"} - factors.keys():
             raise ExportError("the tensors rope_factors_long.weight and rope_factors_short.weight are missing")
         if kind == "longrope":
@@ -157,6 +161,8 @@ def read_rope(
     if architecture.temperature and (beta := value("attention.temperature_scale")) is not None:
         length = value("rope.scaling.original_context_length") or value("attention.temperature_length")
         scaled |= {"llama_4_scaling_beta": beta, "original_max_position_embeddings": length}
+    elif architecture.temperature and kind == "yarn":
+        scaled["llama_4_scaling_beta"] = 0.0  # its class takes no model without it
     return stated if scaled == {"rope_type": "none"} else stated | {"rope_scaling": scaled}
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.companions import check_links, companions, top_level_files
 from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.config_schema import check_layers, model_config
+from pqweights.checkpoint.config_schema import checked_config as with_values_checked
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.configurations import check_configuration, pooling_of, read_configuration
 from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents, MetadataValue
@@ -32,7 +33,7 @@ from pqweights.checkpoint.gguf.settings import Settings, read_settings, unused_p
 from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
 from pqweights.checkpoint.gguf.tokenizer_files import tokenizer_files
 from pqweights.checkpoint.gguf.tokens import FAST
-from pqweights.checkpoint.gguf.views import ConstantTensor
+from pqweights.checkpoint.gguf.views import ConstantTensor, RenamedTensor
 from pqweights.checkpoint.gguf.vocabulary import OTHERS
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.models import described
@@ -53,6 +54,8 @@ from pqweights.kernels.workers import scratch
 # The types of models whose files are read: those whose tensors have these names.
 MODEL_TYPES = (*CLASSES, *ROBERTAS, "mistral", "mt5")
 PLAIN = (*FLOAT_DTYPES, INTEGERS)
+# Types that compute what others of their architecture do, by the way to split text that they alone have.
+TOLD_BY_TOKENIZER = {"glm4": "glm4_moe_lite"}
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Numbers of a dense layer behind a model, which is read when a file is opened; EmbeddingGemma's have 2.4 million.
 MOST_DENSE = 1 << 26
@@ -207,11 +210,14 @@ def _configuration(storage: Storage, contents: GgufContents) -> dict[str, Any]:
             f"{contents.path}: general.architecture is {contents.architecture!r:.40}; {known} can be read: put "
             f"{CONFIG_FILE} of {_original(contents)} beside it, or give the original"
         )
+    if (told := TOLD_BY_TOKENIZER.get(contents.text("tokenizer.ggml.pre") or "")) in names:
+        names.sort(key=lambda name: name != told)
     factors = _factors(storage, contents)
     refused: list[ExportError] = []
     for name in names:
         try:
-            config = read_configuration(contents, name, factors)
+            stated = read_configuration(contents, name, factors)
+            config = with_values_checked(stated, f"{contents.path}, as a model of type {name}")
             settings, views = _views(contents, config)
             check_configuration(contents, settings, list(views.values()), factors.__getitem__)
             if other := min({tensor.name for tensor in contents.tensors} - views.keys(), default=None):
@@ -282,13 +288,16 @@ def _model_tensors(
         if DENSE.fullmatch(tensor.name) and view is not None:
             left_out[tensor.name] = f"in {MODULES}'s dense layers"
             continue
-        if view is None or view.shape != tensor.shape:
+        if view is None or _filled(view.shape) != _filled(tensor.shape):
             expected = "no such tensor" if view is None else f"shape {list(view.shape)}"
             raise SourceError(
                 f"{tensor.file}: tensor {tensor.name!r} {list(tensor.shape)}: expected {expected} in the model of "
                 f"{CONFIG_FILE}; put the one of {_original(contents)} beside the file"
             )
-        made = [*pieces_of(view, _read_as(storage, tensor, stored[tensor.name], dtype))]
+        held = _read_as(storage, tensor, stored[tensor.name], dtype)
+        if view.shape != tensor.shape:
+            held = RenamedTensor.of(tensor.name, held, shape=view.shape)
+        made = [*pieces_of(view, held)]
         if not made:
             left_out[tensor.name] = FOLLOWS
         for of in made:
@@ -314,6 +323,11 @@ def _add_unused(pieces: dict[str, dict[tuple[int, int], Piece]], settings: Setti
     pieces[name][0, 1] = replace(held, first=0, count=count, held=zeros, start=0)
 
 
+def _filled(shape: tuple[int, ...]) -> list[int]:
+    """Return the dimensions that ggml can tell: those of size 1 may be left out."""
+    return [size for size in shape if size != 1]
+
+
 def _views(contents: GgufContents, config: dict[str, Any]) -> tuple[Settings, dict[str, LogicalTensor]]:
     """Return what the gguf target makes of the model, by names in the file, as views on tensors without values."""
     package, settings = gguf_package(), read_settings(config, pooling=pooling_of(contents))
@@ -321,6 +335,8 @@ def _views(contents: GgufContents, config: dict[str, Any]) -> tuple[Settings, di
     if contents.architecture != architecture:
         raise ExportError(f"it has the architecture {architecture}, and the file has {contents.architecture!r}")
     shapes = {tensor.name: tensor.shape for tensor in contents.tensors}
+    if any(name.endswith(".ffn_gate_up_exps.weight") for name in shapes):  # of newer files of any architecture
+        settings = replace(settings, architecture=replace(settings.architecture, joined_experts=True))
     drafts = sum(name.endswith(".nextn.eh_proj.weight") for name in shapes)
     layers = settings.number("num_hidden_layers") + drafts
     names = package.get_tensor_name_map(package.MODEL_ARCH[settings.architecture.name], layers)

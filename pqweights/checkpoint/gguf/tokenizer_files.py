@@ -20,10 +20,19 @@ from pqweights.errors import SourceError
 
 GENERATION = "generation_config.json"
 # Other names for ways to split text, in src/llama-vocab.cpp.
-SAME_PRE = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
-SAME_PRE |= {"roberta-bpe": "gpt-2", "modern-bert": "gpt-2"}
+SAME_PRE = {
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), "llama-bpe"),
+    **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), "smaug-bpe"),
+    **dict.fromkeys(("deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan"), "qwen2"),
+    **dict.fromkeys(("solar-open", "grok-2"), "qwen2"),
+    **dict.fromkeys(("phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt", "olmo", "jais", "trillion"), "gpt-2"),
+    **dict.fromkeys(("granite-docling", "roberta-bpe", "modern-bert"), "gpt-2"),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), "smollm"),
+    **dict.fromkeys(("llama4", "kanana2", "talkie", "minimax-m2"), "gpt-4o"),
+    **dict.fromkeys(("hunyuan-dense", "joyai-llm", "hy_v4"), "deepseek-v3"),
+}
 # Tokenizers with a normalizer, which llama.cpp does without, by the way to split text.
-NORMALIZED = ("qwen2", "qwen35")
+NORMALIZED = ("qwen2", "deepseek-r1-qwen", "qwen35")
 # Ways to split text for which llama.cpp begins texts with a token unless it is told otherwise.
 BEGINS = ("llama-bpe", "tekken")
 NAMED = {
@@ -150,7 +159,7 @@ def _byte_level(values: _Metadata, held: Mapping[int, str], types: Sequence[Any]
         "vocab": {text: number for number, text in held.items()}, "merges": merges,
     }  # fmt: skip
     return {
-        "normalizer": {"type": "NFC"} if SAME_PRE.get(pre, pre) in NORMALIZED else None,
+        "normalizer": {"type": "NFC"} if pre in NORMALIZED else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else steps[0],
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": model,

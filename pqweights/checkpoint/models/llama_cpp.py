@@ -24,6 +24,7 @@ class Setting(NamedTuple):
     zero: whether it is written as 0 if the configuration has none
     of: the enumeration in the gguf package that it is one of
     listed: whether the configuration lists it layer by layer, and the file, too; None is 0
+    unread: whether llama.cpp does not read it, and files of other writers say something else
     """
 
     parameter: str
@@ -36,6 +37,7 @@ class Setting(NamedTuple):
     zero: bool = False
     of: str = ""
     listed: bool = False
+    unread: bool = False
 
 
 class Cut(NamedTuple):

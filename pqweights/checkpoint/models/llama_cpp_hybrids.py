@@ -272,6 +272,7 @@ KIMI_LINEAR = replace(
     settings=(
         *(setting for setting in DEEPSEEK2.settings if setting not in (*GROUPS, NORMED, SHARED)),
         Setting("head_count_kv", "1", only=f"{FULL}.*"),
+        Setting("value_length", "kv_lora_rank", unread=True),
         Setting("expert_shared_count", "num_shared_experts"),
         Setting("ssm_conv_kernel", "linear_conv_kernel_dim"),
         Setting("kda_head_dim", "linear_head_dim"),
