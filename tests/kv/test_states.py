@@ -153,3 +153,9 @@ def test_quantizers_without_kernels_say_so():
     for call in (quantizer.scores, quantizer.weighted):
         with pytest.raises(NotImplementedError):
             call(gaussian(1, 1, 1, SIZE), {}, {})
+
+
+def test_cropping_an_empty_store_does_nothing():
+    held = store("polar", SIZE)
+    held.crop(3)
+    assert held.decoded() is None and held.tokens == 0
