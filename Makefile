@@ -38,13 +38,13 @@ kernels: $(READY) ## compile what changed of the C++ kernels, for this processor
 
 venv: $(READY) ## make the environment in .venv (torch without CUDA where that can be had)
 
-# Thin calls of the command line. MODEL: a folder, or ORG/MODEL on the Hub; DIR: a master; OUT: what is made; ARGS: more options.
+# Thin calls of the command line. MODEL: a folder, or ORG/MODEL on the Hub; DIR: a result; OUT: what is made; ARGS: more options.
 COMMAND = $(BIN)/pqweights
 RECIPE ?= q5
 # Said before anything is installed.
 needs = $(if $(filter $(1),$(MAKECMDGOALS)),$(foreach name,$(2),$(if $($(name)),,$(error $(1) needs $(name)=...: see make help))))
 $(call needs,quantize,MODEL OUT)$(call needs,fit,MODEL SIZE)$(call needs,eval,DIR TEXT)$(call needs,ablation,MODEL TEXT)$(call needs,publish,DIR REPO)
-$(foreach target,int4 mlx vllm bf16 gguf,$(call needs,$(target),DIR OUT))
+$(foreach target,int4 mlx vllm bf16 gguf,$(call needs,$(target),MODEL OUT))
 
 quantize: $(READY) ## MODEL=... OUT=... [RECIPE=q5]: a checkpoint into a master
 	$(COMMAND) quantize $(MODEL) $(OUT) --recipe $(RECIPE) $(ARGS)
@@ -52,8 +52,8 @@ quantize: $(READY) ## MODEL=... OUT=... [RECIPE=q5]: a checkpoint into a master
 fit: $(READY) ## MODEL=... SIZE=9GB [OUT=...] [SENSITIVITY=heuristic]: the best master of that size; without OUT only the plan
 	$(COMMAND) $(if $(OUT),quantize $(MODEL) $(OUT),plan $(MODEL)) --recipe $(RECIPE) --target-size $(SIZE) --sensitivity $(or $(SENSITIVITY),heuristic) $(ARGS)
 
-int4 mlx vllm bf16 gguf: $(READY) ## DIR=... OUT=...: a master into what torchao (int4), MLX, vLLM, llama.cpp or everything (bf16) loads
-	$(COMMAND) export $(DIR) $(OUT) --target $(TARGET_$@) $(ARGS)
+int4 mlx vllm bf16 gguf: $(READY) ## MODEL=... OUT=...: a checkpoint or a master into what torchao (int4), MLX, vLLM, llama.cpp or everything (bf16) loads
+	$(COMMAND) export $(MODEL) $(OUT) --target $(TARGET_$@) $(ARGS)
 TARGET_int4 := torchao-int4
 TARGET_mlx := mlx
 TARGET_vllm := vllm

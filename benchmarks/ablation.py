@@ -19,7 +19,7 @@ import comparison_codecs
 
 from pqweights.codecs import get_codec
 from pqweights.errors import ExportError, MissingDependencyError
-from pqweights.exports.exporting import MasterFolder, export
+from pqweights.exports.exporting import export, open_exported
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.packages import package
 from pqweights.inference.runtimes.texts import Ids
@@ -198,8 +198,13 @@ class Ablation:
         for rule, name in RULES.items():
             options = ExportOptions(packing="plain", group_size=128, qparams=rule)
             try:
-                master = MasterFolder(self._master, original=original)
-                export(master, self.work / "int4", "torchao", options=options, run=self._run)
+                export(
+                    open_exported(original or self._master),
+                    self.work / "int4",
+                    "torchao",
+                    options=options,
+                    run=self._run,
+                )
             except ExportError as error:
                 self.absent["INT4"] = str(error)
                 continue

@@ -38,7 +38,7 @@ from harness import Cell, Document, argument_parser, gigabytes, machine, now, pu
 from safetensors.numpy import save_file
 
 from pqweights.errors import MissingDependencyError, SourceError
-from pqweights.exports.exporting import MasterFolder, export
+from pqweights.exports.exporting import export, open_exported
 from pqweights.inference.runtimes.models import open_model
 from pqweights.inference.runtimes.texts import Ids, tokenize
 from pqweights.planning.options import ExportOptions
@@ -104,7 +104,7 @@ class Bench:
             master, plain = self.work / f"q{bits}", self.work / f"q{bits}-bf16"
             quantize(self.source, master, load_recipe(f"q{bits}"))
             seconds = time.monotonic() - start
-            export(MasterFolder(master), plain, "bf16")
+            export(open_exported(master), plain, "bf16")
             yield Made(
                 name=f"master q{bits}", weights_from=SOURCE, rule=None, folder=plain, measured=master, seconds=seconds
             )
@@ -117,12 +117,11 @@ class Bench:
             for number, (weights_from, rule) in enumerate(WAYS):
                 start = time.monotonic()
                 out = self.work / f"{target}-{number}"
-                original = self.source if weights_from == SOURCE else None
-                master = MasterFolder(self.work / ("q5" if original else weights_from), original=original)
+                exported = open_exported(self.source if weights_from == SOURCE else self.work / weights_from)
                 try:
                     packing = "plain" if target == "torchao" else None  # tiles leave narrow layers in BF16
                     options = ExportOptions(qparams=rule, packing=packing)
-                    export(master, out, target, options=options)
+                    export(exported, out, target, options=options)
                 except MissingDependencyError as error:
                     self.absent.add(str(error))
                     break

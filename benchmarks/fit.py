@@ -126,7 +126,7 @@ class Bench:
 
     def row(self, what: str, recipe: Recipe) -> dict[str, Any]:
         """Quantize and measure, with what each kind of sensitivities predicts of the widths that came out."""
-        _, _, plan = plan_quantize(self.model, recipe)
+        plan = plan_quantize(self.model, recipe).plan
         widths = tuple((tensor.name, tensor.bits) for tensor in plan.tensors)
         if widths not in self.measured:  # several sensitivities may choose the same
             self.measured[widths] = self._measure(recipe)
@@ -156,10 +156,10 @@ class Bench:
 
     def groups(self, recipe: Recipe, kind: str) -> Groups:
         """The groups of a recipe's plan, with their sensitivities of one kind."""
-        checkpoint, _, plan = plan_quantize(self.model, recipe)
-        planned = {tensor.name: tensor for tensor in plan.tensors if tensor.action == QUANTIZE}
+        made = plan_quantize(self.model, recipe)
+        planned = {tensor.name: tensor for tensor in made.plan.tensors if tensor.action == QUANTIZE}
         roles = {name: tensor.role for name, tensor in planned.items()}
-        names = groups_of(checkpoint, list(roles.items()))
+        names = groups_of(made.checkpoint, list(roles.items()))
         alphas, _ = alphas_for(names, roles=roles, known=self.found[kind])
         return Groups(alphas, names, planned)
 

@@ -198,7 +198,7 @@ class Bench:
         """Export the original in a format."""
         out = self.work / "export"
         given = options | ({"packing": "plain"} if options["format"] == "int4" else {})
-        pqweights.export(self.work / "master", out, target, source=self.model, overwrite=True, **given)
+        pqweights.export(self.model, out, target, overwrite=True, **given)
         return out
 
     def with_rounded_inputs(self, form: Format) -> Document:
@@ -378,8 +378,7 @@ def _other(who: str, row: Document) -> str:
 
 
 def open_bench(model: Path, options: Any, work: Path) -> Bench:
-    """Open a model, make its master, and cut its text into what is evaluated on and the rest."""
-    pqweights.quantize(model, work / "master", "q6")
+    """Open a model, and cut its text into what is evaluated on and the rest."""
     base, ids = remembering(open_model(model)), tokenize(model, read_text(model / "eval.txt"))
     rest = load_tokenizer(model).decode(ids[options.max_tokens : 4 * options.max_tokens].tolist())
     (work / "rest.txt").write_text(str(rest), encoding="utf-8")

@@ -49,7 +49,7 @@ from pqweights.quality.options import SamplingOptions, TextOptions
 from pqweights.quality.protocol import Scores, Windows, compare
 from pqweights.quality.sample import WINDOW
 from pqweights.quality.scale_search import FEWEST_WINDOWS
-from pqweights.rewrite.quantizing import Quantize, quantize
+from pqweights.rewrite.quantizing import quantize, rate_planner
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions, usable_cores
 
@@ -143,7 +143,7 @@ class Bench:
 
 def parameters(model: Path) -> dict[str, int]:
     """How many weights a model has: in all, those that masters quantize, and without embeddings and the head."""
-    plan = Quantize(recipe=load_recipe("t4")).plan(open_local(model))
+    plan = rate_planner(open_local(model), load_recipe("t4")).planned({})
     quantized = [tensor for tensor in plan if tensor.action == QUANTIZE]
     linear = [tensor for tensor in quantized if tensor.role not in ("embedding", "lm_head")]
     parts = {"all": plan, "quantized": quantized, "linear": linear}
@@ -281,7 +281,7 @@ def others(bench: Bench) -> Iterator[dict[str, Any]]:
 
 def write_peer(checkpoint: Checkpoint, quantizer: peers.Quantizer, folder: Path) -> dict[str, float]:
     """Write the weights as a peer decodes them; returns bits per weight and relative MSE."""
-    plan = Quantize(recipe=load_recipe("q5")).plan(checkpoint)
+    plan = rate_planner(checkpoint, load_recipe("q5")).planned({})
     chosen = {tensor.name for tensor in plan if tensor.action == QUANTIZE}
     stored = weights = 0
     error = energy = 0.0

@@ -45,10 +45,9 @@ class Command(TyperCommand):
 
 def command(
     ctx: typer.Context,
-    master: options.Master,
+    source: options.Exported,
     out: options.Out,
     target: options.Target,
-    source: options.Original = None,
     bits: options.IntegerBits = None,
     group_size: options.GroupSize = None,
     qparams: options.Qparams = None,
@@ -68,6 +67,9 @@ def command(
     target_size: options.WeightsSize = None,
     sensitivity: options.FormatSensitivity = None,
     leave_out: options.LeaveOut = None,
+    allow_pickle: options.AllowPickle = False,
+    include_files: options.IncludeFiles = None,
+    low_disk: options.LowDisk = False,
     max_shard_size: options.MaxShardSize = DEFAULT_MAX_SHARD_SIZE,
     ray: options.Ray = None,
     threads: options.Threads = None,
@@ -77,17 +79,17 @@ def command(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Export a master to a checkpoint that runtimes load.
+    """Export a checkpoint or a master to what a runtime loads.
 
     If the run is interrupted, the same command continues it. The targets are:
     """
-    with output.errors(quiet=quiet, kept=lambda: options.run_continues(master, out, calibrate is not None)):
+    with output.errors(quiet=quiet, kept=lambda: options.run_continues(source, out, calibrate is not None)):
         from pqweights.api import export
         from pqweights.storage import open_store
 
         with output.progress("exporting") as progress:
             done = export(**options.given(ctx), progress=progress)
-        _show(done, master, str(open_store(out)), json=json)
+        _show(done, source, str(open_store(out)), json=json)
 
 
 def _show(done: RewriteReport, folder: str, out: str, *, json: bool) -> None:
@@ -107,7 +109,6 @@ def _lines(done: RewriteReport, folder: str, out: str) -> list[str]:
     stored = f"{counted(len(plan.tensors), 'tensor')} in {counted(len(plan.shards), 'file')}"
     return [
         f"{folder} -> {out}: {sizes}, {stored}",
-        *report.bits_and_coverage(done.totals),
-        *integer_form_lines(done.pairs, measured="--source" in done.transform.inputs.checkpoints),
+        *(report.type_lines(done.pairs) or (*report.bits_and_coverage(done.totals), *integer_form_lines(done.pairs))),
         *report.left_out_lines(plan),
     ]

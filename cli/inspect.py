@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pqweights.common.units import size_text
 
 from . import options, output, report
-from .report import action_text, integer_form_lines, is_summarized, quality_lines, summary_table
+from .report import action_text, integer_form_lines, is_summarized, quality_lines, summary_table, type_lines
 from .tables import table
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _files(manifest: Manifest) -> str:
 
 def _error_lines(manifest: Manifest) -> list[str]:
     if any(tensor.action == "integer" for tensor in manifest.tensors):
-        return integer_form_lines(manifest.pairs, measured="original_fingerprint" in manifest.made_by)
+        return type_lines(manifest.pairs) or integer_form_lines(manifest.pairs)
     return quality_lines(manifest.pairs)
 
 

@@ -25,8 +25,9 @@ COMMANDS = {
     "recipes": "List the built-in recipes, or print one, to use it or to begin a recipe of your own.",
     "inspect": "Show what a finished folder holds: tensors, bits, relative errors, sizes and totals.",
     "verify": "Check every stored byte of a finished folder against its manifest.",
-    "export": "Export a master to a checkpoint that runtimes load.",
-    "generate": "Generate text with a model, as an answer in a chat or as a continuation, and show it as it comes.",
+    "export": "Export a checkpoint or a master to what a runtime loads.",
+    "generate": "Generate text with a model of transformers, as an answer in a chat or as a continuation, and show it "
+    "as it comes.",
     "card": "Write or update the model card, DIR/README.md, from the manifest and the recorded evaluations.",
     "push": "Bring a master or an export to the Hub, with a model card made from its manifest; a broken folder is "
     "refused.",

@@ -31,9 +31,6 @@ def show(advice: MemoryAdvice, asked: Mapping[str, Any]) -> None:
     shown = advice.fitting if "runtime" in asked else [*_first(advice.fitting)]
     if shown:
         output.show(f"{where}; the most bits first, sizes estimated")
-        if any(_is_exported(proposal) for proposal in shown):
-            output.show("first, once for all exports:")
-            output.write_text(f"    {_quantize(asked)}\n")
         heading, *rows = tables.table(TITLES, [_cells(proposal) for proposal in shown], drop=LEAST_NEEDED)
         output.show("", heading)
         for row, proposal in zip_longest(rows, shown):
@@ -72,17 +69,14 @@ def _is_exported(proposal: Proposal) -> bool:
 
 def _command(proposal: Proposal, asked: Mapping[str, Any]) -> str:
     """Return the command that makes what is proposed."""
-    from pqweights.exports import get_target
     from pqweights.exports.memory import SOURCE
 
     if not _is_exported(proposal):
         return f"nothing to make: {shlex.quote(asked['source'])}" if proposal.target == SOURCE else _quantize(asked)
     out = re.sub(r"[^a-z0-9_]+", "-", f"{proposal.target} {proposal.format}")
     words = options.spelled(proposal.options)
-    # The option names neither a revision nor what reads pickles; then the error of the master adds to that of rounding.
-    if get_target(proposal.target).takes_original and not asked.keys() & {"revision", "allow_pickle"}:
-        words += ["--source", shlex.quote(asked["source"])]
-    return " ".join(["pqweights export master/", f"{out}/", "--target", proposal.target, *words])
+    words += options.spelled({key: asked[key] for key in ("revision", "allow_pickle") if key in asked})
+    return " ".join(["pqweights export", shlex.quote(asked["source"]), f"{out}/", "--target", proposal.target, *words])
 
 
 def _quantize(asked: Mapping[str, Any]) -> str:

@@ -34,11 +34,12 @@ Source = Annotated[
         "hf://ORG/MODEL/FILE.gguf on the Hub, or an address such as s3://BUCKET/FOLDER.",
     ),
 ]
-Master = Annotated[
+Exported = Annotated[
     str,
     typer.Argument(
-        metavar="DIR",
-        help="Master written by pqweights: a folder, ORG/NAME on the Hub, or an address such as s3://BUCKET/FOLDER.",
+        metavar="SRC",
+        help="Checkpoint or master: a folder, a file in safetensors or GGUF, ORG/MODEL on the Hub, or an address such "
+        "as s3://BUCKET/FOLDER.",
     ),
 ]
 Folder = Annotated[
@@ -329,14 +330,6 @@ Target = Annotated[
     str,
     typer.Option("--target", "-t", metavar="TARGET", help="Format of the result, one of those above."),
 ]
-Original = Annotated[
-    str | None,
-    typer.Option(
-        "--source",
-        metavar="SRC",
-        help="Make the integers from the original checkpoint, and report what the error of the master would add.",
-    ),
-]
 IntegerBits = Annotated[
     int | None, typer.Option("--bits", "-b", show_default="4", help="Bits per code of an integer target.")
 ]
@@ -412,7 +405,8 @@ GgufType = Annotated[
         "--type",
         metavar="TYPE",
         show_default="q4_k_m",
-        help="For gguf: a mix or type of llama.cpp, such as q4_k_m, q5_k_m, q6_k, iq4_xs, q8_0 or bf16.",
+        help="For gguf: a mix or type of llama.cpp, such as q4_k_m, q5_k_m, q6_k, iq4_xs, q8_0 or bf16; several with "
+        "commas between them make a file of each in one reading of the source.",
     ),
 ]
 Pure = Annotated[

@@ -93,7 +93,7 @@ def _show(done: RewriteReport, what: str, *, out: str, summary: bool | None, jso
 
 
 def _lines(done: RewriteReport) -> list[str]:
-    fit = report.fit_of(done)
+    fit = done.conversion.fit
     return [
         *report.totals_lines(done.totals),
         *quality_lines(done.pairs),

@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pqweights.checkpoint.storage import Storage
-    from pqweights.planning.fit import Fit
     from pqweights.planning.plan import Plan, TensorPlan, Totals
     from pqweights.rewrite.manifest import Manifest
     from pqweights.rewrite.records import TensorRecord
-    from pqweights.rewrite.task import PossibleExport, RewriteReport
+    from pqweights.rewrite.task import PossibleExport
 
     Pairs = Sequence[tuple[TensorPlan, TensorRecord]]
 
@@ -190,14 +189,6 @@ def left_out_lines(plan: Plan) -> list[str]:
     ]
 
 
-def fit_of(report: RewriteReport) -> Fit | None:
-    """Return how the bit widths were chosen for a target; None if there was no target, or a calibration shared it."""
-    from pqweights.rewrite.quantizing import Quantize
-
-    made = report.transform
-    return made.fit if isinstance(made, Quantize) and made.ready is None else None
-
-
 def action_text(tensor: TensorPlan) -> str:
     """Return what was done with a tensor, in the words of the summary of an export."""
     return "plain" if tensor.action == "decode" else tensor.action
@@ -305,11 +296,28 @@ def _rescued_line(tensor: TensorPlan, record: TensorRecord) -> str:
     return f"rescued: {tensor.name}: {state}, relative MSE {record.relative_mse:.6f}"
 
 
-def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:
+def type_lines(pairs: Pairs) -> list[str]:
+    """Return a line for each type of a result with a file of each: its size and its error; nothing for another one."""
+    from pqweights.rewrite.records import mean_error
+
+    by_type: dict[str, list[tuple[TensorPlan, TensorRecord]]] = defaultdict(list)
+    for tensor, record in pairs:
+        kind, _, name = tensor.name.rpartition("/")
+        if kind and name:
+            by_type[kind].append((tensor, record))
+    lines = []
+    for kind, held in by_type.items():
+        size, weights = sum(tensor.bytes for tensor, _ in held), sum(tensor.weights for tensor, _ in held)
+        error = mean_error([record for _, record in held], "total_mse")
+        shown = "" if error is None else f", relative MSE {error:.6f}"
+        lines.append(f"{kind}: {size_text(size)}, {8 * size / max(1, weights):.2f} bits per parameter{shown}")
+    return lines
+
+
+def integer_form_lines(pairs: Pairs) -> list[str]:
     """Return how many weights an integer export holds in which form, why others are plain, and the errors.
 
     pairs: the tensors of the export, each with what was measured of it
-    measured: whether the error against the original was measured; else it is computed from the error of the master
     """
     tensors = [tensor for tensor, _ in pairs]
     forms: dict[str, int] = defaultdict(int)
@@ -324,7 +332,7 @@ def integer_form_lines(pairs: Pairs, *, measured: bool) -> list[str]:
         *(f"plain: {group}" for group in lines_by_reason(plain)),
         *_identical_lines(pairs),
         *_rounding_lines(pairs),
-        *_integer_error_lines([record for _, record in pairs], measured=measured),
+        *_integer_error_lines([record for _, record in pairs]),
     ]
 
 
@@ -363,20 +371,14 @@ def _rounding_lines(pairs: Pairs) -> list[str]:
     ]
 
 
-def _integer_error_lines(records: Sequence[TensorRecord], *, measured: bool) -> list[str]:
+def _integer_error_lines(records: Sequence[TensorRecord]) -> list[str]:
     from pqweights.rewrite.records import mean_error
 
     against = "relative MSE against the original"
     added, total, by_master = (mean_error(records, of) for of in ("relative_mse", "total_mse", "master_mse"))
-    if measured and total is not None and by_master is not None:
-        return [f"{against}: {total:.6f}; exported from the master it would be {by_master:.6f}"]
-    if measured and total is not None:
+    if total is not None and by_master is None:
         return [f"{against}: {total:.6f}"]
     if added is None:
         return []
-    return [
-        f"relative MSE against the master: {added:.6f}",
-        f"{against}: unknown; pass --source to measure it"
-        if total is None
-        else f"{against}: {total:.6f}, computed from the error of the master; --source measures it",
-    ]
+    whole = "unknown" if total is None else f"{total:.6f}, computed from the error of the master"
+    return [f"relative MSE against the master: {added:.6f}", f"{against}: {whole}"]

@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pqweights.checkpoint.gguf.sources import open_local_source
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.common.parameters import StrPath, patterns, text
+from pqweights.common.parameters import StrPath, text
 from pqweights.common.threads import Progress
 from pqweights.errors import OptionError
 from pqweights.exports import get_target
-from pqweights.exports.exporting import MasterFolder
-from pqweights.exports.exporting import export as export_master
+from pqweights.exports.exporting import export as export_opened
+from pqweights.exports.exporting import open_exported
 from pqweights.inference.options import DEFAULT_MAX_TOKENS, GenerationOptions
 from pqweights.planning.calibration import check_calibration
 from pqweights.planning.choice import choose_recipe
@@ -33,6 +32,7 @@ from pqweights.planning.options import (
     HubOptions,
     MemoryOptions,
     QuantizeOptions,
+    SourceOptions,
     Tell,
     located,
     shard_bytes,
@@ -47,7 +47,7 @@ from pqweights.rewrite.results.verify import verify as verify_folder
 from pqweights.rewrite.task import RewriteReport, RunOptions, thread_count
 from pqweights.storage import Store, open_store
 from pqweights.storage.addresses import repository_id
-from pqweights.storage.sources import find_original, find_result, local_folder
+from pqweights.storage.sources import find_result, local_folder
 
 if TYPE_CHECKING:
     from pqweights.inference.generation import Generation
@@ -235,11 +235,10 @@ def quantize(
 
 
 def export(
-    master: StrPath,
+    source: StrPath,
     out: StrPath,
     target: str,
     *,
-    source: StrPath | None = None,
     bits: int | None = None,
     group_size: int | None = None,
     qparams: Literal["best", "minmax"] | None = None,
@@ -259,6 +258,9 @@ def export(
     target_size: int | str | None = None,
     sensitivity: StrPath | None = None,
     leave_out: str | Sequence[str] = (),
+    allow_pickle: bool = False,
+    include_files: str | Sequence[str] = (),
+    low_disk: bool = False,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
     ray: str | None = None,
     threads: int | None = None,
@@ -268,12 +270,12 @@ def export(
     progress: Progress | None = None,
     tell: Tell | None = None,
 ) -> RewriteReport:
-    """Export a master to a checkpoint that a runtime loads, continuing an interrupted run of the same call.
+    """Export a checkpoint or a master to what a runtime loads, continuing an interrupted run of the same call.
 
-    master: a master: a folder, ORG/NAME on the Hub, or an address
-    out, leave_out, max_shard_size, ray, threads, overwrite, revision, token, progress, tell: those of `quantize`
+    source: a checkpoint or a master: a folder, a file, ORG/NAME on the Hub, or an address
+    out, leave_out, allow_pickle, include_files, low_disk, max_shard_size, ray, threads, overwrite, revision, token,
+        progress, tell: those of `quantize`
     target: "bf16", "torchao", "mlx", "gguf" or "vllm"; each takes some of the options below
-    source: make the integers from the original checkpoint, and report what the error of the master would add
     bits, group_size: of integers: bits of a code, by default 4, and weights that share a scale, by default 128 or 64
     qparams: how scales and offsets are chosen: by least squares (best), or as the runtime's converter does (minmax)
     rounding: to the nearest codes (plain), so that errors cancel in the outputs (gptq), or by importance (for gguf)
@@ -282,7 +284,7 @@ def export(
     mode: for mlx: affine integers, or a float format of MLX
     format: the format of weights, of those that the target has
     dtype: for bf16: BF16 for all, or what each weight had in the source
-    type: for gguf: a mix or type of llama.cpp, such as "q4_k_m"
+    type: for gguf: a mix or type of llama.cpp, such as "q4_k_m", or several with commas between them
     pure: for gguf: all matrices in the type of the mix
     without_tokenizer: for gguf: write the file although the model has no tokenizer
     name: for gguf: the name of the model
@@ -316,35 +318,39 @@ def export(
     get_target(target).settings(asked)  # refuses wrong options before anything is fetched
     if ray is not None and calibrate is not None:
         raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
-    hub, most_bytes, left_out = (
-        _hub(revision, token, tell),
-        shard_bytes(max_shard_size),
-        patterns("leave_out", leave_out),
+    opening = SourceOptions(
+        leave_out=leave_out,
+        allow_pickle=allow_pickle,
+        include_files=include_files,
+        low_disk=low_disk,
+        revision=revision,
+        token=token,
+        tell=tell,
     )
+    most_bytes, given = shard_bytes(max_shard_size), located("source", source)
     store = open_store(located("out", out))
     with _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run:
-        result = find_result(located("master", master), hub.access, ours=True, progress=run.progress)
-        original = None
-        if source is not None:
-            original = find_original(located("source", source), hub.access_to_main, run.progress)
-        opened = MasterFolder(result.where, result.origin, original)
-        with _inputs(opened, store, asked, run) as known:
-            checked = run if known is None else replace(run, check=known.check_source)
-            return export_master(
-                opened,
+        local = given
+        if calibrate is not None:
+            fetched = local_folder(given, opening.access, progress=run.progress)
+            local = fetched.path
+            if fetched.origin is not None:  # the branch may move while the inputs are learned
+                opening = replace(opening, revision=fetched.origin.revision)
+        with _inputs(local, store, asked, opening, run) as known:
+            return export_opened(
+                open_exported(given, opening),
                 store,
                 target,
                 options=asked,
                 max_shard_bytes=most_bytes,
-                run=checked,
+                run=run if known is None else replace(run, check=known.check_source),
                 inputs=known,
-                leave_out=left_out,
             )
 
 
 @contextmanager
 def _inputs(
-    master: MasterFolder, store: Store, asked: ExportOptions, run: RunOptions
+    source: str | Path, store: Store, asked: ExportOptions, opening: SourceOptions, run: RunOptions
 ) -> Iterator[SampledInputs | None]:
     """Yield what is learned of the inputs of the weights that are rounded, if `calibrate` is given."""
     if asked.calibrate is None:
@@ -352,12 +358,11 @@ def _inputs(
         return
     from pqweights.quality.sampled_inputs import inputs_of
 
-    where = master.folder if master.original is None else master.original
-    if not isinstance(where, Path):
-        raise OptionError(f"`calibrate`: expected a model on this machine, found {where}; copy it here first")
-    checkpoint = master.opened[0] if master.original is None else open_local_source(where)
-    store.check_apart(where)
-    with inputs_of(where, checkpoint, store, asked, run.threads) as inputs:
+    folder = Path(source)
+    store.check_apart(folder)
+    local = SourceOptions(leave_out=opening.leave_out, allow_pickle=opening.allow_pickle)
+    checkpoint = open_exported(folder, local)
+    with inputs_of(folder, checkpoint.checkpoint, store, asked, run.threads) as inputs:
         yield inputs
 
 

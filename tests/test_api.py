@@ -21,7 +21,6 @@ import pqweights
 from pqweights.errors import MasterError, OptionError, OutputError, RecipeError, SourceError
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import RecipeOptions
-from pqweights.rewrite.quantizing import plan_quantize
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 FUNCTIONS = ("plan", "quantize", "export", "verify", "inspect", "generate")
@@ -165,8 +164,8 @@ def test_progress_reaches_the_end(source, tmp_path, monkeypatch):
 
 
 def test_a_recipe_object_is_taken_with_what_options_added(source):
-    _, transform, _ = plan_quantize(source, choose_recipe("q5", RecipeOptions(keep=("lm_head.weight",))))
-    again = pqweights.plan(source, transform.recipe, set_bits={"*.q_proj.weight": 6})
+    recipe = choose_recipe("q5", RecipeOptions(keep=("lm_head.weight",)))
+    again = pqweights.plan(source, recipe, set_bits={"*.q_proj.weight": 6})
     bits = {tensor.name: tensor.bits for tensor in again.tensors}
     assert bits["lm_head.weight"] is None and bits["model.layers.0.self_attn.q_proj.weight"] == 6
 
@@ -207,7 +206,6 @@ def test_wrong_types_are_named(source, arguments, message):
         (lambda source, out: pqweights.plan(source, keep=["nothing*"]), RecipeError, "nothing"),
         (lambda source, out: pqweights.quantize(source, out, max_shard_size="many"), OptionError, "max_shard_size"),
         (lambda source, out: pqweights.quantize(source, source), OutputError, "source"),
-        (lambda source, out: pqweights.export(source, out, "bf16"), SourceError, "master"),
         (lambda source, out: pqweights.verify(source), MasterError, "pqweights.json"),
         (lambda source, out: pqweights.inspect(out), MasterError, "out"),
     ],

@@ -31,7 +31,7 @@ MAX_NAME = 512
 # The largest dimension of a tensor without elements, whose size no bytes of a file confirm.
 MOST_OF_NOTHING = 1 << 16
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-ONLY_GGUF_READERS = "GGUF, which only pqweights eval, inspect, plan and quantize read (local files)"
+ONLY_GGUF_READERS = "GGUF, which only pqweights eval, export, inspect, plan and quantize read (local files)"
 # The digits of the two offsets of a tensor, in files of gigabytes.
 OFFSET_DIGITS = 20
 

@@ -381,34 +381,6 @@ def whole_blocks(tensor: LogicalTensor, weights: int) -> int:
     return max(1, weights // tensor.unit) * tensor.unit if isinstance(tensor, EncodedTensor) else weights
 
 
-@dataclass(frozen=True, kw_only=True)
-class OriginalTensor:
-    """A weight of a master with the values of the original. Everything but the values is the master's."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    plain_dtype: str
-    parts: tuple[StoredTensor, ...]
-    original: LogicalTensor
-
-    @staticmethod
-    def of(encoded: EncodedTensor, original: LogicalTensor) -> OriginalTensor:
-        """Combine a weight of the master and the tensor that it was made from."""
-        return OriginalTensor(
-            name=encoded.name,
-            shape=encoded.shape,
-            dtype=encoded.dtype,
-            plain_dtype=encoded.plain_dtype,
-            parts=encoded.parts,
-            original=original,
-        )
-
-    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Read elements of the original."""
-        self.original.read(start, count, dtype, out)
-
-
 # --- activation-aware scales (AWQ: Lin et al., arXiv:2306.00978) ---
 
 # A weight [..., N, K] multiplies inputs of K channels and has scales [..., K]. The encoder multiplies by the stored
@@ -482,14 +454,11 @@ class FileUse:
     together: int
 
 
-def file_uses(tensors: Sequence[LogicalTensor], places: Sequence[int] | None = None) -> dict[str, FileUse]:
-    """Return when each file is needed, by file, in the order in which they are needed.
-
-    places: which of the tensors are read; by default all
-    """
+def file_uses(tensors: Sequence[LogicalTensor]) -> dict[str, FileUse]:
+    """Return when each file is needed, by file, in the order in which they are needed."""
     spans: dict[str, tuple[int, int]] = {}
-    for place in range(len(tensors)) if places is None else places:
-        for part in tensors[place].parts:
+    for place, tensor in enumerate(tensors):
+        for part in tensor.parts:
             spans[part.file] = (spans.get(part.file, (place, place))[0], place)
     return {
         file: FileUse(first, last, sum(begin <= first <= end for begin, end in spans.values()))

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import hashlib
 import operator
-import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, PICKLE_SUFFIXES
 from pqweights.checkpoint.other_weights import holds_weights
 from pqweights.checkpoint.promise import Pair, checked_config, same_values, with_differing, with_embeddings
-from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
 from pqweights.checkpoint.storage import (
     Origin,
     Storage,
@@ -54,8 +53,6 @@ from pqweights.errors import SourceError
 
 # A fingerprint covers this many bytes at each end of a tensor.
 SAMPLE_BYTES = 4096
-# What follows the name in those of GGUF files.
-GGUF_PARTS = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 # How many are read at once: where the files are elsewhere, each waits for a reply.
 SAMPLES_AT_ONCE = 8
 # Two tensors with the same name are compared so many bytes at a time.
@@ -76,6 +73,8 @@ class Checkpoint:
     is_master: whether it is a master of pqweights
     checked: what its tensors are read through, if each is checked against a known hash
     left_out_tensors: stored tensors that are not part of the model, each with the reason
+    weights: names of the tensors that an export may round: those that a master holds as codes; of another checkpoint,
+        those that planning has chosen
     remarks: where the files and config.json do not say the same, and what was made of it, a sentence each
     unproven: tensors that are to be the same, and are in the places that were read: `proven` reads all of them
     """
@@ -90,6 +89,7 @@ class Checkpoint:
     is_master: bool
     checked: CheckedReads | None = None
     left_out_tensors: dict[str, str] = field(default_factory=dict)
+    weights: frozenset[str] = frozenset()
     remarks: tuple[str, ...] = ()
     unproven: tuple[Pair, ...] = ()
     _fingerprints: dict[str, str] = field(default_factory=dict)  # by file
@@ -280,6 +280,7 @@ def open_checkpoint(
         return order[first.file], first.offset, tensor.name
 
     beside = companions(files, weight_files, include, outside_links=storage.links.outside)
+    coded = frozenset(tensor.name for tensor in model.tensors if isinstance(tensor, EncodedTensor))
     checked = checked_config(storage, model.tensors, config)
     return Checkpoint(
         storage=storage,
@@ -291,6 +292,7 @@ def open_checkpoint(
         left_out=beside.left_out | weights.unlike | misplaced | copies,
         is_master=is_master,
         left_out_tensors=model.left_out,
+        weights=coded if is_master else frozenset(),
         remarks=(*remarks, *model.remarks, *checked.remarks),
         unproven=checked.unproven,
     )
@@ -341,8 +343,9 @@ def _listed_files(storage: Storage) -> tuple[tuple[str, ...] | None, tuple[str, 
         return None, ()
     listed, container = manifest.get("files"), manifest.get("container")
     files = [name for name in storage.files() if "/" not in name]
-    stems = [container.get(key) for key in ("name", "tower")] if isinstance(container, dict) else []
-    gguf = tuple(name for name in files if GGUF_PARTS.sub("", name) in stems and name.lower().endswith(".gguf"))
+    stated = container.get("files") if isinstance(container, dict) else None
+    names = [of.get("name") for of in stated if isinstance(of, dict)] if isinstance(stated, list) else []
+    gguf = tuple(name for name in files if name in names and name.lower().endswith(".gguf"))
     beside = [name for name in files if name.endswith(f".{MANIFEST_FILE}")]
     return (*listed, *beside) if isinstance(listed, dict) else None, gguf
 

@@ -1,9 +1,9 @@
 """Codes of a source that was quantized already, for formats that hold the same numbers: no second rounding.
 
-A master without loss has the source's codes and scales (checkpoint/native.py), as has the source itself, if it is
-given. Where a format has codes of the same kind, and its groups lie within those of the source, they become its
-groups. Whether these are the same numbers is checked of every weight, by what the rule of the format decodes;
-otherwise the weights are rounded like any others.
+The source itself has its codes and scales, and so has a master without loss (checkpoint/native.py). Where a format has
+codes of the same kind, and its groups lie within those of the source, they become its groups. Whether these are the
+same numbers is checked of every weight, by what the rule of the format decodes; otherwise the weights are rounded like
+any others.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import numpy.typing as npt
 from pqweights.checkpoint.gguf.views import InterleavedTensor, RenamedTensor
 from pqweights.checkpoint.native import NativeTensor
 from pqweights.checkpoint.packed import Aspect, DecodedTensor, PackedSourceTensor, read_scales
-from pqweights.checkpoint.readers import LogicalTensor, OriginalTensor
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
 from pqweights.checkpoint.views import MatrixCache, MovedTensor
 from pqweights.common.dtypes import PACKED_DTYPES, float8_table, from_float32, to_float32
 from pqweights.exports.formats import BlockRule, Rounding, Rule, TileRule
+from pqweights.exports.units import ReadTogether
 from pqweights.kernels.compensation import sums_of_squares
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups
 from pqweights.kernels.workers import scratch
@@ -134,19 +135,15 @@ class SourceUnit(NamedTuple):
         return SourceUnit(1 / number if divides else number, divides) if number else None
 
 
-def _in_source(tensor: LogicalTensor) -> LogicalTensor:
-    """Return what the source has of a weight of a master; the weight itself if that is not known."""
-    of = tensor.original if isinstance(tensor, OriginalTensor) else tensor
-    return of.carried if isinstance(of, NativeTensor) else of
-
-
 def plain_beside_codes(tensors: Sequence[LogicalTensor], rule: Rule) -> set[str]:
     """Return the weights that the source keeps plain beside others whose codes are those of a format.
 
     A format that takes over the codes of a source should leave plain what the source does.
     """
     sources = {
-        tensor.name: _in_source(tensor) for tensor in tensors if isinstance(tensor, NativeTensor | OriginalTensor)
+        tensor.name: tensor.carried if isinstance(tensor, NativeTensor) else tensor
+        for tensor in tensors
+        if isinstance(tensor, NativeTensor) or not isinstance(tensor, EncodedTensor)
     }
     if not any(isinstance(of, DecodedTensor) and _has_codes_of(of.dtype, rule) for of in sources.values()):
         return set()
@@ -181,7 +178,7 @@ def _with_leaves(tensor: LogicalTensor, leaf: Callable[[LogicalTensor], LogicalT
     if type(tensor) in (RenamedTensor, InterleavedTensor) and is_dataclass(tensor):
         source = _with_leaves(tensor.source, leaf)
         return None if source is None else replace(tensor, source=source)
-    return _with_leaves(tensor.original, leaf) if isinstance(tensor, OriginalTensor) else leaf(tensor)
+    return _with_leaves(tensor.tensor, leaf) if isinstance(tensor, ReadTogether) else leaf(tensor)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -17,7 +17,7 @@ from pqweights.common.strict_json import json_bytes
 from pqweights.exports.compressed_tensors import linear_layers, quantization_config
 from pqweights.exports.linear import Chosen, module_of, patterns
 from pqweights.exports.schemes import SCHEMES, Dialect
-from pqweights.rewrite.transform import SmallFiles
+from pqweights.rewrite.conversion import SmallFiles
 
 HEAD = "lm_head"
 MODELOPT_FILE = "hf_quant_config.json"

@@ -16,13 +16,13 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.errors import ExportError
-from pqweights.exports.bf16 import is_encoded
+from pqweights.exports.bf16 import is_weight
 
 OF_STACKS = "gpt_oss"
 
 
 def with_single_experts(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with a weight for each expert in the place of the stacks that the master encodes.
+    """Return a checkpoint with a weight for each expert in the place of the stacks that are rounded.
 
     Stacks of models of which neither transformers nor vLLM takes single experts stay as they are.
     """
@@ -33,7 +33,7 @@ def with_single_experts(checkpoint: Checkpoint) -> Checkpoint:
     tensors: list[LogicalTensor] = []
     for tensor in checkpoint.tensors:
         match = STACKED_EXPERTS.fullmatch(tensor.name)
-        if match is None or not is_stack(tensor):
+        if match is None or not is_stack(tensor, checkpoint.weights):
             tensors.append(tensor)
         else:
             tensors += _singles(tensor, match["layer"], match["matrix"], transposed=transposed, cache=cache)
@@ -45,7 +45,9 @@ def _is_transposed(checkpoint: Checkpoint, traits: frozenset[Trait]) -> bool:
     if Trait.EXPERTS_EITHER_WAY not in traits:
         return Trait.TRANSPOSED_EXPERTS in traits
     width = text_config(checkpoint.config).get("hidden_size")
-    return any(t.shape[-1] == width for t in checkpoint.tensors if is_stack(t) and "down_proj" in t.name)
+    return any(
+        t.shape[-1] == width for t in checkpoint.tensors if is_stack(t, checkpoint.weights) and "down_proj" in t.name
+    )
 
 
 def with_upright_stacks(checkpoint: Checkpoint) -> Checkpoint:
@@ -56,13 +58,14 @@ def with_upright_stacks(checkpoint: Checkpoint) -> Checkpoint:
     model_type = (checkpoint.config or {}).get("model_type")
     if model_type != OF_STACKS:
         raise ExportError(f"config.json: stacks of MXFP4 are for models of type {OF_STACKS}, found {model_type}")
-    cache = MatrixCache()
-    return replace(checkpoint, tensors=tuple(_upright(t, cache) if is_stack(t) else t for t in checkpoint.tensors))
+    cache, weights = MatrixCache(), checkpoint.weights
+    tensors = tuple(_upright(t, cache) if is_stack(t, weights) else t for t in checkpoint.tensors)
+    return replace(checkpoint, tensors=tensors)
 
 
-def is_stack(tensor: LogicalTensor) -> bool:
-    """Whether a tensor holds a matrix of all experts of a layer, and the master encodes it."""
-    return len(tensor.shape) == 3 and STACKED_EXPERTS.fullmatch(tensor.name) is not None and is_encoded(tensor)
+def is_stack(tensor: LogicalTensor, weights: frozenset[str]) -> bool:
+    """Whether a tensor holds a matrix of all experts of a layer, and is one of the weights of a checkpoint."""
+    return len(tensor.shape) == 3 and STACKED_EXPERTS.fullmatch(tensor.name) is not None and is_weight(tensor, weights)
 
 
 def _upright(tensor: LogicalTensor, cache: MatrixCache) -> MovedTensor:

@@ -1,77 +1,81 @@
-"""Exporting: a master, or the original in its place, into a folder that a runtime loads."""
+"""Exporting: any checkpoint into a folder that a runtime loads. Of a source weights are read, of a master decoded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.source import Checkpoint, open_local, proven
-from pqweights.checkpoint.storage import Origin, Storage
-from pqweights.errors import OptionError, SourceError
-from pqweights.exports import get_target, target_name
+from pqweights.checkpoint.config import model_facts
+from pqweights.checkpoint.source import Checkpoint, proven
+from pqweights.checkpoint.storage import Storage
+from pqweights.errors import OptionError
+from pqweights.exports import get_target
 from pqweights.exports.recipe import with_recipe
 from pqweights.exports.target import GPTQ, PLAIN, ExportSource, is_compensated
+from pqweights.planning.choice import with_weights
 from pqweights.planning.decisions import without
 from pqweights.planning.inputs import KnownInputs
-from pqweights.planning.options import ExportOptions
+from pqweights.planning.options import ExportOptions, SourceOptions
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, total
-from pqweights.rewrite.driver import make_plan, rewrite
+from pqweights.rewrite.conversion import MASTER
+from pqweights.rewrite.convert import convert
 from pqweights.rewrite.listed_files import open_result
 from pqweights.rewrite.manifest import Manifest, find_manifest
 from pqweights.rewrite.records import total_relative_mse
-from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
-from pqweights.rewrite.transform import EXPORT
+from pqweights.rewrite.task import RewriteReport, RunOptions
 from pqweights.storage import Store, open_store
-from pqweights.storage.addresses import Address
+from pqweights.storage.sources import open_source, place_apart
+
+AS_IT_IS = SourceOptions()
 
 
 @dataclass(frozen=True)
-class MasterFolder:
-    """Where a master lies.
+class Exported:
+    """A checkpoint that is to be exported.
 
-    folder: the folder of the master, on this machine or anywhere
-    origin: the repository from which the folder was fetched, if it was
-    original: the checkpoint from which the master was made; a target of integers then rounds its weights instead of the
-        decoded ones
+    source: what the user named it
+    checkpoint: the opened checkpoint, with the weights that may be rounded
+    manifest: of a master, its manifest, if it has one
     """
 
-    folder: Path | Storage
-    origin: Origin | None = None
-    original: Path | Address | None = None
+    source: str | Path
+    checkpoint: Checkpoint
+    manifest: Manifest | None
 
-    @cached_property
-    def opened(self) -> tuple[Checkpoint, Manifest | None]:
-        """The opened master, and its manifest, if it has one.
 
-        Raises SourceError for what is not a master, MasterError for a damaged one.
-        """
-        if isinstance(self.folder, Path) and not self.folder.is_dir():
-            return _checked(self.folder, open_local(self.folder)), None
-        storage = Storage(self.folder, origin=self.origin) if isinstance(self.folder, Path) else self.folder
+def open_exported(source: str | Path, options: SourceOptions = AS_IT_IS) -> Exported:
+    """Open whatever is to be exported: a local model, one on the Hub or at an address, in safetensors or GGUF.
+
+    A master is read through its manifest, with every byte checked. Of any other checkpoint those weights may be rounded
+    that `quantize` encodes by default.
+
+    Raises SourceError, RecipeError, HubError, StorageError; MasterError for a damaged master.
+    """
+    manifest: Manifest | None = None
+
+    def open_master(storage: Storage) -> Checkpoint | None:
+        nonlocal manifest
         manifest = find_manifest(storage)
-        if manifest is not None and manifest.kind == EXPORT:
-            target = target_name(manifest.made_by.get("target"))
-            raise SourceError(
-                f"{self.folder}: expected a pqweights master, found an export ({target}): an export is made from the "
-                "master, not from another export; give the folder of the master"
-            )
-        return _checked(self.folder, open_result(storage, manifest)), manifest
+        if manifest is None or manifest.kind != MASTER:
+            return None
+        return open_result(storage, manifest)
 
-
-def _checked(folder: Path | Storage, checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint that is a master. Raises SourceError for another one."""
-    if not checkpoint.is_master:
-        raise SourceError(
-            f"{folder}: expected a pqweights master (config.json with quant_method pqweights), found none"
-        )
-    return checkpoint
+    checkpoint = open_source(
+        source,
+        options.access,
+        low_disk=options.low_disk,
+        allow_pickle=options.allow_pickle,
+        include=options.include_files,
+        open_master=open_master,
+    )
+    if options.leave_out:
+        checkpoint = without(checkpoint, options.leave_out)
+    return Exported(source, with_weights(checkpoint), manifest if checkpoint.is_master else None)
 
 
 def export(
-    master: MasterFolder,
+    exported: Exported,
     out: str | Path | Store,
     target: str,
     *,
@@ -79,54 +83,36 @@ def export(
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     run: RunOptions = RunOptions(),
     inputs: KnownInputs | None = None,
-    leave_out: Sequence[str] = (),
 ) -> RewriteReport:
-    """Write a master into `out` as a target loads it, continuing an interrupted run of the same call.
+    """Write a checkpoint into `out` as a target loads it, continuing an interrupted run of the same call.
 
     out: a folder or an address in object storage, new, empty, or written by an earlier run
     target: a key of EXPORTS, or of ALIASES
-    leave_out: patterns of names of tensors that the result does not get
-    inputs: what is known of the inputs of its weights, or of those of the original in their place
-    Raises SourceError (also for a folder that is not a master), MasterError, ExportError, OptionError, OutputError,
-    StorageError or MissingDependencyError.
+    inputs: what is known of the inputs of its weights
+    Raises SourceError, MasterError, ExportError, OptionError, OutputError, StorageError or MissingDependencyError.
     """
     to = get_target(target)
     if options.recipe is not None and "recipe" not in to.options:
         raise OptionError(f"`recipe`: the target {to.name} does not take this option")
     options = with_recipe(options)
     settings = to.settings(options)
-    store = open_store(out)
-    for where in (_location(master.folder), master.original):
-        if where is not None:
-            store.check_apart(where)
-    checkpoint, manifest = master.opened
-    checkpoint = proven(checkpoint, run.progress)
-    if leave_out:
-        checkpoint = without(checkpoint, leave_out)
+    store, manifest = open_store(out), exported.manifest
+    opened = with_weights(proven(exported.checkpoint, run.progress))
+    place = place_apart(exported.source, opened, store)
     source = ExportSource(
-        folder=master.folder,
-        checkpoint=checkpoint,
+        where=str(place.resolve() if isinstance(place, Path) else exported.source),
+        checkpoint=opened,
         manifest=manifest,
-        original=master.original,
         inputs=inputs,
         rounding=GPTQ if is_compensated(options) else PLAIN,
+        max_shard_bytes=max_shard_bytes,
     )
-    checkpoint, transform = to.prepare(source, settings)
-    task = RewriteTask(
-        checkpoint=checkpoint,
-        source=_location(master.folder),
-        transform=transform,
-        plan=make_plan(checkpoint, transform, max_shard_bytes),
-        out=store,
-        model={} if manifest is None else manifest.identity.model,
+    conversion = replace(
+        to.plan(source, settings),
+        model=model_facts(opened.storage) if manifest is None else manifest.identity.model,
         master={} if manifest is None else _about_master(manifest),
     )
-    return rewrite(task, run)
-
-
-def _location(folder: Path | Storage) -> Path | Address | None:
-    """Return where a folder is, which may be that of the result; None if it cannot be."""
-    return folder if isinstance(folder, Path) else folder.address
+    return convert(conversion, store, run)
 
 
 def _about_master(manifest: Manifest) -> dict[str, Any]:

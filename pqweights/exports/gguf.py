@@ -10,7 +10,6 @@ import fnmatch
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.gguf.mixes import (
@@ -35,7 +34,9 @@ from pqweights.checkpoint.gguf.model import (
     gguf_model,
     gives_vectors,
 )
-from pqweights.checkpoint.names import file_stem
+from pqweights.checkpoint.gguf.views import RenamedTensor
+from pqweights.checkpoint.names import file_stem, gguf_name
+from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.errors import ExportError, OptionError
@@ -50,9 +51,9 @@ from pqweights.exports.gguf_types import (
     read_types,
     tower_type,
 )
+from pqweights.exports.integer_export import plan_integers
 from pqweights.exports.integers import Outline
 from pqweights.exports.loading import LoadableModel, shell
-from pqweights.exports.original import integer_export
 from pqweights.exports.target import (
     ASSIGNMENT_OPTIONS,
     IMPORTANCE,
@@ -61,16 +62,17 @@ from pqweights.exports.target import (
     ExportSource,
     ExportTarget,
     FormatChoice,
-    PlannedMaster,
     one_of,
 )
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.planning.options import ExportOptions
-from pqweights.planning.plan import FileHeader, GgufFiles, ShardPlan, TensorPlan, cuts
-from pqweights.rewrite.transform import SmallFiles, Transform
+from pqweights.planning.plan import FileHeader, GgufFile, GgufFiles, ShardPlan, TensorPlan, cuts
+from pqweights.rewrite.conversion import Conversion, SmallFiles
 from pqweights.storage.addresses import is_repository_id
 
 MODELFILE = "Modelfile"
+# Between the type of a file and the names of its tensors, where a result has several files.
+TYPE_END = "/"
 # llama.cpp and others take a file of that name for the tower of the model beside it.
 TOWER_PREFIX = "mmproj-"
 GENERATION_CONFIG = "generation_config.json"
@@ -95,39 +97,39 @@ OLLAMA_NAMES = {"repetition_penalty": "repeat_penalty"}
 class GgufOutput:
     """What a GGUF export writes.
 
-    file_name, tower_name: the names of the file and of that of a tower, without their endings
+    base_name: what names of files begin with
+    types: those of the files
     model: the model in llama.cpp's terms
-    mix: the mix of types, which the metadata name; None if types were chosen one by one
-    checkpoint: the master
+    checkpoint: of which it is made
     """
 
-    file_name: str
-    tower_name: str
+    base_name: str
+    types: tuple[TypeOptions, ...]
     model: GgufModel
-    mix: Mix | None
     checkpoint: Checkpoint
 
     def container(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> GgufFiles:
-        """Return the files with their headers."""
-        metadata = [*self.model.metadata, *_about_types(self.mix)]
-        in_tower = len(self.model.tower)
-        of_text = tensors[: len(tensors) - in_tower]
-        runs = cuts(of_text, max_shard_bytes)
-        headers = []
-        for number, run in enumerate(runs):
-            held = [_listed(tensors[index]) for index in run]
-            headers.append(encode_header(metadata, held, FilePart(number, len(runs), len(of_text))))
-        if in_tower:
+        """Return the files with their headers: those of each type are cut at the same tensors, then that of a tower."""
+        count = len(self.model.tensors)
+        by_type = [tensors[first : first + count] for first in range(0, count * len(self.types), count)]
+        sizes = [max(planned.bytes for planned in alike) for alike in zip(*by_type, strict=True)]
+        runs = cuts(sizes, max_shard_bytes)
+        files = []
+        for types, of_type in zip(self.types, by_type, strict=True):
+            stem = f"{self.base_name}-{types.label}"
+            metadata = [*self.model.metadata, *_about_types(types.stated_mix)]
+            for number, run in enumerate(runs):
+                held = [_listed(of_type[index]) for index in run]
+                header = encode_header(metadata, held, FilePart(number, len(runs), count))
+                name = gguf_name(stem, number, len(runs))
+                files.append(GgufFile(name, FileHeader.of(header), len(run), number))
+        if self.model.tower:
             about = [*self.model.tower_metadata, *_about_types(find_mix(TOWER_TYPE))]
-            held = [_listed(planned) for planned in tensors[len(of_text) :]]
-            headers.append(encode_header(about, held, FilePart(0, 1, in_tower)))
-        return GgufFiles(
-            name=self.file_name,
-            alignment=ALIGNMENT,
-            headers=tuple(map(FileHeader.of, headers)),
-            tower=self.tower_name if in_tower else "",
-            tower_tensors=in_tower,
-        )
+            held = [_listed(planned) for planned in tensors[count * len(self.types) :]]
+            header = encode_header(about, held, FilePart(0, 1, len(held)))
+            name = gguf_name(f"{TOWER_PREFIX}{self.base_name}-{TOWER_TYPE}", 0, 1)
+            files.append(GgufFile(name, FileHeader.of(header), len(held), len(runs)))
+        return GgufFiles(name=names_together(self.base_name, self.types), alignment=ALIGNMENT, files=tuple(files))
 
     def small_files(self, shards: Sequence[ShardPlan]) -> SmallFiles:
         """Return a Modelfile, unless there are several files of text, which Ollama does not take."""
@@ -158,7 +160,7 @@ def _is_number(value: object) -> bool:
 def _listed(planned: TensorPlan) -> GgufTensor:
     """Return what a header says of a planned tensor."""
     type_name = planned.codec or planned.stored[0].dtype
-    return GgufTensor(planned.name, planned.shape, type_name, planned.bytes)
+    return GgufTensor(planned.name.rpartition(TYPE_END)[2], planned.shape, type_name, planned.bytes)
 
 
 def _about_types(mix: Mix | None) -> list[MetadataEntry]:
@@ -201,6 +203,11 @@ def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
     ]
 
 
+def names_together(base_name: str, types: Sequence[TypeOptions]) -> str:
+    """Return what files of some types are called together."""
+    return f"{base_name}-{'+'.join(of.label for of in types)}"
+
+
 NAME = "gguf"
 
 
@@ -208,35 +215,31 @@ NAME = "gguf"
 class Gguf:
     """The format with its options.
 
-    types: which types tensors get
+    types: which types tensors get, in each file
     weighed: whether errors are weighed by the importance of inputs
     name: what the model is called; None if it is not known
     embeds: whether it gives vectors of texts instead of predicting them
     without_tokenizer: whether the file may lack a vocabulary
     """
 
-    types: TypeOptions
+    types: tuple[TypeOptions, ...]
     weighed: bool
     name: str | None = None
     embeds: bool = False
     without_tokenizer: bool = False
 
-    compares_master = False
-
     @property
     def assignment(self) -> Assignment:
         """Which types the user asks for."""
-        return self.types.assignment
+        return self.types[0].assignment
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
         embeds = {"embeds": True} if self.embeds else {}
-        return {"target": NAME, **self.types.describe(), "name": self.file_name} | embeds
-
-    @property
-    def file_name(self) -> str:
-        """The name of the file without its ending."""
-        return f"{self.base_name}-{self.types.label}"
+        stated = self.types[0].describe()
+        if len(self.types) > 1:
+            stated["type"] = ",".join(of.mix.name for of in self.types)
+        return {"target": NAME, **stated, "name": names_together(self.base_name, self.types)} | embeds
 
     @property
     def base_name(self) -> str:
@@ -256,19 +259,23 @@ class Gguf:
                     f"the model has no tokenizer, without which llama.cpp ends at the first text: {NO_TOKENIZER}"
                 )
             model = replace(model, notes=(*model.notes, WITHOUT_TOKENIZER))
-        types = chosen_types(self.types, model, checkpoint, imatrix=self.weighed)
-        types |= {tensor.name: tower_type(tensor) for tensor in model.tower}
-        mix = None if self.assignment.target_size is not None else self.types.mix
-        tower = f"{TOWER_PREFIX}{self.base_name}-{TOWER_TYPE}"
-        output = GgufOutput(file_name=self.file_name, tower_name=tower, model=model, mix=mix, checkpoint=checkpoint)
+        tensors, decisions, warnings = list[LogicalTensor](), dict[str, Rounding | Stays](), list[str]()
+        for types in self.types:
+            chosen = chosen_types(types, model, checkpoint, imatrix=self.weighed)
+            # Several files have tensors of the same names, which a result tells apart.
+            of_type = "" if len(self.types) == 1 else types.label + TYPE_END
+            tensors += [RenamedTensor.of(of_type + t.name, t) for t in model.tensors] if of_type else model.tensors
+            decisions |= {of_type + name: _decision(choice) for name, choice in chosen.items()}
+            warnings += [] if self.weighed else _wanting(chosen)
+        output = GgufOutput(base_name=self.base_name, types=self.types, model=model, checkpoint=checkpoint)
         return Outline(
-            tensors=(*model.tensors, *model.tower),
-            decisions={name: _decision(choice) for name, choice in types.items()},
+            tensors=(*tensors, *model.tower),
+            decisions=decisions | {tensor.name: _decision(tower_type(tensor)) for tensor in model.tower},
             config=None,
             left_out=model.left_out,
             metadata={},
             plain_dtype=None,
-            warnings=model.notes if self.weighed else (*model.notes, *_wanting(types)),
+            warnings=(*model.notes, *warnings),
             container=output.container,
             small_files=output.small_files,
             companions=output.companions,
@@ -306,14 +313,14 @@ def read_options(options: ExportOptions) -> Gguf:
     )
 
 
-def _prepare(source: ExportSource, settings: Gguf) -> tuple[Checkpoint, Transform]:
-    """Return the checkpoint to be rewritten, and the transform that does it."""
+def _plan(source: ExportSource, settings: Gguf) -> Conversion:
+    """Plan the files of a model."""
     name = settings.name or _name_of(source)
-    return integer_export(source, replace(settings, name=name, embeds=gives_vectors(source.checkpoint)))
+    return plan_integers(source, replace(settings, name=name, embeds=gives_vectors(source.checkpoint)))
 
 
 def _name_of(source: ExportSource) -> str | None:
-    """Return the repository of a model, else the name of the folder of its original or master, if it names a model."""
+    """Return the repository of a model, else the name of its folder, if that names a model."""
     # The manifest of a master may say anything; the name stands in names of files and in the Modelfile.
     manifest = source.manifest
     model_id = "" if manifest is None else manifest.identity.model.get("id", "")
@@ -322,14 +329,13 @@ def _name_of(source: ExportSource) -> str | None:
     origin = source.checkpoint.storage.origin
     if origin is not None:
         return origin.id
-    where = source.folder if source.original is None else source.original
-    name = where.resolve().name if isinstance(where, Path) else str(where).rstrip("/").rpartition("/")[2]
+    name = source.where.rstrip("/").rpartition("/")[2]
     return None if name.lower() in UNNAMED else file_stem(name)
 
 
-def _check(master: PlannedMaster, settings: Gguf) -> None:
-    """Decide whether a master can be exported, without reading the tokenizer, which may be large."""
-    check_model(master.source)
+def _check(checkpoint: Checkpoint, settings: Gguf) -> None:
+    """Check whether llama.cpp has the model; the tokenizer, which may be large, is not read."""
+    check_model(checkpoint)
 
 
 # The mixes that a memory is filled with: of those with about as many bits, the ones that cost least.
@@ -363,7 +369,7 @@ TARGET = ExportTarget(
     ),
     account=("types", "imatrix", "embeds"),
     read_options=read_options,
-    prepare=_prepare,
+    plan=_plan,
     check=_check,
     load_section=load_section,
     library="gguf",

@@ -62,6 +62,11 @@ class TypeOptions:
         name = self.mix.type if self.mix.pure else self.mix.name
         return f"{name}-mixed" if self.assignment.rules else name
 
+    @property
+    def stated_mix(self) -> Mix | None:
+        """The mix that metadata name; None if types are chosen one by one."""
+        return None if self.assignment.target_size is not None else self.mix
+
     def describe(self) -> dict[str, Any]:
         """Return what a manifest says of the choice; what is not said is the default."""
         stated: dict[str, Any] = {} if self.assignment.target_size is not None else {"type": self.mix.name}
@@ -70,19 +75,21 @@ class TypeOptions:
         return stated | self.assignment.describe("types")
 
 
-def read_types(options: ExportOptions) -> TypeOptions:
-    """Return the types that a user asks for.
+def read_types(options: ExportOptions) -> tuple[TypeOptions, ...]:
+    """Return the types that a user asks for, of each file.
 
     Raises OptionError for an unknown type and for options that contradict each other.
     """
     if options.type is not None and options.format is not None:
         raise OptionError("`format`: is another name of `type`; leave out one of the two")
     asked = options.type or options.format
-    mix = find_mix(asked or DEFAULT_TYPE)
+    mixes = [find_mix(name.strip()) for name in (asked or DEFAULT_TYPE).split(",")]
+    if len({mix.name for mix in mixes}) < len(mixes):
+        raise OptionError(f"`type` {asked}: expected different types")
     if options.target_size is not None and (asked is not None or options.pure):
         raise OptionError("`target_size`: chooses the types itself; leave out `type` and `pure`")
     assignment = Assignment.of(options, (*BLOCK_TYPES, *PLAIN_TYPES))
-    return TypeOptions(mix=replace(mix, pure=options.pure), assignment=assignment)
+    return tuple(TypeOptions(mix=replace(mix, pure=options.pure), assignment=assignment) for mix in mixes)
 
 
 # The bits of weights without blocks.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.gguf.views import RenamedTensor
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.dtypes import from_float32, to_float32
@@ -28,9 +29,9 @@ from pqweights.kernels.groups import BEST, GroupRule, Groups
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import Container, ShardPlan, TensorPlan
 from pqweights.rewrite import jobs
+from pqweights.rewrite.conversion import SmallFiles
 from pqweights.rewrite.jobs import Job, Sink
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.transform import SmallFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +78,6 @@ class IntegerTarget(Protocol):
         """Which formats the user asks for."""
         ...
 
-    @property
-    def compares_master(self) -> bool:
-        """Whether, with an original, the values of the master are rounded as well, to measure what the detour costs."""
-        ...
-
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target: its name and its options."""
         ...
@@ -97,7 +93,7 @@ class IntegerTarget(Protocol):
 class RoundedChunk(NamedTuple):
     """What was measured of a chunk.
 
-    measures: sums of squares by group: of the values, of their errors and, if there is one, of the errors of the master
+    measures: sums of squares by group: of the values, and of their errors
     about: what else the job is to know of it
     is_carried: whether its codes are those of the source, which decode to the same bits
     """
@@ -119,24 +115,23 @@ class IntegerJob:
         tensor: LogicalTensor,
         rounding: Rounding,
         *,
-        master: LogicalTensor | None = None,
         master_error: float | None = None,
         is_original: bool,
     ) -> None:
         """Prepare the job of one weight.
 
-        is_original: whether the weight is the original's
-        master: with an original, what the master has for the weight, if it is to be rounded for comparison
-        master_error: without an original, the master's relative error of the weight, if it is known
+        is_original: whether the weight is that of the source, and not decoded from a master
+        master_error: of a weight of a master, its relative error, if it is known
         """
         self._planned, self._tensor, self._rounding = planned, tensor, rounding
-        self._master, self._master_error, self._is_original = master, master_error, is_original
+        self._master_error, self._is_original = master_error, is_original
+        self._source = tensor.source if type(tensor) is RenamedTensor else tensor
         self._columns = tensor.shape[-1]
         self._matrices, self._rows = math.prod(tensor.shape[:-2]), tensor.shape[-2]
         multiple = max(self.row_multiple, rounding.row_multiple)
         self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
         self._per_matrix = -(-self._rows // self._rows_per_chunk)
-        self._sums = np.zeros(2 if master is None else 3)
+        self._sums = np.zeros(2)
         self._rounded_chunks = 0
         self._grid = SourceGrid.of(tensor) if self.carries else None
 
@@ -145,15 +140,35 @@ class IntegerJob:
         """The number of chunks."""
         return self._per_matrix * self._matrices
 
+    @property
+    def reads(self) -> object:
+        """The tensor of which it reads so many rows at a time."""
+        return id(self._source), self._rows_per_chunk
+
     def run(self, chunk: int, sink: Sink) -> RoundedChunk:
         """Round one chunk of rows, and write its pieces.
 
         Raises SourceError if a weight or a scale is not finite.
         """
+        return self.write(chunk, self.read(chunk), sink)
+
+    def read(self, chunk: int) -> npt.NDArray[np.float32]:
+        """Read one chunk of whole rows as float32."""
+        first, rows = self._rows_of(chunk)
+        count = rows * self._columns
+        raw = scratch("values", count * 4)
+        self._tensor.read(first * self._columns, count, "F32", raw)
+        return raw.view(np.float32)
+
+    def _rows_of(self, chunk: int) -> tuple[int, int]:
+        """Return the first row of a chunk, counted through all matrices, and how many there are."""
         matrix, part = divmod(chunk, self._per_matrix)
         count = min(self._rows_per_chunk, self._rows - part * self._rows_per_chunk)
-        first = matrix * self._rows + part * self._rows_per_chunk
-        values = self._values(self._tensor, first, count, purpose="values")
+        return matrix * self._rows + part * self._rows_per_chunk, count
+
+    def write(self, chunk: int, values: npt.NDArray[np.float32], sink: Sink) -> RoundedChunk:
+        """Round the values of one chunk, and write its pieces."""
+        matrix, (first, count) = chunk // self._per_matrix, self._rows_of(chunk)
         carried = None if self._grid is None else self._grid.groups(self._rounding, first, values)
         groups, about = self._round(matrix, values) if carried is None else (carried, None)
         numbers = (groups.energies, groups.errors, groups.scales, groups.offsets)
@@ -165,24 +180,11 @@ class IntegerJob:
             )
         for piece in self._rounding.pieces(self._planned.name, self._planned.shape, first_row=first, groups=groups):
             (sink.write if piece.data.ndim == 1 else sink.write_columns)(piece.stored_name, piece.offset, piece.data)
-        measures: tuple[Doubles, ...] = (groups.energies, groups.errors)
-        if self._master is not None:
-            master_values = self._values(self._master, first, count, purpose="master")
-            is_same = np.array_equal(master_values, values)
-            errors = groups.errors if is_same else _errors(values, self._enlarged(master_values), self._rounding.rule)
-            measures = (*measures, errors)
-        return RoundedChunk(measures, about, carried is not None)
+        return RoundedChunk((groups.energies, groups.errors), about, carried is not None)
 
     def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
         """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights."""
         return self._enlarged(values), None
-
-    def _values(self, tensor: LogicalTensor, row: int, rows: int, *, purpose: str) -> npt.NDArray[np.float32]:
-        """Read whole rows as float32. purpose: of the thread's scratch memory."""
-        count = rows * self._columns
-        raw = scratch(purpose, count * 4)
-        tensor.read(row * self._columns, count, "F32", raw)
-        return raw.view(np.float32)
 
     def _quantized(self, values: npt.NDArray[np.float32]) -> Groups:
         """Round rows to codes, and measure their errors; a rule of the runtime's gets 16 bits, as in the runtime."""
@@ -209,13 +211,10 @@ class IntegerJob:
 
     def finish(self, sink: Sink) -> TensorRecord | Job:
         """Return the record with the errors as far as they are known."""
-        energy, *errors = self._sums.tolist()
-        own, *by_masters = (error / energy if energy else 0.0 for error in errors)
-        total = own if self._is_original else None
-        by_master = None
-        if self._master is not None:
-            (by_master,) = by_masters
-        elif not self._is_original and self._master_error is not None:
+        energy, error = self._sums.tolist()
+        own = error / energy if energy else 0.0
+        total, by_master = own if self._is_original else None, None
+        if not self._is_original and self._master_error is not None:
             # The master's error is orthogonal to its weights and, as far as rounding is independent of it, to the error
             # of rounding: the squares add up.
             total = by_master = self._master_error + own * (1 - self._master_error)

@@ -36,7 +36,7 @@ from pqweights.exports.assignment import (
     chosen_within,
     distortion,
 )
-from pqweights.exports.bf16 import is_encoded, role_of, stored_dtype
+from pqweights.exports.bf16 import is_weight, role_of, stored_dtype
 from pqweights.exports.carried import plain_beside_codes
 from pqweights.exports.experts import is_stack
 from pqweights.exports.formats import Rounding, Stays
@@ -169,12 +169,13 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     nothing, and for a size that cannot be met.
     """
     check_architecture(rules.target, checkpoint.config)
-    encoded = [tensor for tensor in checkpoint.tensors if is_encoded(tensor)]
+    weights = checkpoint.weights
+    encoded = [tensor for tensor in checkpoint.tensors if is_weight(tensor, weights)]
     config = checkpoint.config or {}
     places = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     tokens = {part["vocab_size"] for part in places if isinstance(part.get("vocab_size"), int)}
     model = text_model(checkpoint.config)
-    plain = {t.name: why for t in encoded if (why := _not_linear(t, model, rules, tokens)) is not None}
+    plain = {t.name: why for t in encoded if (why := _not_linear(t, model, rules, weights, tokens)) is not None}
     linear = [tensor for tensor in encoded if tensor.name not in plain]
     sizes = _Sizes(rules.formats, linear, model, one_size=rules.one_size)
     chosen: dict[str, Chosen] = {}
@@ -184,8 +185,8 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     used: list[FormatRule | None] = []
     stay = _plain_in_source(rules, linear)
     for key, layer in _fused_layers(checkpoint, model).items():
-        possible = [tensor for tensor in layer if is_encoded(tensor) and tensor.name not in plain]
-        kept = [tensor for tensor in layer if not is_encoded(tensor)]
+        possible = [tensor for tensor in layer if is_weight(tensor, weights) and tensor.name not in plain]
+        kept = [tensor for tensor in layer if not is_weight(tensor, weights)]
         if kept and possible:
             plain |= dict.fromkeys((tensor.name for tensor in possible), FUSED_WITH_KEPT)
             fused_with[kept[0].name] = possible
@@ -258,7 +259,7 @@ def _within(
             overhead += stored_bytes(weights.rounding(tensor).specs(tensor.name, tensor.shape))
         elif tensor.name not in in_layers:
             model = model_dtype(checkpoint.config, checkpoint.tensors)
-            dtype = stored_dtype(tensor, model=model, dtype="BF16")
+            dtype = stored_dtype(tensor, checkpoint.weights, model=model, dtype="BF16")
             overhead += TensorSpec(tensor.name, dtype, tensor.shape).byte_count
     formats = chosen_within(
         target,
@@ -283,7 +284,7 @@ def _fused_layers(checkpoint: Checkpoint, model: ModelDescription) -> dict[str, 
     """Group the matrices of linear layers, and what the master encoded, by the layers that runtimes make of them."""
     layers: dict[str, list[LogicalTensor]] = {}
     for tensor in checkpoint.tensors:
-        if is_encoded(tensor) or (tensor.name.endswith(".weight") and len(tensor.shape) == 2):
+        if is_weight(tensor, checkpoint.weights) or (tensor.name.endswith(".weight") and len(tensor.shape) == 2):
             layers.setdefault(_fused_layer(tensor, model), []).append(tensor)
     return layers
 
@@ -348,9 +349,9 @@ def fused_warnings(fused_with: Mapping[str, Sequence[LogicalTensor]]) -> tuple[s
     )
 
 
-def kept_by_recipe(tensor: LogicalTensor, model: ModelDescription) -> bool:
+def kept_by_recipe(tensor: LogicalTensor, model: ModelDescription, weights: frozenset[str]) -> bool:
     """Whether the master keeps a tensor that the default policy would have encoded; then its recipe wants it kept."""
-    if is_encoded(tensor) or tensor.plain_dtype not in ("BF16", "F16", "F32", "F64"):
+    if is_weight(tensor, weights) or tensor.plain_dtype not in ("BF16", "F16", "F32", "F64"):
         return False
     role = classify(tensor.name, tensor.dtype, tensor.shape, model)
     return role.keep is None and is_smaller(tensor, DEFAULT_CODEC, DEFAULT_BITS)
@@ -365,11 +366,17 @@ def _one_size(groups: GroupSize, tensors: Sequence[LogicalTensor]) -> GroupSize:
     return groups if groups.asked is not None else replace(groups, only=max(groups.tried, key=divided))
 
 
-def _not_linear(tensor: LogicalTensor, model: ModelDescription, rules: LinearRules, tokens: set[int]) -> str | None:
-    """Return why a weight is no linear layer that the format stores; None if it is one. tokens: vocabulary sizes"""
+def _not_linear(
+    tensor: LogicalTensor, model: ModelDescription, rules: LinearRules, weights: frozenset[str], tokens: set[int]
+) -> str | None:
+    """Return why a weight is no linear layer that the format stores; None if it is one.
+
+    weights: see Checkpoint
+    tokens: vocabulary sizes
+    """
     role = role_of(tensor, model)
     if rules.stacks:
-        return None if is_stack(tensor) else "the format stores stacks of experts alone"
+        return None if is_stack(tensor, weights) else "the format stores stacks of experts alone"
     if role in ("embedding", "lm_head"):
         return f"{role}: the runtime does not quantize it"
     if NEVER_QUANTIZED.search(tensor.name):

@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pqweights.checkpoint.config import quantization_settings
+from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import UNRATED
 from pqweights.errors import ExportError, MissingDependencyError, SourceError
 from pqweights.exports import get_target
-from pqweights.exports.target import COMPRESSED_TENSORS, TORCHAO, ExportTarget, PlannedMaster
+from pqweights.exports.target import COMPRESSED_TENSORS, TORCHAO, ExportTarget
+from pqweights.planning.choice import with_weights
 from pqweights.planning.context_memory import DEFAULT_CONTEXT, context_bytes, most_context
 from pqweights.planning.options import LLAMA_CPP, MLX, RUNTIMES, TRANSFORMERS, VLLM, MemoryOptions
-from pqweights.planning.plan import QUANTIZE
+from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.rewrite.task import PossibleExport
 
 GIB = 1 << 30
@@ -85,19 +87,25 @@ class MemoryAdvice:
         return asdict(self)
 
 
-def advise(master: PlannedMaster, exports: Sequence[PossibleExport], asked: MemoryOptions) -> MemoryAdvice:
-    """Return what a memory has room for. exports: what the master can be exported to"""
+def advise(
+    checkpoint: Checkpoint, planned: Sequence[TensorPlan], exports: Sequence[PossibleExport], asked: MemoryOptions
+) -> MemoryAdvice:
+    """Return what a memory has room for.
+
+    planned: what becomes of each tensor in a master
+    exports: what the checkpoint can be exported to
+    """
     assert isinstance(asked.memory, int) and isinstance(asked.context, int | None)
-    config, most = master.source.config, most_context(master.source.config)
+    config, most = checkpoint.config, most_context(checkpoint.config)
     context = asked.context or min(most or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
-    kept, parameters = context_bytes(config, context), sum(p.weights for p in master.planned if p.role != "buffer")
+    kept, parameters = context_bytes(config, context), sum(p.weights for p in planned if p.role != "buffer")
     notes = [f"{of.target}: {of.reason}" for of in exports if of.possible is False]
     runtimes = {*RUNTIMES} if asked.runtime is None else {asked.runtime}
     if any(of.target == MLX and of.possible is False for of in exports):
         runtimes -= {MLX}  # it has no model of this type, so it runs no other format either
-    stored = [*_as_it_is(master)]
+    stored = [*_as_it_is(checkpoint, planned)]
     for target in (get_target(of.target) for of in exports if of.possible is not False):
-        stored += _exported(master, target)
+        stored += _exported(checkpoint, planned, target)
     proposals = []
     for loaded_by, about, size in stored:
         for runtime in (name for name in loaded_by if name in runtimes):
@@ -125,25 +133,25 @@ def share_of(runtime: str, memory: int) -> float:
 _Stored = tuple[tuple[str, ...], dict[str, Any], int]
 
 
-def _as_it_is(master: PlannedMaster) -> Iterator[_Stored]:
+def _as_it_is(checkpoint: Checkpoint, planned: Sequence[TensorPlan]) -> Iterator[_Stored]:
     """Yield the model as it is, and the master, unless it is one of those that loading decodes."""
-    is_packed = bool(quantization_settings(master.source.config))
+    is_packed = bool(quantization_settings(checkpoint.config))
     loaded_by = tuple(runtime for runtime in LOADED_BY[TRANSFORMERS] if not (is_packed and runtime == MLX))
-    size = sum(part.byte_count for tensor in master.source.tensors for part in tensor.parts)
+    size = sum(part.byte_count for tensor in checkpoint.tensors for part in tensor.parts)
     yield loaded_by, {"target": SOURCE, "format": "as it is"}, size
-    if not any(plan.codec in UNRATED for plan in master.planned):
-        yield (TRANSFORMERS,), {"target": MASTER, "format": "packed"}, sum(plan.bytes for plan in master.planned)
+    if not any(plan.codec in UNRATED for plan in planned):
+        yield (TRANSFORMERS,), {"target": MASTER, "format": "packed"}, sum(plan.bytes for plan in planned)
 
 
-def _exported(master: PlannedMaster, target: ExportTarget[Any]) -> Iterator[_Stored]:
+def _exported(checkpoint: Checkpoint, planned: Sequence[TensorPlan], target: ExportTarget[Any]) -> Iterator[_Stored]:
     """Yield what each format of a target makes of the model, as far as the target can store it."""
-    kept = sum(plan.bytes for plan in master.planned if plan.action != QUANTIZE)
-    coded = [plan for plan in master.planned if plan.action == QUANTIZE]
+    kept, whole = sum(plan.bytes for plan in planned if plan.action != QUANTIZE), with_weights(checkpoint)
+    coded = [plan for plan in planned if plan.action == QUANTIZE]
     plain = sum(plan.weights for plan in coded if plan.role in target.plain_roles)
     rounded = sum(plan.weights for plan in coded) - plain
     for choice in target.choices:
         try:
-            target.check(master, target.settings(choice.options))
+            target.check(whole, target.settings(choice.options))
         except (ExportError, SourceError):
             continue
         except MissingDependencyError:  # the rule needs no package

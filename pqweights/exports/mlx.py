@@ -49,13 +49,13 @@ from pqweights.exports.assignment import (
     distortion,
     known_names,
 )
-from pqweights.exports.bf16 import is_encoded, role_of, stored_dtype
+from pqweights.exports.bf16 import is_weight, role_of, stored_dtype
 from pqweights.exports.carried import plain_beside_codes
 from pqweights.exports.formats import Rounding, Stays
+from pqweights.exports.integer_export import plan_integers
 from pqweights.exports.integers import Outline
 from pqweights.exports.linear import FUSED_WITH_KEPT, HEADER_BYTES, PLAIN_IN_SOURCE, fused_warnings, kept_by_recipe
 from pqweights.exports.loading import LoadableModel, shell
-from pqweights.exports.original import integer_export
 from pqweights.exports.target import (
     ASSIGNMENT_OPTIONS,
     BEST,
@@ -65,7 +65,6 @@ from pqweights.exports.target import (
     ExportTarget,
     FormatChoice,
     GroupSize,
-    PlannedMaster,
     check_rounding,
     one_of,
 )
@@ -102,8 +101,6 @@ class MlxFormat:
     mix: str | None = None
     assignment: Assignment = NOTHING
 
-    compares_master = True
-
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
         stated = {"target": NAME, "mode": self.mode, "bits": self.bits}
@@ -119,10 +116,10 @@ class MlxFormat:
         model = self._model(checkpoint)
         outputs = _outputs(model)
         text = text_model(checkpoint.config)
-        fused_with = _fused_with_kept(model, text)
+        fused_with = _fused_with_kept(model, text, checkpoint.weights)
         stay = self._plain_in_source(checkpoint)
         fused = {name for names in fused_with.values() for name in names}
-        decisions = self._decisions(model, outputs, text, fused=fused, stay=stay)
+        decisions = self._decisions(model, outputs, text, weights=checkpoint.weights, fused=fused, stay=stay)
         used = {tensor.name for output in model.outputs.values() for tensor in output.sources}
         _check_head(checkpoint, used)
         declare_drafts(model.config, sorted(used))
@@ -148,7 +145,9 @@ class MlxFormat:
         held = [t for t in checkpoint.tensors if not is_leftover(t.name, t.dtype, t.shape)]
         checkpoint = replace(checkpoint, tensors=tuple(held))
         model_plain = model_dtype(checkpoint.config, checkpoint.tensors)
-        dtypes = {t.name: stored_dtype(t, model=model_plain, dtype="BF16") for t in checkpoint.tensors}
+        dtypes = {
+            t.name: stored_dtype(t, checkpoint.weights, model=model_plain, dtype="BF16") for t in checkpoint.tensors
+        }
         for name, dtype in dtypes.items():
             if dtype not in mlx_trace.MLX_DTYPES:
                 raise ExportError(f"tensor {name!r}: mlx has no dtype for {dtype}; keep it out of the checkpoint")
@@ -160,6 +159,7 @@ class MlxFormat:
             if generation
             else None,
             tensors={tensor.name: tensor for tensor in checkpoint.tensors},
+            weights=checkpoint.weights,
             dtypes=dtypes,
             default=mlx_model.QuantizedModule(self.bits, self.groups.size, self.mode),
             smaller=self.groups.tried[1:],
@@ -247,11 +247,13 @@ class MlxFormat:
         outputs: tuple[LogicalTensor, ...],
         text: ModelDescription,
         *,
+        weights: frozenset[str],
         fused: Collection[str],
         stay: Collection[str],
     ) -> dict[str, Rounding | Stays]:
         """Decide what becomes of each weight.
 
+        weights: see Checkpoint
         fused: the names of those that stay plain as they are partly kept
         stay: the names in the checkpoint of those that stay plain as the source has them
         """
@@ -261,7 +263,7 @@ class MlxFormat:
         for tensor in outputs:
             if tensor.name in fused:
                 decisions[tensor.name] = Stays(FUSED_WITH_KEPT)
-            elif tensor.name not in decisions and is_encoded(tensor):
+            elif tensor.name not in decisions and is_weight(tensor, weights):
                 columns = tensor.shape[-1] if tensor.shape else 1
                 self.groups.check(tensor.name, columns)
                 as_source = all(source.name in stay for source in sources_of(tensor) or (tensor,))
@@ -351,12 +353,12 @@ def _outputs(model: MlxModel) -> tuple[LogicalTensor, ...]:
     return tuple(outputs)
 
 
-def _fused_with_kept(model: MlxModel, text: ModelDescription) -> dict[str, list[str]]:
+def _fused_with_kept(model: MlxModel, text: ModelDescription, weights: frozenset[str]) -> dict[str, list[str]]:
     """Return the outputs that stay plain because a part is kept and others are not, by the first part that is kept."""
     result = dict[str, list[str]]()
     for name, output in model.outputs.items():
-        kept = sorted(source.name for source in output.sources if kept_by_recipe(source, text))
-        if kept and any(map(is_encoded, output.sources)):
+        kept = sorted(source.name for source in output.sources if kept_by_recipe(source, text, weights))
+        if kept and any(is_weight(source, weights) for source in output.sources):
             result.setdefault(kept[0], []).append(name)
     return result
 
@@ -454,10 +456,9 @@ def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]
     return [*parts, shell("pip install mlx-lm", *fetch, command), fenced("python", python)]
 
 
-def _check(master: PlannedMaster, settings: MlxFormat) -> None:
-    """Decide whether a master can be exported, by the files of mlx-lm, as to import it takes a second."""
-    source = master.source
-    config = _config(source, model_dtype(source.config, source.tensors))
+def _check(checkpoint: Checkpoint, settings: MlxFormat) -> None:
+    """Ask mlx-lm for its models by its files, as to import it takes a second."""
+    config = _config(checkpoint, model_dtype(checkpoint.config, checkpoint.tensors))
     mlx = described(config["model_type"]).mlx
     model_type = text_config(config).get("model_type") if mlx.layout == UNWRAPPED else mlx.module
     model_type = model_type or config["model_type"]
@@ -485,7 +486,7 @@ TARGET = ExportTarget(
     options=("mode", *ASSIGNMENT_OPTIONS, *INTEGER_OPTIONS),
     account=("mix", "formats"),
     read_options=read_options,
-    prepare=integer_export,
+    plan=plan_integers,
     check=_check,
     unchecked="if mlx-lm takes its configuration and tensors",
     load_section=_load_section,

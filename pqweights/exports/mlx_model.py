@@ -43,7 +43,7 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
 from pqweights.exports.architectures import MLX, check_computed, other_targets
-from pqweights.exports.bf16 import is_encoded
+from pqweights.exports.bf16 import is_weight
 from pqweights.exports.linear import kept_by_recipe
 from pqweights.exports.mlx_positions import position_warnings, state_positions
 from pqweights.exports.mlx_trace import MLX_DTYPES, Sanitize, Traced, Weights, placeholder, trace
@@ -107,6 +107,7 @@ def read_model(
     config: dict[str, Any],
     *,
     generation_config: bytes | None,
+    weights: frozenset[str],
     tensors: Mapping[str, LogicalTensor],
     dtypes: Mapping[str, str],
     default: QuantizedModule,
@@ -118,6 +119,7 @@ def read_model(
 
     config: config.json
     generation_config: the content of generation_config.json, if there is one
+    weights: see Checkpoint
     tensors, dtypes: the checkpoint's tensors and the dtypes that mlx-lm gets them in, by name
     default: how a module is quantized for which mlx-lm has no settings of its own
     smaller: other group sizes, the largest first, for modules of which the master encodes a part, and whose rows that
@@ -140,8 +142,13 @@ def read_model(
         model, outputs = building.load()
         warnings = position_warnings(model, of_source)
     kept_in = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
-    kept = {p.removesuffix(".weight") for p, o in outputs.items() if any(kept_by_recipe(s, known) for s in o.sources)}
-    in_codes = {path.removesuffix(".weight") for path, o in outputs.items() if any(map(is_encoded, o.sources))}
+    kept = {
+        p.removesuffix(".weight")
+        for p, o in outputs.items()
+        if any(kept_by_recipe(s, known, weights) for s in o.sources)
+    }
+    coded = [path for path, o in outputs.items() if any(is_weight(source, weights) for source in o.sources)]
+    in_codes = {path.removesuffix(".weight") for path in coded}
     predicate = getattr(model, "quant_predicate", None)  # the model's own function for how a module is quantized
     quantize = functools.partial(_quantize_in_sizes, config=config, default=default, smaller=smaller, in_codes=in_codes)
     with checked():

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.storage import Storage
 from pqweights.errors import ExportError, OptionError
 from pqweights.exports.formats import Rounding
 from pqweights.exports.loading import LoadableModel
@@ -22,10 +20,9 @@ from pqweights.planning.options import LLAMA_CPP as LLAMA_CPP
 from pqweights.planning.options import MLX as MLX
 from pqweights.planning.options import TRANSFORMERS as TRANSFORMERS
 from pqweights.planning.options import ExportOptions
-from pqweights.planning.plan import TensorPlan, stored_bytes
+from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, stored_bytes
+from pqweights.rewrite.conversion import Conversion
 from pqweights.rewrite.manifest import Manifest
-from pqweights.rewrite.transform import Transform
-from pqweights.storage.addresses import Address
 
 # The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
 TORCHAO, COMPRESSED_TENSORS = "torchao", "compressed-tensors"
@@ -43,36 +40,22 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSource:
-    """A master that is to be exported.
+    """A checkpoint that is to be exported.
 
-    folder: where it lies
-    checkpoint: the opened master
-    manifest: its manifest, if it has one
-    original: the checkpoint from which it was made, if its weights are to be used instead of the decoded ones
-    inputs: what is known of the inputs of the values, for error-compensated rounding
+    where: where it lies, a path, an address or a repository, of which names are made
+    checkpoint: the opened checkpoint
+    manifest: of a master, its manifest, if it has one
+    inputs: what is known of the inputs of its weights, for rounding with a view to the outputs
     rounding: how codes are chosen, "plain" or "gptq"
+    max_shard_bytes: after how many bytes of data a new file begins
     """
 
-    folder: Path | Storage
+    where: str
     checkpoint: Checkpoint
-    manifest: Manifest | None
-    original: Path | Address | None
+    manifest: Manifest | None = None
     inputs: KnownInputs | None = None
     rounding: str = PLAIN
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedMaster:
-    """A master that is not made yet.
-
-    source: the checkpoint from which it is to be made
-    planned: what becomes of each of its tensors
-    layers: of all layers and all experts that are alike the first one, with the weights told apart that become codes
-    """
-
-    source: Checkpoint
-    planned: Sequence[TensorPlan]
-    layers: Checkpoint
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
 
 
 # Of a layer of a usual size.
@@ -105,12 +88,12 @@ class ExportTarget(Generic[Settings]):
     runtime: what loads it, one of the runtimes above
     tags: the tags of its card
     options: the fields of ExportOptions that it takes; the manifest of an export states them under the same names
-    read_options: checks the values of those options, and returns what `prepare` takes;
+    read_options: checks the values of those options, and returns what `plan` takes;
         raises OptionError for a value that the target does not have
-    prepare: returns the checkpoint to be rewritten, and the transform that does it;
-        raises ExportError for a model that the target cannot store
-    check: decides whether a master can be exported, from the configuration and the names and shapes of tensors;
-        raises ExportError if it cannot, MissingDependencyError if a package is missing that knows
+    plan: returns the conversion; raises ExportError for a model that the target cannot store
+    check: decides whether a checkpoint can be exported, from the configuration and the names and shapes of tensors,
+        of which there may be one layer of each kind; raises ExportError if it cannot, MissingDependencyError if a
+        package is missing that knows
     load_section: returns the paragraphs and code blocks of a card that say how to load the result,
         from Manifest.made_by and the model
     library: the library_name of its card, if that is not transformers
@@ -118,7 +101,6 @@ class ExportTarget(Generic[Settings]):
     unchecked: what `check` leaves open, for a message; None if it leaves nothing open
     choices: its formats, of which memory.py proposes those that fit
     plain_roles: of the weights that it stores in 16 bits, whatever the format
-    takes_original: whether the weights of the original can be used instead of the decoded ones
     """
 
     name: str
@@ -126,18 +108,17 @@ class ExportTarget(Generic[Settings]):
     tags: tuple[str, ...]
     options: tuple[str, ...]
     read_options: Callable[[ExportOptions], Settings]
-    prepare: Callable[[ExportSource, Settings], tuple[Checkpoint, Transform]]
-    check: Callable[[PlannedMaster, Settings], object]
+    plan: Callable[[ExportSource, Settings], Conversion]
+    check: Callable[[Checkpoint, Settings], object]
     load_section: Callable[[Mapping[str, Any], LoadableModel], list[str]]
     library: str | None = None
     account: tuple[str, ...] = ()
     unchecked: str | None = None
     choices: tuple[FormatChoice, ...] = ()
     plain_roles: tuple[str, ...] = ()
-    takes_original: bool = True
 
     def settings(self, asked: ExportOptions) -> Settings:
-        """Return what `prepare` takes. Raises OptionError for an option, or a value, that the target does not have."""
+        """Return what `plan` takes. Raises OptionError for an option, or a value, that the target does not have."""
         for name in (field.name for field in fields(ExportOptions) if field.name in asked.given):
             if name not in self.options:
                 raise OptionError(f"`{name}`: the target {self.name} does not take this option")

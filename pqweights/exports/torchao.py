@@ -19,10 +19,11 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import OptionError
 from pqweights.exports.assignment import NOTHING, Assignment
 from pqweights.exports.formats import PADDED_COLUMNS, TILE_ROWS, Rounding, Rule, tile_shape
+from pqweights.exports.integer_export import plan_integers
 from pqweights.exports.integers import Outline
 from pqweights.exports.linear import Chosen, LinearFormat, LinearRules, linear_weights, patterns
 from pqweights.exports.loading import LoadableModel, by_transformers
-from pqweights.exports.original import integer_export
+from pqweights.exports.possible import one_of_each
 from pqweights.exports.target import (
     ASSIGNMENT_OPTIONS,
     BEST,
@@ -169,8 +170,6 @@ class TorchaoFormat:
     int4: Int4
     assignment: Assignment = NOTHING
 
-    compares_master = True
-
     @property
     def formats(self) -> dict[str, Int4 | Rows]:
         """All formats, the default first."""
@@ -297,8 +296,8 @@ TARGET = ExportTarget(
     options=("packing", *ASSIGNMENT_OPTIONS, *INTEGER_OPTIONS),
     account=("formats",),
     read_options=read_options,
-    prepare=integer_export,
-    check=lambda master, settings: settings.outline(master.layers),
+    plan=plan_integers,
+    check=lambda checkpoint, settings: settings.outline(one_of_each(checkpoint)),
     load_section=_load_section,
     choices=(
         *(FormatChoice(name, ExportOptions(format=name), _bits(name)) for name in FORMATS),

@@ -8,12 +8,14 @@ workers would have to be told.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from pqweights.checkpoint.readers import LogicalTensor, OriginalTensor, element_count, whole_blocks
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.readers import LogicalTensor, element_count, whole_blocks
 from pqweights.exports.formats import FLOAT4_LARGEST, Rounding, Stays
 from pqweights.kernels.groups import FloatRule
 from pqweights.kernels.workers import scratch
@@ -38,19 +40,44 @@ def fused_weights(
     return {tensor.name: tuple(layer) for layer in layers.values() for tensor in layer}
 
 
+@dataclass(frozen=True)
+class ReadTogether:
+    """A tensor with which others are read. parts: the stored tensors of all of them"""
+
+    tensor: LogicalTensor
+    parts: tuple[StoredTensor, ...]
+
+    @property
+    def name(self) -> str:
+        """That of the tensor."""
+        return self.tensor.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the tensor."""
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> str:
+        """That of the tensor."""
+        return self.tensor.dtype
+
+    @property
+    def plain_dtype(self) -> str:
+        """That of the tensor."""
+        return self.tensor.plain_dtype
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read elements of the tensor."""
+        self.tensor.read(start, count, dtype, out)
+
+
 def reading_together(
     tensors: Sequence[LogicalTensor], fused: Mapping[str, tuple[LogicalTensor, ...]]
 ) -> tuple[LogicalTensor, ...]:
     """Return tensors of which those that share a unit also name the stored parts of the others, which are read, too."""
     return tuple(
-        OriginalTensor(
-            name=tensor.name,
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            plain_dtype=tensor.plain_dtype,
-            parts=tuple(part for other in fused[tensor.name] for part in other.parts),
-            original=tensor,
-        )
+        ReadTogether(tensor, tuple(part for other in fused[tensor.name] for part in other.parts))
         if len(fused.get(tensor.name, ())) > 1
         else tensor
         for tensor in tensors

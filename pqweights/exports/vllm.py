@@ -6,8 +6,9 @@ specification 1.0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from pqweights.checkpoint.models import has_trait
@@ -20,10 +21,11 @@ from pqweights.exports.bf16 import role_of
 from pqweights.exports.compressed_tensors import decodes_at_once
 from pqweights.exports.dialects import configuration, small_files
 from pqweights.exports.experts import OF_STACKS, is_stack, with_single_experts, with_upright_stacks
+from pqweights.exports.integer_export import plan_integers
 from pqweights.exports.integers import Outline
 from pqweights.exports.linear import LinearFormat, LinearRules, LinearWeights, linear_weights
 from pqweights.exports.loading import LoadableModel, by_transformers, shell
-from pqweights.exports.original import integer_export
+from pqweights.exports.possible import one_of_each
 from pqweights.exports.schemes import CHANNEL, SCHEMES, Dialect, SchemeFormat, WeightScheme
 from pqweights.exports.target import (
     ASSIGNMENT_OPTIONS,
@@ -39,6 +41,8 @@ from pqweights.exports.target import (
     stored_bits,
 )
 from pqweights.planning.options import ExportOptions
+from pqweights.planning.plan import ShardPlan
+from pqweights.rewrite.conversion import SmallFiles
 
 NAME = "vllm"
 # From which formats are chosen for a size, besides the one that was asked for.
@@ -58,8 +62,6 @@ class VllmFormat:
     groups: GroupSize
     qparams: str
     assignment: Assignment = NOTHING
-
-    compares_master = True
 
     @property
     def scheme(self) -> WeightScheme:
@@ -98,7 +100,11 @@ class VllmFormat:
         quantization = configuration(checkpoint, linear.chosen, self.scheme.dialect)
         outline = linear.outline(checkpoint, quantization=quantization, warnings=_experts_warnings(checkpoint, linear))
         files = small_files(quantization, self.scheme.dialect)
-        return replace(outline, small_files=lambda shards: files) if files else outline
+        return replace(outline, small_files=partial(_whatever_shards, files)) if files else outline
+
+
+def _whatever_shards(files: SmallFiles, shards: Sequence[ShardPlan]) -> SmallFiles:
+    return files
 
 
 def _default_format(name: str, qparams: str) -> SchemeFormat:
@@ -133,7 +139,11 @@ def _check_stacks(checkpoint: Checkpoint, linear: LinearWeights) -> None:
 
 def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[str, ...]:
     """Return a warning of experts that another format rounds, or that transformers cannot load."""
-    stacks = (tensor for tensor in checkpoint.tensors if is_stack(tensor) and tensor.name not in linear.chosen)
+    stacks = (
+        tensor
+        for tensor in checkpoint.tensors
+        if is_stack(tensor, checkpoint.weights) and tensor.name not in linear.chosen
+    )
     if (checkpoint.config or {}).get("model_type") == OF_STACKS and any(stacks):
         return (UNSTACKED,)
     if has_trait((checkpoint.config or {}).get("model_type"), Trait.VLLM_ALONE):
@@ -192,8 +202,8 @@ TARGET = ExportTarget(
     options=(*ASSIGNMENT_OPTIONS, *INTEGER_OPTIONS),
     account=("formats",),
     read_options=read_options,
-    prepare=integer_export,
-    check=lambda master, settings: settings.outline(master.layers),
+    plan=plan_integers,
+    check=lambda checkpoint, settings: settings.outline(one_of_each(checkpoint)),
     load_section=_load_section,
     choices=tuple(FormatChoice(name, ExportOptions(format=name), _bits(name)) for name in PROPOSED),
     plain_roles=("embedding", "lm_head"),

@@ -7,12 +7,24 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
+from pqweights.checkpoint.models import text_model
+from pqweights.checkpoint.source import Checkpoint
 from pqweights.codecs import checked_rate, get_codec
 from pqweights.errors import OptionError, RecipeError
+from pqweights.planning.decisions import decide
 from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import Recipe, Rule, load_recipe, make_target
 
 DEFAULT_RECIPE = "q5"
+
+
+def with_weights(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the weights that an export may round: of a source, those that q5 quantizes."""
+    if checkpoint.is_master:
+        return checkpoint
+    decisions = decide(load_recipe(DEFAULT_RECIPE), checkpoint.tensors, text_model(checkpoint.config))
+    pairs = zip(checkpoint.tensors, decisions, strict=True)
+    return replace(checkpoint, weights=frozenset(tensor.name for tensor, of in pairs if of.codec is not None))
 
 
 def choose_recipe(

@@ -223,13 +223,13 @@ class RatePlanner:
     tensors: the tensors
     decisions: what the recipe decides about each
     scaled: the weights whose input channels are scaled
-    nameless: returns the plan of a tensor with an empty name: by its decision, a chosen rate, and whether it is scaled
+    unnamed: returns the plan of a tensor with an empty name: by its decision, a chosen rate, and whether it is scaled
     """
 
     tensors: Sequence[LogicalTensor]
     decisions: Sequence[Decision]
     scaled: Collection[str]
-    nameless: Callable[[LogicalTensor, Decision, Chosen, bool], TensorPlan]
+    unnamed: Callable[[LogicalTensor, Decision, Chosen, bool], TensorPlan]
     _made: dict[tuple[int, Chosen], TensorPlan] = field(default_factory=dict)
 
     @cached_property
@@ -249,17 +249,17 @@ class RatePlanner:
         pairs = zip(self.tensors, self.decisions, strict=True)
         return frozenset(tensor.name for tensor, decision in pairs if decision.free and decision.codec is not None)
 
-    def nameless_plan(self, place: int, chosen: Chosen) -> TensorPlan:
+    def unnamed_plan(self, place: int, chosen: Chosen) -> TensorPlan:
         """Return the plan of a tensor in first_of, with an empty name; a chosen rate counts only if it is free."""
         tensor, decision = self.tensors[place], self.decisions[place]
         chosen = chosen if decision.free else ()
         if (place, chosen) not in self._made:
-            self._made[place, chosen] = self.nameless(tensor, decision, chosen, tensor.name in self.scaled)
+            self._made[place, chosen] = self.unnamed(tensor, decision, chosen, tensor.name in self.scaled)
         return self._made[place, chosen]
 
     def planned(self, rates: Rates) -> list[TensorPlan]:
         """Plan all tensors by the recipe's decisions, with the given bit widths for those that it leaves free."""
         return [
-            self.nameless_plan(place, (rates[name],) if name in rates else ()).named(name)
+            self.unnamed_plan(place, (rates[name],) if name in rates else ()).named(name)
             for name, place in self.first_of.items()
         ]

@@ -384,7 +384,7 @@ def _rate_option(asked: float | None, members: Sequence[_Member], planner: RateP
     byte_count = header_bytes = weights = 0
     errors, free_bits, fixed_bits = [], set[float | None](), set[float | None]()
     for place, tensors, name_bytes in members:
-        plan = planner.nameless_plan(place, (asked,))
+        plan = planner.unnamed_plan(place, (asked,))
         (free_bits if planner.tensors[place].name in planner.free else fixed_bits).add(plan.bits)
         byte_count += tensors * plan.bytes
         # A file's header has an entry for every stored tensor.

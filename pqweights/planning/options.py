@@ -112,16 +112,23 @@ class SampleOptions(Options):
 
 
 @options
-class QuantizeOptions(RecipeOptions, SampleOptions, HubOptions):
-    """How a source is opened and quantized."""
+class SourceOptions(HubOptions):
+    """How a source is opened."""
 
     leave_out: str | Sequence[str] = option(checks.patterns, default=())
+    allow_pickle: bool = False
+    include_files: str | Sequence[str] = option(checks.patterns, default=())
+    low_disk: bool = False
+
+
+@options
+class QuantizeOptions(RecipeOptions, SampleOptions, SourceOptions):
+    """How a source is opened and quantized."""
+
     strict: bool = False
     awq: StrPath | None = None
     awq_any_codec: bool = option(default=False, needs=(("awq",), "whose scales it is about"))
     rate: str = option(default=BY_MODEL, choices=(BY_MODEL, BY_TENSOR), needs=(("calibrate",), "which shares them"))
-    allow_pickle: bool = False
-    include_files: str | Sequence[str] = option(checks.patterns, default=())
     lossless: bool = option(
         default=False,
         excludes=(
@@ -133,7 +140,6 @@ class QuantizeOptions(RecipeOptions, SampleOptions, HubOptions):
         ),
     )
     max_shard_size: int | str = option(checks.size, default=DEFAULT_MAX_SHARD_SIZE)
-    low_disk: bool = False
 
     @property
     def max_shard_bytes(self) -> int:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, encode_header, in_file_order, stored_tensors
-from pqweights.checkpoint.names import INDEX_FILE, awq_name, gguf_name, shard_name
+from pqweights.checkpoint.names import INDEX_FILE, awq_name, shard_name
 from pqweights.codecs import UNRATED, Coding, get_codec
 from pqweights.codecs.native import Native
 from pqweights.codecs.protocol import Coder
@@ -133,6 +134,7 @@ class ShardPlan:
     specs: its stored tensors, in the order of the file
     tensors: which of Plan.tensors it holds
     alignment: the data of each tensor fill a multiple of this number of bytes, with zeros at the end
+    group: the number of the files that are made together, since they are made of the same tensors of the source
     """
 
     file: str
@@ -140,6 +142,7 @@ class ShardPlan:
     specs: tuple[TensorSpec, ...]
     tensors: range
     alignment: int = 1
+    group: int = 0
 
     @functools.cached_property
     def file_bytes(self) -> int:
@@ -160,15 +163,33 @@ class ShardPlan:
                 yield end, gap
 
 
-def cuts(tensors: Sequence[TensorPlan], max_shard_bytes: int) -> list[range]:
-    """Divide tensors, in their order, into runs of at most max_shard_bytes of data, or of one larger tensor."""
+def in_groups(shards: Iterable[ShardPlan]) -> list[list[ShardPlan]]:
+    """Return files in the groups in which they are made, in the order of the groups."""
+    groups: dict[int, list[ShardPlan]] = {}
+    for shard in shards:
+        groups.setdefault(shard.group, []).append(shard)
+    return [groups[number] for number in sorted(groups)]
+
+
+def in_making_order(shards: Iterable[ShardPlan]) -> list[int]:
+    """Return which tensors of a plan are made for files, in the order in which their sources are read."""
+    return [place for group in in_groups(shards) for alike in places_together(group) for place in alike]
+
+
+def places_together(group: Sequence[ShardPlan]) -> Iterator[tuple[int, ...]]:
+    """Yield the tensors of the files of a group that are made together, of the same tensor of the source."""
+    return zip(*(shard.tensors for shard in group), strict=True)
+
+
+def cuts(sizes: Sequence[int], max_shard_bytes: int) -> list[range]:
+    """Divide tensors, given the bytes of each, into runs of at most max_shard_bytes, or of one larger tensor."""
     first, size, runs = 0, 0, []
-    for place, tensor in enumerate(tensors):
-        if size and size + tensor.bytes > max_shard_bytes:
+    for place, tensor_bytes in enumerate(sizes):
+        if size and size + tensor_bytes > max_shard_bytes:
             runs.append(range(first, place))
             first, size = place, 0
-        size += tensor.bytes
-    return [*runs, range(first, len(tensors))]
+        size += tensor_bytes
+    return [*runs, range(first, len(sizes))]
 
 
 class _Counted(Protocol):
@@ -362,7 +383,7 @@ GGUF = "gguf"
 class Safetensors:
     """Files of safetensors with an index. metadata: their `__metadata__`."""
 
-    metadata: dict[str, str]
+    metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
 
     @property
     def index_file(self) -> str:
@@ -371,12 +392,12 @@ class Safetensors:
 
     def shards(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
         """Return the files; the header of each follows from its tensors."""
-        runs, result = cuts(tensors, max_shard_bytes), []
+        runs, result = cuts([tensor.bytes for tensor in tensors], max_shard_bytes), []
         for number, run in enumerate(runs):
             specs = in_file_order([spec for place in run for spec in tensors[place].stored])
             header = FileHeader.of(encode_header(specs, self.metadata))
             file = shard_name(number, len(runs))
-            result.append(ShardPlan(file=file, header=header, specs=tuple(specs), tensors=run))
+            result.append(ShardPlan(file=file, header=header, specs=tuple(specs), tensors=run, group=number))
         return tuple(result)
 
     def to_json(self) -> dict[str, Any]:
@@ -384,22 +405,33 @@ class Safetensors:
         return {}
 
 
+class GgufFile(NamedTuple):
+    """One file of GGUF.
+
+    name: its name
+    header: its first bytes
+    tensors: how many it holds
+    group: see ShardPlan
+    """
+
+    name: str
+    header: FileHeader
+    tensors: int
+    group: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class GgufFiles:
-    """One file of GGUF, or several that llama.cpp reads as one.
+    """Files of GGUF: of one type or of several, each in one file or in several that llama.cpp reads as one.
 
-    name: the file name without number and ending
+    name: that of all of them together
     alignment: each tensor fills a multiple of this number of bytes
-    headers: the header of each file
-    tower: the same of a file beside them for the last tensors, those of a tower for images; empty without one
-    tower_tensors: how many these are; their header is the last one
+    files: the files, each with the tensors that follow those of the one before
     """
 
     name: str
     alignment: int
-    headers: tuple[FileHeader, ...]
-    tower: str = ""
-    tower_tensors: int = 0
+    files: tuple[GgufFile, ...]
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -414,29 +446,37 @@ class GgufFiles:
     def shards(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
         """Return the files.
 
-        Raises ValueError if there are not as many as headers.
+        Raises ValueError if they do not hold as many tensors as there are.
         """
-        of_text = len(tensors) - self.tower_tensors
-        runs = cuts(tensors[:of_text], max_shard_bytes)
-        names = [gguf_name(self.name, number, len(runs)) for number in range(len(runs))]
-        if self.tower:
-            runs, names = [*runs, range(of_text, len(tensors))], [*names, gguf_name(self.tower, 0, 1)]
+        ends = [*itertools.accumulate(file.tensors for file in self.files)]
+        if ends[-1:] != [len(tensors)]:
+            raise ValueError("the files hold another number of tensors")
+        runs = [range(end - file.tensors, end) for file, end in zip(self.files, ends, strict=True)]
         return tuple(
             ShardPlan(
-                file=name,
-                header=header,
+                file=file.name,
+                header=file.header,
                 specs=tuple(spec for place in run for spec in tensors[place].stored),
                 tensors=run,
                 alignment=self.alignment,
+                group=file.group,
             )
-            for name, run, header in zip(names, runs, self.headers, strict=True)
+            for file, run in zip(self.files, runs, strict=True)
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return what a manifest says of the files."""
-        headers = [{"bytes": header.byte_count, "sha256": header.sha256} for header in self.headers]
-        tower = {"tower": self.tower, "tower_tensors": self.tower_tensors} if self.tower else {}
-        return {"format": GGUF, "name": self.name, "alignment": self.alignment, "headers": headers, **tower}
+        files = [
+            {
+                "name": file.name,
+                "tensors": file.tensors,
+                "group": file.group,
+                "header_bytes": file.header.byte_count,
+                "header_sha256": file.header.sha256,
+            }
+            for file in self.files
+        ]
+        return {"format": GGUF, "name": self.name, "alignment": self.alignment, "files": files}
 
 
 Container = Safetensors | GgufFiles  # the format of a result's files: how they are named, begin and hold tensors

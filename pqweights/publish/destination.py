@@ -15,8 +15,8 @@ from pqweights.common.units import counted
 from pqweights.errors import HubError, MasterError
 from pqweights.exports import target_name
 from pqweights.publish.card import MAIN, card_text, check_branch
+from pqweights.rewrite.conversion import EXPORT
 from pqweights.rewrite.manifest import Manifest, evaluations_of, manifest_beside, parse_manifest, shards_of
-from pqweights.rewrite.transform import EXPORT
 from pqweights.storage.addresses import RepositoryName, is_repository_id, repository_named
 from pqweights.storage.hub import Hub
 from pqweights.storage.repository import Repository, open_repository

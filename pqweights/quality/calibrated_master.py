@@ -66,7 +66,8 @@ def calibrated_codes(
     if run.engine is not None and out.is_elsewhere:
         raise OptionError(f"`ray`: expected a folder that all nodes share for a calibrated master, found {out}")
     out.check_apart(source)
-    checkpoint, _, plan = plan_quantize(source, recipe, replace(asked, revision=None))
+    conversion = plan_quantize(source, recipe, replace(asked, revision=None))
+    checkpoint, plan = conversion.checkpoint, conversion.plan
     wanted = wanted_bits(recipe, plan.tensors)
     states = recipe.effort or STATES
     sample = SampleOf(

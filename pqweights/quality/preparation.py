@@ -8,7 +8,7 @@ from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.errors import RecipeError, SourceError
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe
-from pqweights.rewrite.quantizing import Quantize
+from pqweights.rewrite.quantizing import rate_planner
 
 
 def plan_original(source: Path, recipe: Recipe) -> tuple[Checkpoint, list[TensorPlan]]:
@@ -21,7 +21,7 @@ def plan_original(source: Path, recipe: Recipe) -> tuple[Checkpoint, list[Tensor
         raise SourceError(
             f"{source}: expected an original checkpoint, found a master; give the checkpoint that it was made from"
         )
-    planned = [tensor for tensor in Quantize(recipe=recipe).plan(checkpoint) if tensor.action == QUANTIZE]
+    planned = [tensor for tensor in rate_planner(checkpoint, recipe).planned({}) if tensor.action == QUANTIZE]
     if not planned:
         raise RecipeError(
             f"recipe {recipe.name!r}: expected a recipe that quantizes something here, found one that keeps everything"

@@ -7,7 +7,7 @@ a weight, in one or more passes over its chunks, until its coder is satisfied.
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -74,6 +74,24 @@ class Job(Protocol):
 
         The record has no digests yet: whoever owns the sink adds them.
         """
+        ...
+
+
+@runtime_checkable
+class ReadingJob(Job, Protocol):
+    """A pass whose chunks several jobs over the same tensor may read together: `run` writes what `read` returns."""
+
+    @property
+    def reads(self) -> object:
+        """What is equal for jobs that read the same chunks of the same tensor."""
+        ...
+
+    def read(self, chunk: int) -> Any:
+        """Return the values of a chunk, valid until the thread reads the next one."""
+        ...
+
+    def write(self, chunk: int, values: Any, sink: Sink) -> Any:
+        """Transform and write a chunk, given its values, which it does not change; returns what `run` does."""
         ...
 
 

@@ -10,8 +10,8 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,12 +29,13 @@ from pqweights.errors import SourceChangedError, SourceError
 from pqweights.kernels import lossless
 from pqweights.kernels.lossless import CHUNK_ITEMS, Bytes, Lengths
 from pqweights.kernels.workers import scratch
-from pqweights.planning.plan import KEEP, QUANTIZE, TensorPlan, stored_bytes
+from pqweights.planning.plan import KEEP, QUANTIZE, Safetensors, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
+from pqweights.rewrite.conversion import MASTER, Conversion, make_plan
 from pqweights.rewrite.jobs import CopyJob, Job, Sink
 from pqweights.rewrite.master_config import master_config
 from pqweights.rewrite.records import TensorRecord
-from pqweights.rewrite.transform import MASTER, Account, Notes, Output, TransformInputs
+from pqweights.rewrite.task import RunOptions
 
 # What the manifest states in the place of a recipe.
 RECIPE = {
@@ -125,81 +126,64 @@ def _in_order(pool: ThreadPoolExecutor, runs: Sequence[ChunkRun], most: int) -> 
     yield from ((run, future.result()) for run, future in under_way)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lossless:
-    """The transform from a source to a master of the codec `native`.
+def plan_lossless(checkpoint: Checkpoint, max_shard_bytes: int, run: RunOptions) -> Conversion:
+    """Plan a master of the codec `native` by coding every weight once.
 
-    lengths: what `measure` found
+    run: with how many threads, and how to show progress
+
+    Raises SourceError for a source that would be decoded.
     """
+    checkpoint.storage.keep(checkpoint.weight_files, run.progress)
+    lengths, model = measure(checkpoint, run.threads, run.progress), text_model(checkpoint.config)
+    tensors = [_planned(tensor, model, lengths) for tensor in checkpoint.tensors]
+    return Conversion(
+        kind=MASTER,
+        made_by={"recipe": RECIPE},
+        checkpoint=checkpoint,
+        plan=make_plan(checkpoint, tensors, Safetensors(), max_shard_bytes),
+        encode=partial(encode, lengths=lengths),
+        config=master_config,
+    )
 
-    lengths: Mapping[str, Lengths]
-    fit: ClassVar[None] = None
 
-    @property
-    def account(self) -> Account:
-        """What stands in the place of a recipe."""
-        return Account(MASTER, {"recipe": RECIPE})
+def _stored(part: StoredTensor, lengths: Mapping[str, Lengths]) -> tuple[TensorSpec, ...]:
+    """Return what a stored tensor of the source becomes."""
+    spec, of_part = TensorSpec(*part[:3]), lengths.get(part.name)
+    return (spec,) if of_part is None else coded_specs(spec, int(of_part.sum(dtype=np.int64)))
 
-    @property
-    def inputs(self) -> TransformInputs:
-        """Nothing besides the source."""
-        return TransformInputs()
 
-    @property
-    def output(self) -> Output:
-        """Safetensors files, and the config.json of a master."""
-        return Output(config=master_config)
+def _planned(tensor: LogicalTensor, model: ModelDescription, lengths: Mapping[str, Lengths]) -> TensorPlan:
+    """Plan a tensor by what was measured."""
+    role, source = classify(tensor.name, tensor.dtype, tensor.shape, model), source_tensor(tensor, model)
+    is_coded = source is not None and any(part.name in lengths for part in source.parts)
+    if source is None or not math.prod(tensor.shape) or not (is_coded or isinstance(source, DecodedTensor)):
+        reason = role.keep if source is None and role.keep else "coding would not make it smaller"
+        stored: tuple[TensorSpec, ...] = (TensorSpec(tensor.name, tensor.plain_dtype, tensor.shape),)
+        action, codec, bits = KEEP, None, None
+    else:
+        stored = tuple(spec for part in source.parts for spec in _stored(part, lengths))
+        action, codec, bits = QUANTIZE, Native.name, bits_of(stored_bytes(stored), math.prod(tensor.shape))
+        reason = "lossless, coded by its entropy" if is_coded else "lossless, as it is stored"
+    return TensorPlan(
+        name=tensor.name,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        role=role.name,
+        action=action,
+        codec=codec,
+        bits=bits,
+        reason=reason,
+        bytes=stored_bytes(stored),
+        stored=stored,
+    )
 
-    def stored(self, part: StoredTensor) -> tuple[TensorSpec, ...]:
-        """Return what a stored tensor of the source becomes."""
-        spec, lengths = TensorSpec(*part[:3]), self.lengths.get(part.name)
-        return (spec,) if lengths is None else coded_specs(spec, int(lengths.sum(dtype=np.int64)))
 
-    def plan(self, checkpoint: Checkpoint) -> list[TensorPlan]:
-        """Plan each tensor by what was measured."""
-        model = text_model(checkpoint.config)
-        return [self._planned(tensor, model) for tensor in checkpoint.tensors]
-
-    def _planned(self, tensor: LogicalTensor, model: ModelDescription) -> TensorPlan:
-        role, source = classify(tensor.name, tensor.dtype, tensor.shape, model), source_tensor(tensor, model)
-        is_coded = source is not None and any(part.name in self.lengths for part in source.parts)
-        if source is None or not math.prod(tensor.shape) or not (is_coded or isinstance(source, DecodedTensor)):
-            reason = role.keep if source is None and role.keep else "coding would not make it smaller"
-            stored: tuple[TensorSpec, ...] = (TensorSpec(tensor.name, tensor.plain_dtype, tensor.shape),)
-            action, codec, bits = KEEP, None, None
-        else:
-            stored = tuple(spec for part in source.parts for spec in self.stored(part))
-            action, codec, bits = QUANTIZE, Native.name, bits_of(stored_bytes(stored), math.prod(tensor.shape))
-            reason = "lossless, coded by its entropy" if is_coded else "lossless, as it is stored"
-        return TensorPlan(
-            name=tensor.name,
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            role=role.name,
-            action=action,
-            codec=codec,
-            bits=bits,
-            reason=reason,
-            bytes=stored_bytes(stored),
-            stored=stored,
-        )
-
-    def prepare(self, progress: Progress) -> None:
-        """Do nothing: everything was measured for the plan."""
-
-    def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
-        """Return the job that codes a weight, or copies a tensor that is kept."""
-        if planned.action == KEEP:
-            return CopyJob(planned, tensor)
-        assert isinstance(tensor, PlainTensor | DecodedTensor)
-        return LosslessJob(planned, tensor, self.lengths)
-
-    def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
-        """Accept every tensor."""
-
-    def notes(self, records: Sequence[TensorRecord]) -> Notes:
-        """Return nothing: there is no error."""
-        return Notes()
+def encode(planned: TensorPlan, tensor: LogicalTensor, *, lengths: Mapping[str, Lengths]) -> Job:
+    """Return the pass that codes a weight, or copies a tensor that is kept."""
+    if planned.action == KEEP:
+        return CopyJob(planned, tensor)
+    assert isinstance(tensor, PlainTensor | DecodedTensor)
+    return LosslessJob(planned, tensor, lengths)
 
 
 class LosslessJob:

@@ -24,7 +24,15 @@ from pqweights.checkpoint.unfinished import describe_interrupted
 from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_document
 from pqweights.common.strict_json import json_pieces, parse_json
 from pqweights.errors import MasterError, SourceError
-from pqweights.planning.plan import DEFAULT_METADATA, FileHeader, GgufFiles, Safetensors, ShardPlan, TensorPlan
+from pqweights.planning.plan import (
+    DEFAULT_METADATA,
+    FileHeader,
+    GgufFile,
+    GgufFiles,
+    Safetensors,
+    ShardPlan,
+    TensorPlan,
+)
 from pqweights.rewrite.identity import RunIdentity
 from pqweights.rewrite.manifest_entries import TensorEntry, damaged, parse_tensor, tensor_json
 from pqweights.rewrite.records import TensorRecord, error_totals, exceeds
@@ -44,15 +52,21 @@ class _Source(Document, frozen=True, kw_only=True):
     fingerprint: str
 
 
+class _GgufFile(Document, frozen=True, kw_only=True):
+    name: Annotated[str, Meta(min_length=1, max_length=200)]
+    tensors: Count
+    group: Count
+    header_bytes: Count
+    header_sha256: str
+
+
 class _Container(Document, frozen=True, kw_only=True):
     """The format of files that are not safetensors."""
 
     format: Literal["gguf"]
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     alignment: Annotated[int, Meta(ge=1)]
-    headers: tuple[FileRecord, ...]
-    tower: Annotated[str, Meta(max_length=200)] = ""
-    tower_tensors: Annotated[int, Meta(ge=0)] = 0
+    files: tuple[_GgufFile, ...]
 
 
 class ManifestFile(ClosedDocument, frozen=True, kw_only=True):
@@ -96,6 +110,11 @@ class Manifest:
     def kind(self) -> str:
         """The kind of the result: "master" or "export"."""
         return self.identity.kind
+
+    @property
+    def is_of_master(self) -> bool:
+        """Whether the result was made from a master, and not from the source."""
+        return bool(self.identity.master)
 
     @property
     def made_by(self) -> dict[str, Any]:
@@ -158,7 +177,7 @@ def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
     try:
         return container.shards(identity.tensors, identity.max_shard_bytes)
     except ValueError:
-        raise damaged(f"container: expected as many headers as files, found {len(container.headers)}") from None
+        raise damaged(f"container: expected files of {len(identity.tensors)} tensors") from None
 
 
 def manifest_beside(manifest: Manifest) -> str:
@@ -292,14 +311,14 @@ def _account(document: dict[str, Any]) -> dict[str, Any]:
 
 def _container(stated: _Container) -> GgufFiles:
     """Return the format of files that are not safetensors."""
-    for name in (stated.name, stated.tower or stated.name):
+    names = [file.name for file in stated.files]
+    for name in (stated.name, *names):
         if "/" in name or not is_inside(name):
             raise damaged(f"container: expected a file name, found {name!r}")
-    headers = tuple(FileHeader(header.bytes, None, header.sha256) for header in stated.headers)
-    return GgufFiles(
-        name=stated.name,
-        alignment=stated.alignment,
-        headers=headers,
-        tower=stated.tower,
-        tower_tensors=stated.tower_tensors,
-    )
+    if len(set(names)) < len(names):
+        raise damaged("container: expected different names of files")
+    files = [
+        GgufFile(file.name, FileHeader(file.header_bytes, None, file.header_sha256), file.tensors, file.group)
+        for file in stated.files
+    ]
+    return GgufFiles(name=stated.name, alignment=stated.alignment, files=tuple(files))

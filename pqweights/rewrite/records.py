@@ -22,9 +22,9 @@ class TensorRecord:
     state: the state in which a weight was encoded (State.to_json)
     relative_mse: squared error over `energy`
     energy: sum of squares of the weight that was read
-    total_mse: in an export of integers, the relative error against the original weight; measured if the original was
-        read, else computed from what the master's manifest states
-    master_mse: in an export of integers, the total_mse that going through the master gives, or would have given
+    total_mse: in an export of integers, the relative error against the original weight; of a master computed from what
+        its manifest states
+    master_mse: in an export of integers from a master, the same
     weighed_mse: of a calibrated weight, the relative error in its outputs, weighed by how much the loss depends on each
     rounding: what error-compensated rounding did with the weight (docs/format.md)
     """

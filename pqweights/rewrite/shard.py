@@ -1,9 +1,9 @@
-"""The shards of a plan, made on this machine: tensors through a pool of threads, chunk by chunk, into a file.
+"""The shards of a plan, made on this machine: tensors through a pool of threads, chunk by chunk, into files.
 
-`make_shard` makes one, and `LocalEngine` those of a run, one after the other. A bounded number of chunks is under way
-at a time, so memory grows neither with the checkpoint nor with its largest tensor. A thread reads, computes, hashes and
-writes its chunks. Errors are added up in the order of the chunks, by any thread, and tensors finished in that of the
-plan, so nothing depends on the number of threads.
+`make_shards` makes those of a group together, and `LocalEngine` the groups of a run, one after the other. A bounded
+number of chunks is under way at a time, so memory grows neither with the checkpoint nor with its largest tensor. A
+thread reads, computes, hashes and writes its chunks. Errors are added up in the order of the chunks, by any thread, and
+tensors finished in that of the plan, so nothing depends on the number of threads.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +28,13 @@ from pqweights.checkpoint.readers import FileUse, file_uses
 from pqweights.checkpoint.shard_file import ShardFile, memory_for
 from pqweights.checkpoint.writer import check_room
 from pqweights.common.threads import Progress
-from pqweights.planning.plan import ShardPlan
+from pqweights.planning.plan import ShardPlan, in_groups, in_making_order, places_together
+from pqweights.rewrite.conversion import Conversion
 from pqweights.rewrite.finished_shards import ShardMark
-from pqweights.rewrite.jobs import Job
+from pqweights.rewrite.jobs import Job, ReadingJob
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.run import Run
-from pqweights.rewrite.task import ClusterWork, Engine, RewriteTask, RunOptions, result_need
+from pqweights.rewrite.task import ClusterWork, Engine, RunOptions, result_need
 
 # Beside the threads that compute: those that wait for the disk meanwhile.
 WAITING_THREADS = 2
@@ -138,15 +139,16 @@ class ShardSink:
 class SourceFiles:
     """When fetched files of a source are begun and let go of, while tensors are read in the order of the plan."""
 
-    def __init__(self, task: RewriteTask, places: list[int]) -> None:
+    def __init__(self, conversion: Conversion, shards: Iterable[ShardPlan]) -> None:
         """Look ahead.
 
-        places: which tensors of the plan are made
+        shards: the files that are made
         """
-        self._checkpoint = task.checkpoint
-        storage = task.checkpoint.storage
-        is_fetched = storage.origin is not None
-        self._uses: dict[str, FileUse] = file_uses(task.checkpoint.tensors, places) if is_fetched else {}
+        self._checkpoint = conversion.checkpoint
+        storage, places = conversion.checkpoint.storage, in_making_order(shards)
+        self._order = {place: number for number, place in enumerate(places)}
+        read = [conversion.checkpoint.tensors[place] for place in places] if storage.origin is not None else []
+        self._uses: dict[str, FileUse] = file_uses(read)
         self._first_uses = {use.first for use in self._uses.values()} if storage.frees else set()
         self._last_uses: dict[int, list[str]] = {}
         for file, use in self._uses.items():
@@ -159,14 +161,14 @@ class SourceFiles:
 
     def needs_room(self, place: int) -> bool:
         """Whether a file is first read for a tensor, which may have to wait until earlier ones are let go of."""
-        return place in self._first_uses
+        return self._order[place] in self._first_uses
 
     def release(self, place: int) -> dict[str, str]:
         """Let go of the files that no tensor after this one reads, and return their fingerprints.
 
         Raises MasterError if what was read of them is damaged, SourceChangedError if they were changed meanwhile.
         """
-        files = self._last_uses.pop(place, [])
+        files = self._last_uses.pop(self._order[place], [])
         if not files:
             return {}
         self._checkpoint.finish_checks(part for part in self._checkpoint.stored if part.file in files)
@@ -177,68 +179,127 @@ class SourceFiles:
         return fingerprints
 
 
-def make_shard(
-    task: RewriteTask, shard: ShardPlan, path: Path, workers: Workers, files: SourceFiles, progress: Progress
-) -> ShardMark:
-    """Make a shard of a plan as a new file, and return what is known of it once it is on the disk.
+def make_shards(
+    conversion: Conversion,
+    group: Sequence[ShardPlan],
+    paths: Sequence[Path],
+    workers: Workers,
+    files: SourceFiles,
+    progress: Progress,
+) -> list[ShardMark]:
+    """Make shards of a plan that are made together as new files; return what is known of each once it is on the disk.
 
-    path: the file
-    progress: called with the source bytes done of the shard, the source bytes of the shard, and the name of a tensor
+    paths: the files
+    progress: called with the source bytes done of the shards, those in all, and the name of a tensor
 
     Raises SourceError if the source cannot deliver the tensors or is not what it was, StrictError if the transform
     does not accept the result, OutputError for a disk error.
     """
-    return _ShardUnderWay(task, shard, path, workers, files, progress).mark()
+    return _ShardsUnderWay(conversion, group, paths, workers, files, progress).marks()
 
 
-class _Pass:
-    """A pass over a tensor, whose chunks are made in any order and collected in theirs."""
+class _Part:
+    """A pass over a tensor for one file, whose chunks are made in any order and collected in theirs."""
 
-    def __init__(self, place: int, job: Job, sink: ShardSink) -> None:
-        """Prepare it. place: of the tensor in the plan."""
-        self.place, self.job, self.sink = place, job, sink
+    def __init__(self, place: int, job: Job, sink: ShardSink, number: int) -> None:
+        """Prepare it. place: of the tensor in the plan. number: of the file in its group"""
+        self.place, self.job, self.sink, self.number = place, job, sink, number
         self.collected = 0  # chunks
         self._results: dict[int, Any] = {}  # by chunk
         self._collecting = threading.Lock()
 
+    def take(self, chunk: int, result: Any) -> None:
+        """Take what was made of a chunk, and collect all whose turn it is, also those of other threads."""
+        with self._collecting:
+            self._results[chunk] = result
+            while self.collected in self._results:
+                self.job.collect(self._results.pop(self.collected))
+                self.collected += 1
+
+
+class _Pass:
+    """A pass over a tensor, for one file or for several whose jobs read the same."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self.parts, self.first = parts, parts[0]
+        self.chunks = self.first.job.chunks
+
     def make(self, batch: range) -> None:
-        """Make some chunks, and collect all whose turn it is, also those of other threads."""
+        """Make some chunks; what several files need is read once."""
         for chunk in batch:
-            result = self.job.run(chunk, self.sink)
-            with self._collecting:
-                self._results[chunk] = result
-                while self.collected in self._results:
-                    self.job.collect(self._results.pop(self.collected))
-                    self.collected += 1
+            if len(self.parts) == 1:
+                self.first.take(chunk, self.first.job.run(chunk, self.first.sink))
+                continue
+            values = None
+            for part in self.parts:
+                assert isinstance(part.job, ReadingJob)
+                values = part.job.read(chunk) if values is None else values
+                part.take(chunk, part.job.write(chunk, values, part.sink))
 
 
-class _ShardUnderWay:
-    """A shard while it is made, with the parameters of make_shard."""
+def _reading_alike(parts: Iterable[_Part]) -> Iterator[_Pass]:
+    """Yield passes, one for all jobs that read the same chunks of the same tensor."""
+    alike: dict[object, list[_Part]] = {}
+    for part in parts:
+        key = part.job.reads if isinstance(part.job, ReadingJob) else part.place
+        alike.setdefault(key, []).append(part)
+    return map(_Pass, alike.values())
+
+
+class _File(NamedTuple):
+    """A file of a group under way."""
+
+    shard: ShardPlan
+    file: ShardFile
+    stored: Mapping[str, StoredTensor]
+    records: list[TensorRecord]
+
+    @staticmethod
+    def of(shard: ShardPlan, path: Path) -> _File:
+        """Begin it."""
+        assert shard.header.content is not None
+        file = ShardFile(path, shard.header.content, shard.file_bytes, shown=path.with_name(shard.file))
+        return _File(shard, file, {tensor.name: tensor for tensor in shard.stored}, [])
+
+
+class _ShardsUnderWay:
+    """See make_shards, whose parameters these are."""
 
     def __init__(
-        self, task: RewriteTask, shard: ShardPlan, path: Path, workers: Workers, files: SourceFiles, progress: Progress
+        self,
+        conversion: Conversion,
+        group: Sequence[ShardPlan],
+        paths: Sequence[Path],
+        workers: Workers,
+        files: SourceFiles,
+        progress: Progress,
     ) -> None:
-        self._task, self._shard, self._workers, self._files, self._progress = task, shard, workers, files, progress
-        assert shard.header.content is not None
-        self._file = ShardFile(path, shard.header.content, shard.file_bytes, shown=path.with_name(shard.file))
+        self._conversion, self._group, self._workers, self._sources, self._progress = (
+            conversion,
+            group,
+            workers,
+            files,
+            progress,
+        )
+        self._files = [_File.of(shard, path) for shard, path in zip(group, paths, strict=True)]
         self._under_way: deque[tuple[_Pass, Future[None] | None]] = deque()  # the oldest first
-        self._records: list[TensorRecord] = []
         self._fingerprints: dict[str, str] = {}
         self._told = time.monotonic()
         self._done_bytes = 0
-        self._total_bytes = sum(task.source_bytes(place) for place in shard.tensors)
+        self._total_bytes = sum(conversion.source_bytes(place) for place in in_making_order(group))
 
-    def mark(self) -> ShardMark:
-        """Make the shard."""
+    def marks(self) -> list[ShardMark]:
+        """Make the shards."""
         is_whole = False
         try:
-            for offset, count in self._shard.gaps:
-                self._file.write(offset, np.zeros(count, dtype=np.uint8))
-            stored = {tensor.name: tensor for tensor in self._shard.stored}
-            for place in self._shard.tensors:
-                self._begin(place, tuple(stored[spec.name] for spec in self._task.plan.tensors[place].stored))
+            for of in self._files:
+                for offset, count in of.shard.gaps:
+                    of.file.write(offset, np.zeros(count, dtype=np.uint8))
+            for places in places_together(self._group):
+                self._begin(places)
             self._wait(most_left=0)
-            self._file.finish()
+            for of in self._files:
+                of.file.finish()
             self._check_sources()
             is_whole = True
         finally:
@@ -246,63 +307,71 @@ class _ShardUnderWay:
                 if future is not None:
                     future.cancel()
             if not is_whole:
-                self._workers.give_up(self._file)
-        return ShardMark(records=tuple(self._records), fingerprints=self._fingerprints)
+                for of in self._files:
+                    self._workers.give_up(of.file)
+        return [ShardMark(records=tuple(of.records), fingerprints=self._fingerprints) for of in self._files]
 
-    def _begin(self, place: int, stored: tuple[StoredTensor, ...]) -> None:
+    def _begin(self, places: Sequence[int]) -> None:
         """Give the chunks of a tensor to the threads, as earlier ones are finished."""
-        if self._files.needs_room(place):
+        if any(self._sources.needs_room(place) for place in places):
             self._wait(most_left=0)
-        job = self._task.transform.job(self._task.plan.tensors[place], self._task.checkpoint.tensors[place])
-        tensor = _Pass(place, job, ShardSink(self._file, stored, self._workers))
-        for future in self._submit(tensor):
-            self._under_way.append((tensor, future))
-            self._wait(most_left=self._workers.most_batches)
-        self._under_way.append((tensor, None))  # the end of the tensor
+        for tensor in _reading_alike(self._part(number, place) for number, place in enumerate(places)):
+            for future in self._submit(tensor):
+                self._under_way.append((tensor, future))
+                self._wait(most_left=self._workers.most_batches)
+            self._under_way.append((tensor, None))  # the end of the tensor
+
+    def _part(self, number: int, place: int) -> _Part:
+        of, planned = self._files[number], self._conversion.plan.tensors[place]
+        job = self._conversion.encode(planned, self._conversion.checkpoint.tensors[place])
+        stored = tuple(of.stored[spec.name] for spec in planned.stored)
+        return _Part(place, job, ShardSink(of.file, stored, self._workers), number)
 
     def _submit(self, tensor: _Pass) -> Iterator[Future[None]]:
-        return self._workers.submit(tensor.make, tensor.job.chunks, self._total_bytes - self._done_bytes)
+        return self._workers.submit(tensor.make, tensor.chunks, self._total_bytes - self._done_bytes)
 
     def _wait(self, most_left: int) -> None:
         """Wait for the oldest batches, until no more than some are under way."""
         while len(self._under_way) > most_left:
             tensor, future = self._under_way[0]
             if future is None:
-                self._finish(tensor)
+                for part in tensor.parts:
+                    self._finish(part)
             else:
                 future.result()
-                self._tell(tensor.place, tensor.collected / tensor.job.chunks)
+                self._tell(tensor.first.place, tensor.first.collected / tensor.chunks)
             self._under_way.popleft()
 
-    def _finish(self, tensor: _Pass) -> None:
-        """Finish a tensor, after as many further passes as its job asks for."""
-        place, transform = tensor.place, self._task.transform
-        while not isinstance(outcome := tensor.job.finish(tensor.sink), TensorRecord):
-            tensor = _Pass(place, outcome, tensor.sink.again())
-            for future in list(self._submit(tensor)):
+    def _finish(self, part: _Part) -> None:
+        """Finish a tensor of a file, after as many further passes as its job asks for."""
+        place, planned = part.place, self._conversion.plan.tensors[part.place]
+        while not isinstance(outcome := part.job.finish(part.sink), TensorRecord):
+            part = _Part(place, outcome, part.sink.again(), part.number)
+            for future in list(self._submit(_Pass([part]))):
                 future.result()
-        tensor.sink.put_columns()
-        record = replace(outcome, digests=tensor.sink.digests())
-        transform.accept(self._task.plan.tensors[place], record)
-        self._records.append(record)
-        self._done_bytes += self._task.source_bytes(place)
+        part.sink.put_columns()
+        record = replace(outcome, digests=part.sink.digests())
+        self._conversion.accept(planned, record)
+        self._files[part.number].records.append(record)
+        self._done_bytes += self._conversion.source_bytes(place)
         self._tell(place, 0.0)
-        self._fingerprints |= self._files.release(place)
+        self._fingerprints |= self._sources.release(place)
 
     def _tell(self, place: int, share: float) -> None:
         """Tell progress: the tensors that are finished, and a share of the one at a place."""
         now = time.monotonic()
         if now - self._told >= PROGRESS_SECONDS or self._done_bytes == self._total_bytes:
             self._told = now
-            done = self._done_bytes + round(self._task.source_bytes(place) * share)
-            self._progress(done, self._total_bytes, self._task.plan.tensors[place].name)
+            done = self._done_bytes + round(self._conversion.source_bytes(place) * share)
+            self._progress(done, self._total_bytes, self._conversion.plan.tensors[place].name)
 
     def _check_sources(self) -> None:
         """Check what the tensors were made of, of which nothing may be stated before."""
-        task = self._task
-        parts = {part.name: part for place in self._shard.tensors for part in task.checkpoint.tensors[place].parts}
-        task.checkpoint.finish_checks(parts.values(), run=self._workers.pool.map)
-        for checkpoint in task.checkpoints:
+        conversion = self._conversion
+        places = in_making_order(self._group)
+        parts = {part.name: part for place in places for part in conversion.checkpoint.tensors[place].parts}
+        conversion.checkpoint.finish_checks(parts.values(), run=self._workers.pool.map)
+        for checkpoint in conversion.checkpoints:
             checkpoint.storage.check_read()
 
 
@@ -316,24 +385,28 @@ class LocalEngine(Engine):
         for number in numbers:
             yield number, work.make(number)
 
-    def check(self, task: RewriteTask, run: Run) -> None:
+    def check(self, conversion: Conversion, run: Run) -> None:
         """Check that there is room on the disks. Raises OutputError."""
-        check_room([result_need(task, run), *task.fetch_needs])
+        check_room([result_need(conversion, run), *conversion.fetch_needs])
 
     def make(
-        self, task: RewriteTask, run: Run, shards: Sequence[ShardPlan], options: RunOptions
+        self, conversion: Conversion, run: Run, shards: Sequence[ShardPlan], options: RunOptions
     ) -> dict[str, ShardMark]:
         """Make shards, and return their marks by name. The next one is made while one is handed to the store."""
-        files = SourceFiles(task, [place for shard in shards for place in shard.tensors])
-        sizes = {shard.file: sum(task.source_bytes(place) for place in shard.tensors) for shard in task.plan.shards}
+        files = SourceFiles(conversion, shards)
+        sizes = {
+            shard.file: sum(conversion.source_bytes(place) for place in shard.tensors)
+            for shard in conversion.plan.shards
+        }
         total, done = sum(sizes.values()), sum(sizes.values()) - sum(sizes[shard.file] for shard in shards)
         marks: dict[str, ShardMark] = {}
         is_given_up, sent = threading.Event(), Future[None]()
         sent.set_result(None)
 
-        def send(shard: str, path: Path, mark: ShardMark) -> None:
-            run.check_lock()
-            run.shards.add(shard, path, mark, is_given_up.is_set)
+        def send(group: Sequence[ShardPlan], paths: Sequence[Path], made: Sequence[ShardMark]) -> None:
+            for shard, path, mark in zip(group, paths, made, strict=True):
+                run.check_lock()
+                run.shards.add(shard.file, path, mark, is_given_up.is_set)
 
         def progress(shard_done: int, of: int, name: str) -> None:
             if sent.done():
@@ -343,13 +416,14 @@ class LocalEngine(Engine):
         workers, sender = Workers(options.threads), ThreadPoolExecutor(1, "pqweights-store")
         try:
             # `fetching` ends before the threads do: none then waits for a file that is still to come.
-            with task.checkpoint.storage.fetching(run.fetched, files.needed):
-                for shard in shards:
-                    path = run.shards.new_path(shard.file)
-                    marks[shard.file] = make_shard(task, shard, path, workers, files, progress)
+            with conversion.checkpoint.storage.fetching(run.fetched, files.needed):
+                for group in in_groups(shards):
+                    paths = [run.shards.new_path(shard.file) for shard in group]
+                    made = make_shards(conversion, group, paths, workers, files, progress)
+                    marks |= {shard.file: mark for shard, mark in zip(group, made, strict=True)}
                     sent.result()
-                    sent = sender.submit(send, shard.file, path, marks[shard.file])
-                    done += sizes[shard.file]
+                    sent = sender.submit(send, group, paths, made)
+                    done += sum(sizes[shard.file] for shard in group)
                 sent.result()
         finally:
             is_given_up.set()

@@ -1,138 +1,27 @@
-"""A rewrite from the outside: the task, in which every byte is decided, what it takes, and the report."""
+"""A conversion from the outside: how it is carried out, what it takes, and the report."""
 
 from __future__ import annotations
 
-import functools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import file_uses, most_fetched
-from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import DiskNeed
 from pqweights.common.parameters import Parameter, whole
 from pqweights.common.threads import Progress
 from pqweights.planning.options import MOST_THREADS
 from pqweights.planning.plan import Plan, ShardPlan, TensorPlan, Totals
+from pqweights.rewrite.conversion import Conversion
 from pqweights.rewrite.finished_shards import ShardMark
-from pqweights.rewrite.identity import Journal, RunIdentity, RunStatement, key_of
 from pqweights.rewrite.listed_files import UNCHECKED
 from pqweights.rewrite.records import TensorRecord, TensorReport, error_totals, tensor_reports, total_relative_mse
 from pqweights.rewrite.run import Run
-from pqweights.rewrite.transform import SmallFiles, Transform
-from pqweights.storage import Store
-from pqweights.storage.addresses import Address
 from pqweights.storage.bucket import upload_bytes_held
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RewriteTask:
-    """What to rewrite, and into what.
-
-    checkpoint: the opened checkpoint whose tensors are read
-    source: the path or address of the checkpoint; None for a repository on the Hub
-    transform: what happens to each tensor
-    plan: what the transform makes of the checkpoint, see driver.make_plan
-    out: where the result is written
-    model, master: what the result descends from, see RunIdentity
-    """
-
-    checkpoint: Checkpoint
-    source: Path | Address | None
-    transform: Transform
-    plan: Plan
-    out: Store
-    model: dict[str, Any] = field(default_factory=dict)
-    master: dict[str, Any] = field(default_factory=dict)
-
-    @functools.cached_property
-    def identity(self) -> RunIdentity:
-        """What makes another run the same as this one."""
-        plan = self.plan
-        return RunIdentity(
-            kind=self.transform.account.kind,
-            made_by=self.transform.account.made_by,
-            source_bytes=plan.source_bytes,
-            max_shard_bytes=plan.max_shard_bytes,
-            tensors=plan.tensors,
-            origin=self.checkpoint.storage.origin,
-            metadata=plan.container.metadata,
-            container=plan.container.to_json(),
-            left_out=plan.left_out_tensors,
-            remarks=plan.remarks,
-            model=self.model,
-            master=self.master,
-        )
-
-    @functools.cached_property
-    def statement(self) -> RunStatement:
-        """The files that a run reads and writes, for its journal."""
-        plan, identity, storage = self.plan, self.identity, self.checkpoint.storage
-        others = [name for name in (CONFIG_FILE, CARD_FILE) if name in storage.files()]
-        made_of = _states(storage, [*self.checkpoint.weight_files, *others])
-        for option, other in self.transform.inputs.checkpoints.items():
-            made_of |= _states(other.storage, other.weight_files, f"{option} ")
-        work, origin = identity.digest(), identity.origin
-        written = [*(shard.file for shard in plan.shards), *plan.companions, *self.small_files]
-        written += [] if plan.container.index_file is None else [plan.container.index_file]
-        written += [CONFIG_FILE, MANIFEST_FILE] if self.transform.output.config is not None else [MANIFEST_FILE]
-        journal = Journal(
-            work=work,
-            origin=origin,
-            source=made_of | _states(storage, plan.companions),
-            outputs=tuple(written),
-            replaces=(),
-            kind=identity.kind,
-            target=str(identity.made_by.get("target", "")),
-        )
-        shards = {shard.file: shard.file_bytes for shard in plan.shards}
-        return RunStatement(journal=journal, shards=shards, key=key_of(work, origin, made_of))
-
-    @property
-    def small_files(self) -> SmallFiles:
-        """What the transform writes beside the weights, the configuration and the copied files."""
-        return self.transform.output.small_files(self.plan.shards)
-
-    @property
-    def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """Everything that is read: the checkpoint, then what the transform reads besides."""
-        return (self.checkpoint, *self.transform.inputs.checkpoints.values())
-
-    def source_bytes(self, place: int) -> int:
-        """Return how many bytes of the source a tensor of the plan is made of."""
-        return sum(part.byte_count for part in self.checkpoint.tensors[place].parts)
-
-    def finish_checks(self) -> None:
-        """Check what was read in part of everything that is checked. Raises MasterError if something is damaged."""
-        for checkpoint in self.checkpoints:
-            checkpoint.finish_checks()
-
-    @property
-    def fetch_needs(self) -> list[DiskNeed]:
-        """What fetching files takes on disks of this machine, besides what is fetched into the work folder."""
-        needs = (each.storage.disk_need(each.weight_files) for each in self.checkpoints)
-        return [need for need in needs if need is not None]
-
-    def check_sources(self) -> None:
-        """Raise SourceChangedError if a file of any checkpoint that is read is not what it was when it was opened."""
-        for each in self.checkpoints:
-            each.check_unchanged()
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read so far from all checkpoints."""
-        return sum(each.storage.bytes_read for each in self.checkpoints)
-
-
-def _states(storage: Storage, names: Iterable[str], before: str = "") -> dict[str, tuple[int, int]]:
-    """Return size and stamp of files by name. before: what messages say before each name"""
-    states = storage.files()
-    return {f"{before}{name}": (states[name].byte_count, states[name].stamp) for name in names}
 
 
 def usable_cores() -> int:
@@ -148,7 +37,7 @@ def thread_count(asked: int | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a task is carried out. None of it changes a byte of the result.
+    """How a conversion is carried out. None of it changes a byte of the result.
 
     threads: how many threads compute; by default one for each core
     overwrite: replace another result of pqweights in the output folder
@@ -183,7 +72,7 @@ class ClusterWork(ABC):
 
     @abstractmethod
     def make(self, number: int) -> Any:
-        """Do one task."""
+        """Do one conversion."""
 
 
 class Engine(Protocol):
@@ -203,12 +92,12 @@ class Engine(Protocol):
         """
         ...
 
-    def check(self, task: RewriteTask, run: Run) -> None:
-        """Find out whether the task can be done. Raises ClusterError if it cannot, OutputError if there is no room."""
+    def check(self, conversion: Conversion, run: Run) -> None:
+        """Find out whether it can be done. Raises ClusterError if it cannot, OutputError if there is no room."""
         ...
 
     def make(
-        self, task: RewriteTask, run: Run, shards: Sequence[ShardPlan], options: RunOptions
+        self, conversion: Conversion, run: Run, shards: Sequence[ShardPlan], options: RunOptions
     ) -> dict[str, ShardMark]:
         """Make shards of the plan, and return their marks by name."""
         ...
@@ -236,7 +125,7 @@ class PossibleExport:
 class RewriteReport:
     """What a rewrite did.
 
-    transform, plan: those of the task
+    conversion: what was planned
     records: what was measured of each tensor, in the order of the plan
     already_done: whether the output folder held the finished result before the run
     resumed: how many tensors an earlier run had finished
@@ -245,14 +134,18 @@ class RewriteReport:
     unchecked: whether a master was read whose bytes could not be checked
     """
 
-    transform: Transform
-    plan: Plan
+    conversion: Conversion
     records: tuple[TensorRecord, ...]
     already_done: bool
     resumed: int
     source_bytes_read: int
     exports: tuple[PossibleExport, ...] = ()
     unchecked: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        """Every name, byte and file of the result."""
+        return self.conversion.plan
 
     @property
     def pairs(self) -> tuple[tuple[TensorPlan, TensorRecord], ...]:
@@ -278,10 +171,10 @@ class RewriteReport:
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of the result before using it, a sentence each."""
         unchecked = (UNCHECKED,) if self.unchecked else ()
-        return (*self.plan.remarks, *self.transform.notes(self.records).warnings, *unchecked)
+        return (*self.plan.remarks, *self.conversion.warnings(self.records), *unchecked)
 
     def __repr__(self) -> str:
-        return f"<RewriteReport of the {self.transform.account.kind}: {self.totals}>"
+        return f"<RewriteReport of the {self.conversion.kind}: {self.totals}>"
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of quantize --json and export --json, without the name of the output folder."""
@@ -290,7 +183,7 @@ class RewriteReport:
             "already_done": self.already_done,
             "resumed_tensors": self.resumed,
             "source_bytes_read": self.source_bytes_read,
-            **self.transform.notes(self.records).document,
+            **({} if self.conversion.fit is None else {"fit": self.conversion.fit.to_json()}),
             "totals": self.totals.to_json() | error_totals(self.plan.tensors, self.records),
             "exceeding": [tensor.name for tensor in tensors if tensor.exceeds],
             "tensors": [tensor.to_json() for tensor in tensors],
@@ -366,32 +259,32 @@ def room_for_shards(plan: Plan) -> int:
     return sum(sorted((shard.file_bytes for shard in plan.shards), reverse=True)[:MOST_LOCAL_SHARDS])
 
 
-def result_need(task: RewriteTask, run: Run, *, fetched_bytes: int | None = None) -> DiskNeed:
+def result_need(conversion: Conversion, run: Run, *, fetched_bytes: int | None = None) -> DiskNeed:
     """Return what a result takes on a disk of this machine, beside an older one.
 
     fetched_bytes: see fetched_bytes_of, by default of one process
     """
-    fetched = fetched_bytes_of(task) if fetched_bytes is None else fetched_bytes
-    fetched += task.transform.inputs.disk_bytes
+    fetched = fetched_bytes_of(conversion) if fetched_bytes is None else fetched_bytes
+    fetched += conversion.disk_bytes
     present = _bytes_in(run.fetched)
     if run.store.is_elsewhere:
-        needed = room_for_shards(task.plan) + fetched
+        needed = room_for_shards(conversion.plan) + fetched
         what = f"{run.store.work}: the shards of the result need {needed} bytes of disk space while they are made"
         remedy = "set PQWEIGHTS_SCRATCH to a folder on another disk"
     else:
-        needed = task.plan.output_bytes + task.plan.companion_bytes + fetched
-        present += sum(shard.file_bytes for shard in task.plan.shards if shard.file in run.marks)
+        needed = conversion.plan.output_bytes + conversion.plan.companion_bytes + fetched
+        present += sum(shard.file_bytes for shard in conversion.plan.shards if shard.file in run.marks)
         what = f"{run.store}: the result needs {needed} bytes of disk space"
         remedy = "choose a folder on another disk"
     return DiskNeed(folder=run.store.work, byte_count=needed, present=present, what=what, remedy=remedy)
 
 
-def fetched_bytes_of(task: RewriteTask) -> int:
+def fetched_bytes_of(conversion: Conversion) -> int:
     """Return the most bytes of fetched files of the source that one process holds at once until they are released."""
-    storage = task.checkpoint.storage
+    storage = conversion.checkpoint.storage
     if not storage.frees:
         return 0
-    return most_fetched(file_uses(task.checkpoint.tensors), storage.files(), storage.frees)
+    return most_fetched(file_uses(conversion.in_making_order), storage.files(), storage.frees)
 
 
 def _bytes_in(folder: Path) -> int:

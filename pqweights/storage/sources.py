@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,11 +15,12 @@ from pqweights.checkpoint.source import Checkpoint, needed_files, open_checkpoin
 from pqweights.checkpoint.storage import Origin, Storage, check_not_interrupted
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.common.threads import Progress
-from pqweights.errors import OptionError, SourceError
+from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.storage.addresses import HUB_PREFIX, Address, RepositoryName, parse_location
 from pqweights.storage.bucket import RemoteFolder
 from pqweights.storage.hub import Hub, Tell
 from pqweights.storage.repository import open_repository
+from pqweights.storage.store import Store
 
 # The commands that copy folders from object storage.
 COPIES = {
@@ -93,23 +94,29 @@ def open_source(
     low_disk: bool = False,
     allow_pickle: bool = False,
     include: Sequence[str] = (),
+    open_master: Callable[[Storage], Checkpoint | None] = lambda storage: None,
 ) -> Checkpoint:
     """Open a local checkpoint, one on the Hub, or one in object storage; only its headers are read.
 
     low_disk: see Storage
     allow_pickle: whether to open weights in PyTorch's pickle files
     include: patterns of files to copy, see checkpoint/companions.py
+    open_master: opens a folder that is a master; returns None for another one
 
     Raises SourceError, HubError, StorageError.
     """
     location, access = _located(source, access, low_disk)
     if isinstance(location, Address):
-        return open_address(location, allow_pickle, include=include)
+        master = open_master(Storage(RemoteFolder(location)))
+        return master or open_address(location, allow_pickle, include=include)
     if isinstance(location, Path):
-        return open_local_source(location, allow_pickle=allow_pickle, include=include)
+        master = open_master(Storage(location)) if location.is_dir() else None
+        return master or open_local_source(location, allow_pickle=allow_pickle, include=include)
     repository = open_repository(access.hub(), location.id, access.revision)
     storage = Storage(repository, low_disk=low_disk)
-    if location.file or holds_gguf(storage.files()):
+    if (master := open_master(storage)) is not None:
+        checkpoint = master
+    elif location.file or holds_gguf(storage.files()):
         checkpoint = open_gguf_source(storage, location.file, include)
     else:
         checkpoint = open_checkpoint(storage, allow_pickle, include=include)
@@ -231,15 +238,22 @@ def find_result(
     return FoundResult(*local_folder(source, access, only=only, ours=ours, progress=progress))
 
 
-def find_original(
-    source: str | Path, access: Access, progress: Progress = lambda done, total, name: None
-) -> Path | Address:
-    """Return the folder or the file of an original model, a repository as `local_folder` does, or an address.
+def place_apart(source: str | Path, checkpoint: Checkpoint, out: Store) -> Path | Address | None:
+    """Return where a checkpoint lies, which may not be the folder of the result; None for a repository on the Hub.
 
-    Raises SourceError, HubError.
+    Raises OutputError for a result in the place of its source, or in a folder that is called like its repository.
     """
-    address = parse_location(source)
-    return address if isinstance(address, Address) else local_folder(source, access, progress=progress).path
+    if checkpoint.storage.origin is not None:
+        if str(Path(source)) == str(out):
+            raise OutputError(
+                f"{out}: expected a folder whose name is not that of the repository, or later commands would read the "
+                "folder in its place; choose another folder"
+            )
+        return None
+    place = parse_location(source)
+    assert not isinstance(place, RepositoryName)
+    out.check_apart(place)
+    return place
 
 
 def _remember(snapshot: Path, revision: str) -> None:

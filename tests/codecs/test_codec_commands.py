@@ -195,7 +195,7 @@ def test_zeros_stay_exact_zeros_through_masters_and_exports(codec: str, bits: fl
 def test_computed_errors_of_exports_are_those_measured(target: str, folder: Path, tmp_path: Path) -> None:
     """Where errors are not orthogonal to the weights, the total cannot be computed from the master."""
     done("export", folder / "master", tmp_path / "out", "--target", target)
-    done("export", folder / "master", tmp_path / "measured", "--target", target, "--source", folder / "model")
+    done("export", folder / "model", tmp_path / "measured", "--target", target)
     computed, measured = (
         {record.name: record for tensor, record in read_manifest(tmp_path / name).pairs if tensor.action == "integer"}
         for name in ("out", "measured")
@@ -256,11 +256,9 @@ def test_fit_of_a_codec_of_any_rate_leaves_less_than_a_thousandth(share: float, 
     """Between the smallest size and that of the highest rate, whatever the target is given in."""
 
     def fitted(**target: Any) -> tuple[Any, Any]:
-        _, transform, plan = plan_quantize(
-            folder / "model", choose_recipe("q5", RecipeOptions(codec=TRELLIS, **target))
-        )
-        assert transform.fit is not None and transform.fit.output_bytes == plan.output_bytes
-        return transform.fit, plan
+        made = plan_quantize(folder / "model", choose_recipe("q5", RecipeOptions(codec=TRELLIS, **target)))
+        assert made.fit is not None and made.fit.output_bytes == made.plan.output_bytes
+        return made.fit, made.plan
 
     bits = 1.6 + share * 6
     fit, _ = fitted(target_bpw=bits)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from pqweights.checkpoint.names import WORK_FOLDER
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError, StorageError
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
+from pqweights.rewrite.conversion import Conversion
+from pqweights.rewrite.convert import convert
 from pqweights.rewrite.distributed import cluster as clusters
 from pqweights.rewrite.distributed.engine import engine_of
-from pqweights.rewrite.driver import rewrite
 from pqweights.rewrite.quantizing import plan_quantize
-from pqweights.rewrite.task import RewriteTask, RunOptions
+from pqweights.rewrite.task import RunOptions
 from pqweights.storage import open_store
 
 LAYERS, SHARD = 8, 45_000  # a shard for each layer
@@ -54,16 +56,10 @@ def cluster(ray_cluster: RayCluster) -> RayCluster:
     return ray_cluster
 
 
-def faulty_run(source: Path | str, out: Path | str, marker: Path, fault: str) -> RewriteTask:
-    """A task in which something happens at the fifth layer, which then makes a marker."""
-    checkpoint, _, plan = plan_quantize(source, load_recipe("q5"), QuantizeOptions(max_shard_size=SHARD))
-    return RewriteTask(
-        checkpoint=checkpoint,
-        source=None,
-        transform=Faulty(recipe=load_recipe("q5"), tensor=weight(4), marker=marker, fault=fault),
-        plan=plan,
-        out=open_store(out),
-    )
+def faulty_run(source: Path | str, marker: Path, fault: str) -> Conversion:
+    """A conversion in which something happens at the fifth layer, which then makes a marker."""
+    planned = plan_quantize(source, load_recipe("q5"), QuantizeOptions(max_shard_size=SHARD))
+    return replace(planned, encode=Faulty(encode=planned.encode, tensor=weight(4), marker=marker, fault=fault))
 
 
 def test_results_of_a_cluster_have_the_bytes_of_one_machine(
@@ -87,9 +83,9 @@ def test_results_of_a_cluster_have_the_bytes_of_one_machine(
 def test_a_worker_that_is_killed_costs_its_task_alone(
     source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path
 ) -> None:
-    task = faulty_run(source, tmp_path / "out", tmp_path / "marker", "kill")
+    planned = faulty_run(source, tmp_path / "marker", "kill")
     with engine_of(cluster.address) as engine:
-        rewrite(task, RunOptions(engine=engine))
+        convert(planned, open_store(tmp_path / "out"), RunOptions(engine=engine))
     assert (tmp_path / "marker").exists()
     assert folder_bytes(tmp_path / "out") == plain
 
@@ -98,7 +94,7 @@ def test_the_task_of_a_node_that_is_killed_goes_to_another(
     source: Path, plain: dict[str, bytes], cluster: RayCluster, tmp_path: Path
 ) -> None:
     """It hangs until all others are made, which do not wait for it."""
-    task, marker = faulty_run(source, tmp_path / "out", tmp_path / "marker", "hang"), tmp_path / "marker"
+    planned, marker = faulty_run(source, tmp_path / "marker", "hang"), tmp_path / "marker"
 
     def progress(done: int, total: int, name: str) -> None:
         if name == f"{LAYERS - 1} of {LAYERS} files":
@@ -106,7 +102,7 @@ def test_the_task_of_a_node_that_is_killed_goes_to_another(
             cluster.kill(node)
 
     with engine_of(cluster.address) as engine:
-        rewrite(task, RunOptions(engine=engine, progress=progress))
+        convert(planned, open_store(tmp_path / "out"), RunOptions(engine=engine, progress=progress))
     assert len(cluster.nodes) == 1
     assert folder_bytes(tmp_path / "out") == plain
 
@@ -119,15 +115,16 @@ def test_a_command_that_is_killed_is_continued(
 from pathlib import Path
 from test_ray import faulty_run
 from pqweights.rewrite.distributed.engine import engine_of
-from pqweights.rewrite.driver import rewrite
+from pqweights.rewrite.convert import convert
 from pqweights.rewrite.task import RunOptions
+from pqweights.storage import open_store
 marker = Path({str(tmp_path / "marker")!r})
-task = faulty_run(Path({str(source)!r}), Path({str(tmp_path / "out")!r}), marker, "hang")
+conversion = faulty_run(Path({str(source)!r}), marker, "hang")
 def progress(done, total, name):
     if name == "{LAYERS - 1} of {LAYERS} files":
         (marker.parent / "ALMOST").touch()
 with engine_of({cluster.address!r}) as engine:
-    rewrite(task, RunOptions(engine=engine, progress=progress))
+    convert(conversion, open_store(Path({str(tmp_path / "out")!r})), RunOptions(engine=engine, progress=progress))
 """
     here = Path(__file__).parent
     paths = [str(here), str(here.parent), str(here.parent / "support"), *filter(None, sys.path)]
@@ -258,9 +255,9 @@ def test_a_run_between_buckets_survives_a_lost_worker(
     session_cluster.restore(0)
     session_cluster.restore(2)  # nodes have the environment of the process that starts them
     address, marker = server.put(source, "model"), tmp_path / "marker"
-    task = faulty_run(address, "s3://models/master", marker, "kill")
+    planned = faulty_run(address, marker, "kill")
     with engine_of(session_cluster.address) as engine:
-        rewrite(task, RunOptions(engine=engine))
+        convert(planned, open_store("s3://models/master"), RunOptions(engine=engine))
     assert marker.exists()
     assert server.contents("master") == plain
     assert folder_bytes(tmp_path / "scratch") == {}

@@ -18,6 +18,7 @@ from tasks_here import use_tasks_here
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
 from pqweights.errors import OutputError, PqweightsError, SourceChangedError, StrictError
+from pqweights.rewrite import quantizing
 from pqweights.rewrite.distributed import worker
 from pqweights.rewrite.finished_shards import FinishedShards
 
@@ -75,7 +76,9 @@ def test_masters_in_tasks_have_the_bytes_of_plain_ones(
         ("gguf", {"target_size": 500_000, "without_tokenizer": True}),
         ("gguf", {"type": "q3_k_l", "without_tokenizer": True}),
         ("torchao", {"group_size": 32}),
-        ("vllm", {"group_size": 32, "source": "source"}),
+        ("vllm", {"group_size": 32, "of": "source"}),
+        ("vllm", {"format": "gptq"}),
+        ("gguf", {"type": "q4_k_m,q8_0", "of": "source"}),
         ("mlx", {"group_size": 32}),
     ],
     ids=str,
@@ -83,12 +86,11 @@ def test_masters_in_tasks_have_the_bytes_of_plain_ones(
 def test_exports_in_tasks_have_the_bytes_of_plain_ones(
     target: str, options: dict[str, Any], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = {name: base / options[name] for name in ("source",) if name in options}
+    given = dict(options)
+    exported = base / given.pop("of", "master")
     ran = both(
         monkeypatch,
-        lambda out, ray: pqweights.export(
-            base / "master", out, target, max_shard_size=SHARD, ray=ray, **{**options, **paths}
-        ),
+        lambda out, ray: pqweights.export(exported, out, target, max_shard_size=SHARD, ray=ray, **given),
         tmp_path,
     )
     assert len(ran) == len(set(ran)) > 1
@@ -107,10 +109,8 @@ def test_runs_in_tasks_and_plain_ones_continue_each_other(
     out, made = tmp_path / "out", []
     killed_after(monkeypatch, shards, lambda: quantize(base, out, first))
     known = finished(out)
-    job = pqweights.rewrite.quantizing.Quantize.job
-    monkeypatch.setattr(
-        pqweights.rewrite.quantizing.Quantize, "job", lambda self, p, t: made.append(p.name) or job(self, p, t)
-    )
+    job = quantizing.EncodeJob
+    monkeypatch.setattr(quantizing, "EncodeJob", lambda p, t, **more: made.append(p.name) or job(p, t, **more))
     assert quantize(base, out, then).resumed == len(known) >= shards
     assert made and not known & set(made)
     assert folder_bytes(out) == folder_bytes(base / "master")
@@ -146,7 +146,7 @@ def test_a_strict_run_refuses_in_tasks_as_in_a_plain_run(
         assert not out.exists()
         killed_after(monkeypatch, 3, lambda: quantize(base, out, "here"))
         made.clear()
-        patch.setattr(pqweights.rewrite.quantizing.Quantize, "job", lambda self, planned, tensor: made.append(0))
+        patch.setattr(quantizing, "EncodeJob", lambda planned, tensor, **given: made.append(0))
         with pytest.raises(StrictError, match="`strict`"):
             quantize(base, out, ray, strict=True)
     assert not made

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +18,17 @@ from cards import blocks, facts
 from commands import answer, done, invoke, refused
 from helpers import read_all
 
-from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import OptionError
-from pqweights.exports import ALIASES, EXPORTS, RegisteredTarget
-from pqweights.exports.bf16 import Bf16Export
+from pqweights.exports import ALIASES, EXPORTS, RegisteredTarget, bf16
 from pqweights.exports.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import DEFAULT_METADATA, Safetensors
+from pqweights.rewrite.conversion import Conversion, make_plan
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.verify import verify
-from pqweights.rewrite.transform import EXPORT, Account, Output, Transform
 
 NAME, LABEL_KEY = "test-labelled", "test_label"
 ENTRY = RegisteredTarget(__name__, "a target of the tests; --mode TEXT is written into every shard")
-
-
-@dataclass(frozen=True)
-class LabelledExport(Bf16Export):
-    """The transform from a master to BF16 shards with a label."""
-
-    label: str = "none"
-
-    @property
-    def account(self) -> Account:
-        return Account(EXPORT, {"target": NAME, "mode": self.label})
-
-    @property
-    def output(self) -> Output:
-        metadata = {**DEFAULT_METADATA, LABEL_KEY: self.label}
-        return replace(super().output, container=lambda tensors, most: Safetensors(metadata))
 
 
 def read_options(options: ExportOptions) -> str:
@@ -55,8 +37,11 @@ def read_options(options: ExportOptions) -> str:
     return options.mode or "none"
 
 
-def prepare(source: ExportSource, label: str) -> tuple[Checkpoint, Transform]:
-    return source.checkpoint, LabelledExport(label=label)
+def plan(source: ExportSource, label: str) -> Conversion:
+    """BF16 shards with a label."""
+    made, container = bf16.plan(source, "bf16"), Safetensors({**DEFAULT_METADATA, LABEL_KEY: label})
+    labelled = make_plan(made.checkpoint, made.plan.tensors, container, source.max_shard_bytes)
+    return replace(made, made_by={"target": NAME, "mode": label}, plan=labelled)
 
 
 def load_section(made_by: Mapping[str, Any], model: Any) -> list[str]:
@@ -69,7 +54,7 @@ TARGET = ExportTarget(
     tags=("test-tag", "another-tag"),
     options=("mode",),
     read_options=read_options,
-    prepare=prepare,
+    plan=plan,
     check=lambda master, label: None,
     load_section=load_section,
     library="test-library",
@@ -110,7 +95,7 @@ def test_result_is_what_the_target_says_in_every_command(labelled: Path, base: P
     for key in ("label", "basis"):
         changed = Path(shutil.copytree(labelled, labelled.with_name(key)))
         (changed / path.name).write_text(path.read_text().replace('"mode":', f'"{key}":'))
-        said = f"pqweights.json: expected calibration, master_errors, mode, original_fingerprint, target, found '{key}'"
+        said = f"pqweights.json: expected calibration, master_errors, mode, target, found '{key}'"
         assert verify(changed, threads=1).problems == (said,)
 
 

@@ -16,7 +16,9 @@ from cards import change_manifest
 from closeness import ROUNDED_ONCE_MORE, approx, assert_within, distance, each_near, rounding
 from commands import answer, done, invoke, refused
 from helpers import bf16, gaussian, read_all, run_command, write_checkpoint
+from rewriting import interrupt
 
+from pqweights.common.units import parse_size
 from pqweights.exports.gguf import MODELFILE
 from pqweights.exports.gguf_types import type_bytes
 from pqweights.inference.runtimes.models import open_model
@@ -154,10 +156,37 @@ def test_damage_is_found(master, tmp_path):
         assert found.exit_code == 1 and found.stdout.startswith("model-Q6_K.gguf: ") and expected in found.stdout
     path.write_bytes(data)
     manifest = json.loads((out / "pqweights.json").read_bytes())
-    assert manifest["manifest_version"] == 4
-    manifest["container"]["headers"] = []
+    assert manifest["manifest_version"] == 1
+    manifest["container"]["files"] = []
     (out / "pqweights.json").write_text(json.dumps(manifest))
-    assert "container: expected as many headers as files" in refused("verify", out)
+    assert "pqweights.json: damaged: container" in refused("verify", out)
+
+
+def test_files_of_several_types_are_made_in_one_run_and_are_those_of_single_runs(model, tmp_path, monkeypatch):
+    """Also cut into parts, and continued after a kill."""
+    source, types = model, ("q4_k_m", "iq4_xs", "f16")
+    for size in ("2GB", "200kB"):
+        more = ("--name", "m", "--max-shard-size", size)
+        for name in types:
+            done("export", source, tmp_path / size / name, "-t", "gguf", "--type", name, *more)
+        out = tmp_path / size / "all"
+        work = {"export": str(source), "target": "gguf", "type": ",".join(types), "name": "m"}
+        interrupt(monkeypatch, work | {"max_shard_bytes": parse_size(size)}, out, shards=2)
+        done("export", source, out, "-t", "gguf", "--type", ",".join(types), *more)
+        made = {path.name: path.read_bytes() for path in out.glob("*.gguf")}
+        if size == "2GB":
+            assert sorted(made) == ["m-F16.gguf", "m-IQ4_XS.gguf", "m-Q4_K_M.gguf"]
+            alone = {p.name: p.read_bytes() for name in types for p in (tmp_path / size / name).glob("*.gguf")}
+            assert made == alone
+        else:
+            expected = {name: tensors(*sorted((tmp_path / size / name).glob("*.gguf"))) for name in types}
+            for name, held in expected.items():
+                found = tensors(*sorted(out.glob(f"m-{name.upper()}-*.gguf")))
+                assert found.keys() == held.keys()
+                assert all(np.array_equal(found[of].data, held[of].data) for of in held)
+        assert ": ok" in done("verify", out).stdout and "\nQ4_K_M: " in done("inspect", out).stdout
+        assert read_manifest(out).made_by["type"] == "Q4_K_M,IQ4_XS,F16"
+    assert "expected different types" in refused("export", source, out, "-t", "gguf", "--type", "q8_0,Q8_0", code=2)
 
 
 def test_rows_that_blocks_do_not_divide_get_the_fallbacks_of_llama_cpp(base, tmp_path):

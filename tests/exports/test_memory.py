@@ -37,13 +37,11 @@ def test_printed_commands_make_exports_of_about_the_estimated_bytes(
 ) -> None:
     monkeypatch.chdir(source.parent)
     monkeypatch.setattr("pqweights.checkpoint.gguf.model.GgufModel.has_vocabulary", True)
-    rules = ("--keep", "*.layers.0.*", "--set", "*.down_proj.weight=6", "--bits", 7)
-    planned = proposed(source, bits=7, keep="*.layers.0.*", set_bits={"*.down_proj.weight": 6})
+    planned = proposed(source)
     made: dict[str, int] = {}
     for runtime in ("llama.cpp", "mlx", "vllm", "transformers"):
-        text = done("plan", source.name, "--memory", LARGE, "--runtime", runtime, *rules).stdout
-        first, *commands = [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("    pqweights ")]
-        assert first[0] == "quantize" and done(*first).exit_code == 0
+        text = done("plan", source.name, "--memory", LARGE, "--runtime", runtime).stdout
+        commands = [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("    pqweights ")]
         for command, *words in commands:
             target = words[words.index("--target") + 1] if command == "export" else "master"
             if target not in made:  # one of each
@@ -119,11 +117,11 @@ def test_formats_that_a_target_cannot_give_the_model_are_not_proposed(tmp_path: 
     assert "int8" in formats
 
 
-def test_a_revision_and_pickles_leave_out_the_original(source: Path) -> None:
-    assert "--source" in done("plan", source, "--memory", LARGE).stdout
+def test_commands_export_from_the_source_with_what_opens_it(source: Path) -> None:
     shown = done("plan", source, "--memory", LARGE, "--allow-pickle", "--token", "secret").stdout
-    assert "--source" not in shown and "secret" not in shown
-    assert f"pqweights quantize {shlex.quote(str(source))} master/ --allow-pickle" in shown
+    exports = [line for line in shown.splitlines() if "pqweights export" in line]
+    assert exports and "secret" not in shown
+    assert all(f"export {shlex.quote(str(source))} " in line and "--allow-pickle" in line for line in exports)
 
 
 def test_a_plan_without_memory_says_nothing_of_it(source: Path) -> None:
@@ -133,6 +131,6 @@ def test_a_plan_without_memory_says_nothing_of_it(source: Path) -> None:
 def test_commands_stay_whole_on_a_narrow_terminal(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pqweights_cli.tables.terminal_width", lambda: 60)
     lines = done("plan", source, "--memory", LARGE).stdout.splitlines()
-    exports = [line for line in lines if "--source" in line]
-    assert exports and all(line.startswith("    pqweights export master/ ") for line in exports)
+    exports = [line for line in lines if "pqweights export" in line]
+    assert exports and all(line.startswith(f"    pqweights export {shlex.quote(str(source))} ") for line in exports)
     assert any(line.startswith("not shown: context") for line in lines)

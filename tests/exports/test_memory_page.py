@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from pqweights.checkpoint.header import TensorSpec, build_header
 from pqweights.checkpoint.source import open_local
 from pqweights.exports import get_target
 from pqweights.exports.formats import Rounding
-from pqweights.exports.possible import as_in_master
+from pqweights.planning.choice import with_weights
 from pqweights.planning.plan import stored_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -74,9 +73,9 @@ def test_estimated_sizes_of_a_model_of_8b_are_those_of_the_files_or_a_little_mor
     assert report.memory is not None
     estimated = {p.format: p.weight_bytes for p in report.memory.proposals if p.target == name}
     assert estimated.keys() == {choice.name for choice in target.choices}
-    master = as_in_master(zip(open_local(source).tensors, report.tensors, strict=True))
+    whole = with_weights(open_local(source))
     for choice in target.choices:
-        outline = target.settings(choice.options).outline(replace(open_local(source), tensors=master))
+        outline = target.settings(choice.options).outline(whole)
         sizes = [
             stored_bytes(how.specs(tensor.name, tensor.shape))
             if isinstance(how, Rounding)

@@ -89,12 +89,6 @@ def test_layers_that_differ_are_each_looked_at(tmp_path: Path) -> None:
     assert found["possible"] is False and "do not divide its rows of 100 weights" in found["reason"]
 
 
-def test_weights_that_the_recipe_keeps_are_not_taken_for_integers(tmp_path: Path) -> None:
-    source = wide_llama(tmp_path / "model")
-    found = answers("plan", source, "--keep", "*.layers.*")
-    assert found["vllm"]["possible"] is False and found["gguf"]["possible"] is True
-
-
 def test_a_missing_package_leaves_the_answer_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = wide_llama(tmp_path / "model")
     real = importlib.util.find_spec

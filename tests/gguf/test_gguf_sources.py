@@ -169,7 +169,7 @@ def test_a_file_is_calibrated_and_exported_from_as_the_model(llama: Path, tmp_pa
             shutil.copy(tmp_path / "src" / "model.gguf", alone)
         master, out = (tmp_path / f"{part}-{source.name}" for part in ("master", "out"))
         done("quantize", source, master, *calibrated)
-        done("export", master, out, *exported, "--source", source)
+        done("export", source, out, *exported)
         results[source.name] = (read_all(master), next(out.glob("*.gguf")).read_bytes())
     (weights, file), (others, other_file), (of_alone, file_of_alone) = results.values()
     assert weights.keys() == others.keys() == of_alone.keys() and file == other_file

@@ -10,6 +10,7 @@ library's arithmetic: of calibrated masters, the encoder is frozen, with given m
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import tempfile
@@ -129,13 +130,13 @@ def exports(base: Path) -> Iterator[Result]:
 
 
 def _both(name: str, family: str, target: str, options: dict[str, Any], base: Path) -> Iterator[Result]:
-    def export(out: Path, **more: Any) -> None:
+    def export(made: Callable[[str, Path], Path], out: Path) -> None:
         with helpers.narrow_layers_packed():
-            pqweights.export(master(family, base), out, target=target, threads=2, **options, **more)
+            pqweights.export(made(family, base), out, target=target, threads=2, **options)
 
-    yield Result(f"from-master/{name}", export)
+    yield Result(f"from-master/{name}", functools.partial(export, master))
     if target != "bf16":  # which from the source is the source
-        yield Result(f"from-source/{name}", lambda out: export(out, source=source(family, base)))
+        yield Result(f"from-source/{name}", functools.partial(export, source))
 
 
 def digest(folder: Path) -> str:

@@ -17,19 +17,14 @@ from hostile.case import (
     UP,
     VECTOR,
     WEIGHT,
-    WEIGHT_DATA,
     Case,
     Content,
     Prepare,
-    Stored,
     remembered,
     stored,
     write,
 )
-from hostile.masters import DOWN_192, MANIFEST, Damage, overwrite, run_quantize, set_json
-
-from pqweights.exports.exporting import MasterFolder
-from pqweights.exports.exporting import export as exporting_of
+from hostile.masters import DOWN_192, Damage, overwrite, run_quantize, set_json
 
 EXPORT_SRC: dict[str, Content] = {
     FILE: stored({UP: WEIGHT, DOWN: DOWN_192, NORM: VECTOR}),
@@ -69,32 +64,11 @@ def of_master(damage: Damage) -> Damage:
     return lambda folder: damage(folder / "master")
 
 
-def other_source(tensors: Mapping[str, Stored], manifest: bool = True) -> Damage:
-    """Another original beside the master; without the manifest, there is no fingerprint to compare."""
-
-    def damage(folder: Path) -> None:
-        write(folder, {"other/model.safetensors": stored(tensors)})
-        if not manifest:
-            (folder / "master" / MANIFEST).unlink()
-
-    return damage
-
-
-OTHER_UP: Stored = ("F32", [2, 128], WEIGHT_DATA[512:] + WEIGHT_DATA[:512])
-LONG_UP: Stored = ("F32", [4, 128], WEIGHT_DATA * 2)
 ABSENT: dict[str, Content] = {
     "mlx/__init__.py": "raise ImportError(\"No module named 'mlx'\")\n",
     "mlx/__pycache__": "",  # a file, so that none is written
 }
 MOMENTS_ALONE = '{"version": 1, "holds": ["moments"], "checkpoint": "", "weights": {}}'
-
-
-def of_original(
-    name: str, command: str, *fragments: str, tensors: Mapping[str, Stored], manifest: bool = False
-) -> Case:
-    """Another original than that of the master."""
-    said = {command + " --source other": ("--source other", *fragments)}
-    return exporting(f"export-original-{name}", said, damage=other_source({NORM: VECTOR, **tensors}, manifest))
 
 
 CASES = [
@@ -134,7 +108,6 @@ CASES = [
             VLLM + " --dtype source": ("--dtype", "vllm"),
             MLX + " --packing plain": ("--packing", "mlx"),
             EXPORT + " --qparams minmax": ("--qparams", "bf16"),
-            EXPORT + " --source src": ("--source", "bf16"),
         },
     ),
     exporting("qparams-best-of-rows", {VLLM + " --format fp8 --qparams best": ("--qparams best", "minmax")}),
@@ -155,7 +128,7 @@ CASES = [
         "calibrate-that-cannot-be",
         {
             VLLM + " --calibrate nowhere.txt": ("nowhere.txt", "No such file"),
-            VLLM + " --calibrate src --source src": ("src", "*.txt in the folder"),
+            "export src out -t vllm --calibrate src": ("src", "*.txt in the folder"),
         },
     ),
     exporting(
@@ -175,26 +148,11 @@ CASES = [
         {
             "export master master -t vllm": ("master", "must not contain each other"),
             "export master master/out -t torchao": ("master/out", "must not contain each other"),
-            "export master src -t torchao --source src": ("src", "must not contain each other"),
-            "export master src/out -t vllm --source src": ("src/out", "must not contain each other"),
+            "export src src/out -t vllm": ("src/out", "must not contain each other"),
             "export master . -t vllm": ("must not contain each other",),
         },
     ),
-    exporting("export-original-missing", {TORCHAO + " --source nowhere": ("nowhere", "no such")}),
-    exporting(
-        "export-original-a-master",
-        {VLLM + " --source master": ("--source master", "the original checkpoint", "pqweights master")},
-    ),
-    of_original(
-        "of-other-weights",
-        VLLM,
-        "is not the checkpoint",
-        "fingerprint",
-        tensors={UP: OTHER_UP, DOWN: DOWN_192},
-        manifest=True,
-    ),
-    of_original("of-another-shape", TORCHAO, UP, "[2, 128]", "[4, 128]", tensors={UP: LONG_UP, DOWN: DOWN_192}),
-    of_original("without-a-tensor", TORCHAO, DOWN, "none", tensors={UP: WEIGHT}),
+    exporting("export-of-nothing", {"export nowhere out -t torchao": ("nowhere", "no such")}),
     exporting(
         "export-of-nan-norms",
         {
@@ -214,14 +172,6 @@ CASES = [
         "export-of-transposed-weights",
         dict.fromkeys((TORCHAO, VLLM), ("config.json", "gpt2", "transposed", "mlx")),
         {"model_type": "gpt2"},
-    ),
-    exporting(
-        "export-of-an-export",
-        {
-            "export exported out --target mlx": ("exported", "found an export (bf16)", "the folder of the master"),
-            "export exported out --target bf16": ("exported", "the folder of the master"),
-        },
-        damage=lambda folder: exporting_of(MasterFolder(folder / "master"), folder / "exported", "bf16"),
     ),
     exporting(
         "export-of-layers-that-transformers-renames",

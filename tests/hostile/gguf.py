@@ -9,7 +9,7 @@ from hostile.case import Case
 
 EVAL, INSPECT = "eval a.gguf --text text.txt", "inspect a.gguf"
 TEXT = {"text.txt": "once upon a time"}
-OTHERS = "only pqweights eval, inspect, plan and quantize read"
+OTHERS = "only pqweights eval, export, inspect, plan and quantize read"
 
 
 def _text(value: str) -> bytes:
@@ -82,14 +82,14 @@ CASES = [
         {
             **{f"{command} a.gguf": (OTHERS,) for command in ("verify", "card")},
             "plan a.gguf": ("a.gguf", "general.architecture", "put config.json of the original model beside it"),
-            "export a.gguf out --target bf16": (OTHERS,),
+            "export a.gguf out --target bf16": ("a.gguf", "general.architecture"),
             "calibrate a.gguf out.json --text text.txt": (OTHERS,),
         },
         {"a.gguf": GOOD, **TEXT},
     ),
     _source("gguf-source-of-a-foreign-tensor", OF_LLAMA, LLAMA, "llama.cpp needs", "config.json"),
     _source("gguf-source-cut", GOOD[:-1], LLAMA, "data is truncated"),
-    _source("gguf-source-of-an-unknown-type", GOOD, {"model_type": "unheard"}, "config.json", "model_type is unheard"),
+    _source("gguf-source-of-an-unknown-type", GOOD, {"model_type": "unheard"}, "a.gguf", "general.architecture"),
     _source("gguf-source-of-another-model", GOOD, LLAMA, "config.json", "the architecture llama"),
     _source(
         "gguf-source-of-many-layers", OF_LLAMA, LLAMA | {"num_hidden_layers": 10**9}, "config.json", "num_hidden_layers"

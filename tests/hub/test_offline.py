@@ -106,7 +106,7 @@ def test_every_command_works_from_a_complete_cache(
             assert client.well("inspect", name).stdout == client.well("inspect", tmp_path / "online").stdout
         assert ": ok: " in client.well("verify", TARGET).stdout
         client.well("export", TARGET, tmp_path / "bf16", "--target", "bf16", "-q")
-        client.well("export", TARGET, tmp_path / "int4", "--target", "vllm", "--source", SOURCE, "-q")
+        client.well("export", SOURCE, tmp_path / "int4", "--target", "vllm", "-q")
     finally:
         for path in read_only:
             path.chmod(0o755)

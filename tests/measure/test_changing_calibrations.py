@@ -162,8 +162,6 @@ def test_a_source_that_was_only_touched_is_the_same(
 
 @pytest.mark.parametrize("how", WAYS)
 def test_an_export_is_of_the_model_whose_inputs_it_learned(how: str, base: Path, source: Path, tmp_path: Path) -> None:
-    master = tmp_path / "master"
-    pqweights.quantize(source, master, "q5", threads=1)
     asked: dict[str, Any] = {"calibrate": base / "text.txt", "calibration_tokens": 4096, "rounding": "gptq"}
     acted: list[int] = []
 
@@ -175,9 +173,7 @@ def test_an_export_is_of_the_model_whose_inputs_it_learned(how: str, base: Path,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pqweights.quality.sample.WINDOW", 64)
         with pytest.raises(SourceChangedError, match=r"model\.safetensors"):
-            pqweights.export(
-                master, tmp_path / "out", "vllm", source=source, group_size=32, threads=1, progress=show, **asked
-            )
+            pqweights.export(source, tmp_path / "out", "vllm", group_size=32, threads=1, progress=show, **asked)
     assert acted and not (tmp_path / "out/pqweights.json").exists()
 
 

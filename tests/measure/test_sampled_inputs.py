@@ -26,7 +26,7 @@ from pqweights.quality.layer_statistics import LayerStatistics
 from pqweights.quality.layered import ModelMatrix
 from pqweights.quality.sample import SampleOf
 from pqweights.quality.sampled_inputs import SampledInputs, inputs_of
-from pqweights.rewrite.quantizing import Quantize
+from pqweights.rewrite.quantizing import rate_planner
 from pqweights.storage import open_store
 
 WINDOW, WINDOWS = 64, 16
@@ -160,7 +160,7 @@ def test_inputs_of_every_multiplied_weight_are_seen(name, tmp_path_factory, tmp_
     """Embeddings are looked up, and multiplied only if tied."""
     folder = families.model(tmp_path_factory.getbasetemp(), name)
     checkpoint = open_local(folder)
-    planned = [t for t in Quantize(recipe=load_recipe("q5")).plan(checkpoint) if t.action == QUANTIZE]
+    planned = [t for t in rate_planner(checkpoint, load_recipe("q5")).planned({}) if t.action == QUANTIZE]
     with run(folder, tmp_path / "out") as found:
         unseen = {tensor.name for tensor in planned} - found.weights.keys()
         assert len(unseen) == (0 if name == "llama-tied" else 1)

@@ -26,7 +26,7 @@ from pqweights.kernels.groups import BEST, GroupRule
 from pqweights.planning.recipe import load_recipe
 from pqweights.planning.sensitivity_file import groups_of
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.rewrite.quantizing import Quantize
+from pqweights.rewrite.quantizing import rate_planner
 
 NAME = "quokka"
 # Its modules, and what Llama calls them.
@@ -71,7 +71,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 
 def test_its_roles_decide_what_is_quantized(checkpoint: Checkpoint) -> None:
-    planned = {tensor.name: tensor for tensor in Quantize(recipe=load_recipe("q5")).plan(checkpoint)}
+    planned = {tensor.name: tensor for tensor in rate_planner(checkpoint, load_recipe("q5")).planned({})}
     assert planned["model.layers.0.hop.sieve.weight"].role == "router"
     assert planned["model.layers.0.hop.sieve.weight"].bits is None
     assert {planned[f"model.layers.0.mix.{name}.weight"].role for name in ("ask", "blend")} == {"attention"}

@@ -69,10 +69,10 @@ def targeted(size: str | int | None = None, bits: float | None = None, sensitivi
 
 
 def fitted(source: Path, recipe: Recipe, shard: int = DEFAULT_MAX_SHARD_BYTES) -> tuple[Fit, Plan]:
-    _, transform, plan = plan_quantize(source, recipe, max_shard_bytes=shard)
-    assert transform.fit is not None
-    assert transform.fit.output_bytes == plan.output_bytes
-    return transform.fit, plan
+    made = plan_quantize(source, recipe, max_shard_bytes=shard)
+    assert made.fit is not None
+    assert made.fit.output_bytes == made.plan.output_bytes
+    return made.fit, made.plan
 
 
 def refused(source: Path, recipe: Recipe, shard: int = DEFAULT_MAX_SHARD_BYTES) -> str:
@@ -148,7 +148,7 @@ def test_smallest_and_largest_targets_are_met(source: Path, shard: int) -> None:
     largest, plan = fitted(source, targeted(most), shard)
     assert {group.bits for group in largest.groups} == {None, 8}
     assert "quantize" in {tensor.action for tensor in plan.tensors}
-    kept = plan_quantize(source, parse_recipe(KEEP_ALL, "all"), max_shard_bytes=shard)[2]
+    kept = plan_quantize(source, parse_recipe(KEEP_ALL, "all"), max_shard_bytes=shard).plan
     assert kept.output_bytes == most + 1
     assert fitted(source, targeted(largest.output_bytes), shard)[0].rates == largest.rates
 
@@ -224,7 +224,7 @@ def test_no_other_choice_of_bit_widths_is_better(tmp_path: Path) -> None:
             for (name,), bits in zip([group.weights for group in some.groups], widths, strict=True)
         ]
         recipe = parse_recipe(json.dumps({"name": "fixed", "rules": entries}), "fixed")
-        _, _, plan = plan_quantize(small, recipe)
+        plan = plan_quantize(small, recipe).plan
         rises = [g.alpha * distortion(b) for g, b in zip(some.groups, widths, strict=True) if b is not None]
         by_widths.append((plan.output_bytes, math.fsum(rises)))
     for size in np.linspace(least, most, 12).astype(int).tolist():

@@ -34,7 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(source: Path, max_shard_bytes: int = SHARD_BYTES, recipe: str = "q5") -> Plan:
-    return plan_quantize(source, load_recipe(recipe), max_shard_bytes=max_shard_bytes)[2]
+    return plan_quantize(source, load_recipe(recipe), max_shard_bytes=max_shard_bytes).plan
 
 
 @pytest.mark.parametrize("recipe", ["q2", "q5", "q8"])

@@ -95,9 +95,9 @@ def test_inspect_needs_neither_gguf_nor_llama_cpp(model: Path) -> None:
 
 def test_other_commands_say_which_read_gguf(model: Path, tmp_path: Path) -> None:
     shutil.copy(model, tmp_path)
-    said = "GGUF, which only pqweights eval, inspect, plan and quantize read"
+    said = "GGUF, which only pqweights eval, export, inspect, plan and quantize read"
     for path in (tmp_path, tmp_path / "model.gguf"):
-        for command in ("export {} out -t bf16", "verify {}", "card {}", "push {} me/x"):
+        for command in ("verify {}", "card {}", "push {} me/x"):
             assert said in refused(*command.format(path).split()), command
         with pytest.raises(MasterError, match=said):
             pqweights.inspect(path)

@@ -11,9 +11,9 @@ from helpers import folder_bytes, run_command
 from rewriting import SHARD_BYTES, command, interrupt, marks
 
 from pqweights.errors import OutputError
+from pqweights.planning.decisions import RatePlanner
 from pqweights.rewrite import identity
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.rewrite.quantizing import Quantize
 from pqweights.rewrite.results.verify import verify
 
 RECIPE = """
@@ -32,13 +32,13 @@ def test_interrupted_run_is_continued_and_a_finished_one_left_alone_in_other_wor
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A version that gives other reasons makes the same bytes."""
-    out, plan = tmp_path / "out", Quantize.plan
+    out, plan = tmp_path / "out", RatePlanner.planned
     with monkeypatch.context() as patch:
-        patch.setattr(Quantize, "plan", lambda *given: [t._replace(reason="because") for t in plan(*given)])
+        patch.setattr(RatePlanner, "planned", lambda *given: [t._replace(reason="because") for t in plan(*given)])
         interrupt(patch, command(source), out)
     assert run_command(command(source), out).resumed == 5
     assert folder_bytes(out) == undisturbed
-    monkeypatch.setattr(Quantize, "plan", lambda *given: [t._replace(reason="because") for t in plan(*given)])
+    monkeypatch.setattr(RatePlanner, "planned", lambda *given: [t._replace(reason="because") for t in plan(*given)])
     assert run_command(command(source), out).already_done
 
 

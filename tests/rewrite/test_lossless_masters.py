@@ -232,7 +232,7 @@ def test_source_that_changes_between_the_readings_is_refused(tmp_path: Path, mon
         lengths["model.embed_tokens.weight"][0] += 1
         return lengths
 
-    monkeypatch.setattr("pqweights.rewrite.quantizing.measure", other)
+    monkeypatch.setattr("pqweights.rewrite.lossless.measure", other)
     line = refused("quantize", source, tmp_path / "out", "--lossless")
     assert "tensor 'model.embed_tokens.weight' changed while it was read" in line
 

@@ -8,10 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.source import Checkpoint
 from pqweights.exports import exporting
-from pqweights.planning.options import ExportOptions, QuantizeOptions
-from pqweights.planning.plan import Plan
+from pqweights.planning.options import ExportOptions, QuantizeOptions, SourceOptions
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity_file import Sensitivity
 from pqweights.publish import card
@@ -21,6 +19,7 @@ from pqweights.quality import sensitivity as measuring
 from pqweights.quality.options import EvaluationOptions, SamplingOptions
 from pqweights.quality.report import EvaluationReport
 from pqweights.rewrite import quantizing
+from pqweights.rewrite.conversion import Conversion
 from pqweights.rewrite.task import RewriteReport, RunOptions
 
 
@@ -42,18 +41,18 @@ def quantize(source: str | Path, out: str | Path, recipe: Recipe, **keywords: An
     return quantizing.quantize(source, out, recipe, options=options, run=run)
 
 
-def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> tuple[Checkpoint, quantizing.Quantize, Plan]:
+def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> Conversion:
     options = quantize_options(keywords)
     assert not keywords, keywords
     return quantizing.plan_quantize(source, recipe, options)
 
 
 def export(
-    master: Path, out: str | Path, target: str, options: ExportOptions = ExportOptions(), **keywords: Any
+    source: Path, out: str | Path, target: str, options: ExportOptions = ExportOptions(), **keywords: Any
 ) -> RewriteReport:
-    folder = exporting.MasterFolder(master, keywords.pop("origin", None), keywords.pop("original", None))
+    opened = exporting.open_exported(source, options_of(SourceOptions, keywords))
     run = options_of(RunOptions, keywords)
-    return exporting.export(folder, out, target, options=options, run=run, **keywords)
+    return exporting.export(opened, out, target, options=options, run=run, **keywords)
 
 
 def make_card(

@@ -226,12 +226,11 @@ def run_command(command: dict[str, Any], out: Path | str, threads: int = 2) -> R
     asked = {field.name: options.pop(field.name) for field in fields(ExportOptions) if field.name in options}
     if "inputs" in options:
         asked["calibrate"] = SELF
-    if "original" in options:
-        options["original"] = Path(options["original"])
+    source = Path(options.pop("original", command["export"]))  # in place of the master
     target = options.pop("target")
     packed = narrow_layers_packed() if options.pop("narrow_layers_packed", False) else contextlib.nullcontext()
     with packed:
-        return export(Path(command["export"]), out, target, ExportOptions(**asked), threads=threads, **options)
+        return export(source, out, target, ExportOptions(**asked), threads=threads, **options)
 
 
 def small_chunks() -> None:

@@ -46,6 +46,7 @@ def read_by_mlx(folder: Path) -> Any:
     return read_model(
         json.loads((folder / "config.json").read_text()),
         generation_config=None,
+        weights=frozenset(),
         tensors={tensor.name: tensor for tensor in checkpoint.tensors},
         dtypes={tensor.name: "F32" for tensor in checkpoint.tensors},
         default=QuantizedModule(8, 32, "affine"),

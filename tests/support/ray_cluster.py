@@ -23,7 +23,6 @@ import pytest
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.planning.plan import TensorPlan
 from pqweights.rewrite.jobs import Job
-from pqweights.rewrite.quantizing import Quantize
 
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes is 75 MB
 WAIT_SECONDS = 60.0
@@ -182,20 +181,22 @@ def ray_cluster(session_cluster: RayCluster) -> RayCluster:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Faulty(Quantize):
-    """Quantizes, but something happens when a tensor is begun.
+class Faulty:
+    """An encoder of which something happens when a tensor is begun.
 
+    encode: what it does otherwise
     tensor: its name
     marker: a file that is then made, which states the node and the process
     fault: "kill" ends the first process, "kill all" every one, "hang" waits for the file GO beside the marker
     """
 
+    encode: Callable[[TensorPlan, LogicalTensor], Job]
     tensor: str
     marker: Path
     fault: str
 
-    def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
-        """Return the job, or not."""
+    def __call__(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
+        """Return the pass, or not."""
         if planned.name == self.tensor and (self.fault == "kill all" or not self.marker.exists()):
             import ray
 
@@ -205,4 +206,4 @@ class Faulty(Quantize):
             if self.fault != "hang":
                 kill_process(os.getpid())
             wait_until(self.marker.with_name("GO").exists, "nothing said that the task should go on")
-        return super().job(planned, tensor)
+        return self.encode(planned, tensor)

@@ -12,8 +12,8 @@ import pytest
 import safetensors
 from helpers import folder_bytes, killed_runs, run_command
 
+from pqweights.rewrite import quantizing
 from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
-from pqweights.rewrite.quantizing import Quantize
 from pqweights.rewrite.task import RewriteReport
 
 SHARD_BYTES = 20_000  # four output shards of the small checkpoint
@@ -62,14 +62,14 @@ def finished(out: Path) -> set[str]:
 def watched(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path) -> tuple[RewriteReport, set[str]]:
     """The report of a run, and the tensors for which it began a job."""
     begun = set()
-    job = Quantize.job
+    encode = quantizing.encode
 
-    def watching(self: Quantize, planned: Any, tensor: Any) -> Any:
+    def watching(planned: Any, tensor: Any, **given: Any) -> Any:
         begun.add(planned.name)
-        return job(self, planned, tensor)
+        return encode(planned, tensor, **given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Quantize, "job", watching)
+        patch.setattr(quantizing, "encode", watching)
         return run_command(work, out), begun
 
 

@@ -116,7 +116,9 @@ def load_tokenizer(folder: Path) -> Any:
         return GgufTokenizer(folder)
     transformers = package("transformers", "transformers")
     if not has_tokenizer(folder):
-        raise SourceError(f"{folder}: expected a tokenizer, found none; `tokenizer` names a folder that has it")
+        raise SourceError(
+            f"{folder}: expected a tokenizer, found none; put its files there (eval takes --tokenizer DIR)"
+        )
     try:
         with Refused(f"{folder}: transformers cannot load this tokenizer"), quiet():
             return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -47,14 +47,12 @@ def weights(manifest: Manifest) -> list[str]:
     """Return the section: errors by role, exceptions, tensors that are not quantized, and tensors that are left out."""
     quantized = [pair for pair in manifest.pairs if pair[0].bits is not None]
     lines = _by_role(quantized, manifest) if quantized else []
-    if "original_fingerprint" in manifest.made_by:
-        lines.append("The integers were made from the weights of the original, not from those of the master.")
     lines += _exceptions(quantized, manifest)
     plain = [tensor for tensor in manifest.tensors if tensor.bits is None]
     if plain:
         others = "Kept as they are:" if is_lossless(manifest) else "Not quantized:"
         lines += [others if quantized else "Stored:", _plain(plain)]
-    of = "source" if manifest.kind == "master" else "master"
+    of = "master" if manifest.is_of_master else "source"
     for reason, items in _grouped(manifest.identity.left_out.items(), lambda item: item[1]).items():
         names = listed([name for name, _ in items])
         lines.append(f"Left out: {counted(len(items), 'tensor')} of the {of} ({words(reason)}): {names}")
@@ -82,7 +80,7 @@ def _by_role(pairs: Sequence[Pair], manifest: Manifest) -> list[str]:
     if is_lossless(manifest):  # neither has a weight a width, nor is there an error
         shown = [[*row[:4], row[5]] for row in (titles, *rows)]
         return [table(shown[0], shown[1:], [1, 2, 4]), "Reading a weight gives the numbers of the source, bit for bit."]
-    read = "original" if "original_fingerprint" in manifest.made_by else "master" if integers else "source"
+    read = "master" if manifest.is_of_master else "source"
     meaning = (
         f"Relative MSE is the sum of squared errors against the {read}, divided by the sum of its squared weights, "
         "measured while the tensor was written. For several tensors, both sums run over all of them."
@@ -147,9 +145,7 @@ def evaluation(records: Sequence[EvaluationRecord], manifest: Manifest) -> list[
     """Return what eval measured, and the protocol of each row; nothing without records."""
     if not records:
         return []
-    original = manifest.made_by.get("original_fingerprint")
-    if manifest.kind == "master":
-        original = manifest.source_fingerprint
+    original = None if manifest.is_of_master else manifest.source_fingerprint
     compared = any(record.reference is not None for record in records)
     titles = ["no.", "text", "perplexity"]
     titles += ["change", "KL mean (nats)", "KL 99%", "top-1 agreement"] if compared else []

@@ -69,7 +69,7 @@ def _sizes(inspection: Inspection) -> str:
     before, after = totals.source_bytes, totals.output_bytes
     sizes = f"The weight files take {size_text(after)}"
     if before and after:
-        source = "source" if inspection.manifest.kind == "master" else "master that it was made from"
+        source = "master that it was made from" if inspection.manifest.is_of_master else "source"
         more = (
             f"{before / after:.2f} times smaller than" if before > after else f"{after / before:.2f} times the size of"
         )
@@ -89,10 +89,10 @@ def _origin(manifest: Manifest, base_model: str | None) -> str:
     model, revision = identity.model.get("id"), identity.model.get("revision")
     if isinstance(model, str) and is_repository_id(model, namespace=False):
         base = f"The base model is {_link(model)}" + ("." if revision is None else f" at commit {code(revision)}.")
-        if identity.origin is None or manifest.kind == "master":
+        if identity.origin is None or not manifest.is_of_master:
             return base
         return f"{base} The master that it was made from is {_at(identity.origin)}."
-    source = "checkpoint" if manifest.kind == "master" else "master"
+    source = "master" if manifest.is_of_master else "checkpoint"
     where = f"a local {source}" if identity.origin is None else f"the {source} {_at(identity.origin)}"
     made = f"It was made from {where} (fingerprint {code(manifest.source_fingerprint)})."
     if base_model is None:
@@ -197,7 +197,7 @@ def method(manifest: Manifest) -> list[str]:
     """Return how the weights were quantized, and the papers that the method comes from."""
     about, codecs = _about_master(manifest), _codecs(manifest)
     known = [MASTER_CODECS[name] for name in codecs if name in MASTER_CODECS]
-    prefix = "" if manifest.kind == "master" else "The master was made as follows. "
+    prefix = "The master was made as follows. " if manifest.is_of_master else ""
     described = [f"{prefix}{codec.description}" for codec in known if codec.description]
     papers = [paper for codec in known for paper in codec.papers]
     papers += [PAPERS[step] for step in ("fit", "awq") if isinstance(about.get(step), dict)]
@@ -221,14 +221,12 @@ def _codecs(manifest: Manifest) -> list[str]:
 
 def files(manifest: Manifest, manifest_sha256: str, has_records: bool) -> list[str]:
     """Return the section that lists the files with their sizes, the hash of the manifest, and fingerprints."""
-    source = "source" if manifest.kind == "master" else "master that it was made from"
+    source = "master that it was made from" if manifest.is_of_master else "source"
     facts = [f"sha256 of {code(MANIFEST_FILE)}: {code(manifest_sha256)}"]
     origin = manifest.identity.origin
     if origin is not None:
         facts.append(f"{source}: {code(origin.id)} at commit {code(origin.revision)}")
     facts.append(f"fingerprint of the {source}: {code(manifest.source_fingerprint)}")
-    if "original_fingerprint" in manifest.made_by:
-        facts.append(f"fingerprint of the original: {code(as_text(manifest.made_by['original_fingerprint']))}")
     about = (
         f"{code(MANIFEST_FILE)} lists a hash of every stored tensor and of every other file; `pqweights verify` "
         "checks the folder against it."

@@ -9,7 +9,7 @@ import contextlib
 import pickle
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,8 @@ from typing import Any
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import check_room, disk_errors
 from pqweights.errors import ClusterError, MasterError, PqweightsError, SourceError
-from pqweights.planning.plan import ShardPlan
+from pqweights.planning.plan import ShardPlan, in_groups
+from pqweights.rewrite.conversion import Conversion
 from pqweights.rewrite.distributed.cluster import (
     MOST_RETRIES,
     Node,
@@ -35,7 +36,6 @@ from pqweights.rewrite.run import Run
 from pqweights.rewrite.task import (
     ClusterWork,
     Engine,
-    RewriteTask,
     RunOptions,
     fetched_bytes_of,
     resource_needs,
@@ -92,14 +92,14 @@ class RayEngine(Engine):
     threads: int
     tell: Callable[[str], None]
 
-    def check(self, task: RewriteTask, run: Run) -> None:
+    def check(self, conversion: Conversion, run: Run) -> None:
         """Find out whether all nodes can do their part, see Engine."""
-        pickled, memory_bytes = self._work(task, run)
+        pickled, memory_bytes = self._work(conversion, run, ())
         used = self._rooms(memory_bytes)
-        disk_needs = task.fetch_needs
-        if not task.out.is_elsewhere:
-            fetched = fetched_bytes_of(task) * sum(used.values())
-            disk_needs.append(result_need(task, run, fetched_bytes=fetched))
+        disk_needs = conversion.fetch_needs
+        if not run.store.is_elsewhere:
+            fetched = fetched_bytes_of(conversion) * sum(used.values())
+            disk_needs.append(result_need(conversion, run, fetched_bytes=fetched))
         check_room(disk_needs)
         check_nodes(self.ray, pickled, used)
 
@@ -118,27 +118,27 @@ class RayEngine(Engine):
         return used
 
     def make(
-        self, task: RewriteTask, run: Run, shards: Sequence[ShardPlan], options: RunOptions
+        self, conversion: Conversion, run: Run, shards: Sequence[ShardPlan], options: RunOptions
     ) -> dict[str, ShardMark]:
         """Make shards, the largest first, see Engine."""
         if not shards:
             return {}
-        pickled, memory_bytes = self._work(task, run)
-        sizes = [sum(task.source_bytes(place) for place in shard.tensors) for shard in task.plan.shards]
-        asked = {shard.file for shard in shards}
-        numbers = [number for number, shard in enumerate(task.plan.shards) if shard.file in asked]
-        numbers.sort(key=lambda number: -sizes[number])
-        total, left, marks = sum(sizes), sum(sizes[number] for number in numbers), dict[str, ShardMark]()
+        groups = in_groups(shards)
+        groups.sort(key=lambda group: -_source_bytes(conversion, group))
+        pickled, memory_bytes = self._work(conversion, run, groups)
+        total, left = _source_bytes(conversion, conversion.plan.shards), _source_bytes(conversion, shards)
+        marks = dict[str, ShardMark]()
         options.progress(total - left, total, f"0 of {len(shards)} files")
-        with contextlib.closing(self._each(pickled, numbers, memory_bytes)) as made:
+        with contextlib.closing(self._each(pickled, range(len(groups)), memory_bytes)) as made:
             for number, result in made:
                 run.check_lock()
-                marks[task.plan.shards[number].file] = result.mark
-                task.checkpoint.restore_fingerprints(dict(result.mark.fingerprints))
-                task.checkpoint.storage.bytes_read += result.bytes_read
-                left -= sizes[number]
+                marks |= result.marks
+                for mark in result.marks.values():
+                    conversion.checkpoint.restore_fingerprints(dict(mark.fingerprints))
+                conversion.checkpoint.storage.bytes_read += result.bytes_read
+                left -= _source_bytes(conversion, groups[number])
                 options.progress(total - left, total, f"{len(marks)} of {len(shards)} files")
-        if task.out.is_elsewhere:
+        if run.store.is_elsewhere:
             called = call_nodes(self.ray, TIDY, pickled, dict.fromkeys(nodes_of(self.ray), 0))
             self.ray.wait(list(called), num_returns=len(called), timeout=END_SECONDS)
         return marks
@@ -167,29 +167,30 @@ class RayEngine(Engine):
             if under_way:
                 self.ray.wait(list(under_way), num_returns=len(under_way), timeout=END_SECONDS)
 
-    def _work(self, task: RewriteTask, run: Run) -> tuple[bytes, int]:
+    def _work(self, conversion: Conversion, run: Run, groups: Sequence[Sequence[ShardPlan]]) -> tuple[bytes, int]:
         """Return what all tasks have in common, pickled, and the most memory that one of them needs, in bytes."""
-        storages = [checkpoint.storage for checkpoint in task.checkpoints]
-        read = [(checkpoint.storage, checkpoint.weight_files) for checkpoint in task.checkpoints]
+        storages = [checkpoint.storage for checkpoint in conversion.checkpoints]
+        read = [(checkpoint.storage, checkpoint.weight_files) for checkpoint in conversion.checkpoints]
         pickled = pickle.dumps(
             ShardWork(
-                out=str(task.out),
-                task=task,
+                out=str(run.store),
+                conversion=conversion,
                 shards=run.shards,
+                groups=groups,
                 threads=self.threads,
                 files=tuple(file for storage, names in read for file in local_files(storage, names)),
-                shared=None if task.out.is_elsewhere else witness_in(run.store.work),
-                room=fetched_bytes_of(task) + room_for_shards(task.plan) if task.out.is_elsewhere else 0,
+                shared=None if run.store.is_elsewhere else witness_in(run.store.work),
+                room=fetched_bytes_of(conversion) + room_for_shards(conversion.plan) if run.store.is_elsewhere else 0,
             )
         )
         needs = resource_needs(
-            task.plan,
+            conversion.plan,
             self.threads,
             storages=storages,
-            is_elsewhere=task.out.is_elsewhere,
+            is_elsewhere=run.store.is_elsewhere,
         )
         # A worker has the pickled task twice, and the task itself.
-        return pickled, needs.peak_memory_bytes + task.transform.inputs.memory_bytes + 3 * len(pickled)
+        return pickled, needs.peak_memory_bytes + conversion.memory_bytes + 3 * len(pickled)
 
     def _room_on(self, node: Node, memory_bytes: int) -> int:
         """Return how many tasks have room on a node at once."""
@@ -232,6 +233,10 @@ class RayEngine(Engine):
             raise outcome
         name = next((known.name for known in nodes_of(self.ray) if known.id == node), node[:8])
         raise (type(outcome) if isinstance(outcome, PqweightsError) else ClusterError)(f"node {name}: {outcome}")
+
+
+def _source_bytes(conversion: Conversion, shards: Iterable[ShardPlan]) -> int:
+    return sum(conversion.source_bytes(place) for shard in shards for place in shard.tensors)
 
 
 def witness_in(work: Path) -> Path:

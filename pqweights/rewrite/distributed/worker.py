@@ -8,7 +8,7 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from typing import Any
 from pqweights import __version__
 from pqweights.checkpoint.writer import free_bytes
 from pqweights.errors import ClusterError, PqweightsError
+from pqweights.planning.plan import ShardPlan
+from pqweights.rewrite.conversion import Conversion
 from pqweights.rewrite.finished_shards import FinishedShards, ShardMark
 from pqweights.rewrite.identity import SAME_BYTES_SINCE
-from pqweights.rewrite.shard import SourceFiles, Workers, make_shard
-from pqweights.rewrite.task import ClusterWork, RewriteTask
+from pqweights.rewrite.shard import SourceFiles, Workers, make_shards
+from pqweights.rewrite.task import ClusterWork
 
 # How late a file server may show what another machine has written.
 APPEAR_SECONDS = 5.0
@@ -29,26 +31,28 @@ VERSIONS = (__version__, SAME_BYTES_SINCE)
 
 @dataclass(frozen=True, kw_only=True)
 class ShardWork(ClusterWork):
-    """The shards of a run, of which a task makes one.
+    """The shards of a run, of which a task makes a group.
 
-    shards: the finished shards of the run, to which a task adds one
+    shards: the finished shards of the run, to which a task adds some
+    groups: those that are missing, in the groups in which they are made
     threads: how many threads compute
     """
 
-    task: RewriteTask
+    conversion: Conversion
     shards: FinishedShards
+    groups: Sequence[Sequence[ShardPlan]]
     threads: int
 
     def make(self, number: int) -> ShardResult:
-        """Make the shard with a number."""
+        """Make the group with a number."""
         return _made(self, number)
 
 
 @dataclass(frozen=True)
 class ShardResult:
-    """A shard that a task has made. bytes_read: from all checkpoints, meanwhile."""
+    """Shards that a task has made, by name. bytes_read: from all checkpoints, meanwhile."""
 
-    mark: ShardMark
+    marks: Mapping[str, ShardMark]
     bytes_read: int
 
 
@@ -144,7 +148,7 @@ def _look(pickled: bytes, tasks_at_once: int) -> str | None:
     if problem is not None or not work.room:
         return problem
     assert isinstance(work, ShardWork)
-    scratch, needed = work.task.out.work.parent, work.room * tasks_at_once
+    scratch, needed = work.shards.store.work.parent, work.room * tasks_at_once
     if (free := free_bytes(scratch)) >= needed:
         return None
     return (
@@ -159,24 +163,27 @@ def _make(pickled: bytes, number: int) -> str | Done:
 
 
 def _made(work: ShardWork, number: int) -> ShardResult:
-    task, shard = work.task, work.task.plan.shards[number]
-    read_before, folder = task.bytes_read, task.out.work / work.shards.key
-    if task.out.is_elsewhere:
+    conversion, store, group = work.conversion, work.shards.store, work.groups[number]
+    read_before, folder = conversion.bytes_read, store.work / work.shards.key
+    if store.is_elsewhere:
         folder.mkdir(parents=True, exist_ok=True)
-    path, workers = work.shards.new_path(shard.file), Workers(work.threads)
+    paths, workers = [work.shards.new_path(shard.file) for shard in group], Workers(work.threads)
     # A folder of its own: other tasks on this node may fetch the same files.
     with tempfile.TemporaryDirectory(prefix="fetched-", dir=folder, ignore_cleanup_errors=True) as fetched:
         try:
-            task.transform.prepare(_ignore)
-            files = SourceFiles(task, list(shard.tensors))
-            with task.checkpoint.storage.fetching(Path(fetched), files.needed):
-                mark = make_shard(task, shard, path, workers, files, _ignore)
-            task.finish_checks()
-            work.shards.add(shard.file, path, mark, lambda: False)
+            conversion.learn(_ignore)
+            files = SourceFiles(conversion, group)
+            with conversion.checkpoint.storage.fetching(Path(fetched), files.needed):
+                marks = make_shards(conversion, group, paths, workers, files, _ignore)
+            conversion.finish_checks()
+            for shard, path, mark in zip(group, paths, marks, strict=True):
+                work.shards.add(shard.file, path, mark, lambda: False)
         finally:
-            path.unlink(missing_ok=True)
+            for path in paths:
+                path.unlink(missing_ok=True)
             workers.close()
-    return ShardResult(mark, task.bytes_read - read_before)
+    made = {shard.file: mark for shard, mark in zip(group, marks, strict=True)}
+    return ShardResult(made, conversion.bytes_read - read_before)
 
 
 def _ignore(done: int, total: int, name: str) -> None:
@@ -186,7 +193,7 @@ def _ignore(done: int, total: int, name: str) -> None:
 def _tidy(pickled: bytes, number: int) -> None:
     work = _opened(pickled)[0]
     assert isinstance(work, ShardWork)
-    work.task.out.tidy(lambda: True)
+    work.shards.store.tidy(lambda: True)
 
 
 ANSWERS: Mapping[str, Callable[[bytes, int], Answer]] = {LOOK: _look, MAKE: _make, TIDY: _tidy}

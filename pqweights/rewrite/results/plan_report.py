@@ -13,7 +13,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import LOW_DISK_FILES
 from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
 from pqweights.exports.memory import MemoryAdvice, advise
-from pqweights.exports.possible import planned_master, possible_exports
+from pqweights.exports.possible import possible_exports
 from pqweights.planning.calibration import PlannedCalibration, check_calibration
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.fit import Fit
@@ -137,16 +137,16 @@ def report_plan(
     Raises SourceError, RecipeError, OptionError or HubError.
     """
     recipe = choose_recipe(options.recipe, options, rates_exports=memory.memory is not None)
-    checkpoint, transform, plan = plan_quantize(source, recipe, options, run=RunOptions(threads=threads))
+    conversion = plan_quantize(source, recipe, options, run=RunOptions(threads=threads))
+    checkpoint, plan = conversion.checkpoint, conversion.plan
     calibration = None
     if options.calibrate is not None:
         check_calibration(options)
         calibration = PlannedCalibration.of(recipe, plan.tensors, checkpoint.config, options.calibration_tokens)
     is_elsewhere = out is not None and out.is_elsewhere
-    master = planned_master(checkpoint, plan.tensors)
-    exports, advice = possible_exports(master), None
+    exports, advice = possible_exports(checkpoint), None
     if memory.memory is not None:
-        advice = advise(master, exports, memory)
+        advice = advise(checkpoint, plan.tensors, exports, memory)
     needs = resource_needs(
         plan,
         threads,
@@ -156,7 +156,7 @@ def report_plan(
     )
     return PlanReport(
         plan=plan,
-        fit=transform.fit,
+        fit=conversion.fit,
         needs=needs,
         hub=_traffic(checkpoint),
         exports=exports,

@@ -36,7 +36,7 @@ from pqweights.rewrite.results.evaluation_record import read_records
 # The keys under which a manifest says how a result was made; an export's also has the options of its target.
 ACCOUNT_KEYS = {
     "master": {"recipe", "calibrated", "awq", "fit"},
-    "export": {"target", "original_fingerprint", "master_errors", "calibration"},
+    "export": {"target", "master_errors", "calibration"},
 }
 
 

@@ -1,6 +1,6 @@
-"""The one driver: plan -> (read -> transform -> write)* -> finish. Quantizing and every export run through it.
+"""The one verb: a conversion becomes a result. Quantizing and every export run through it.
 
-`make_plan` decides every output byte from headers; `rewrite` fulfils the plan in an output folder. The manifest is
+What is planned is made shard by shard in the work folder of a store, published, and stated by the manifest, which is
 written last: a folder with a manifest is a finished result, and in a folder without one, every file with a final name
 is complete.
 """
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from pqweights.checkpoint.config import original_of
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES
 from pqweights.common.strict_json import json_pieces
 from pqweights.errors import ClusterError, MasterError, OutputError, SourceChangedError, SourceError, SourceReadError
-from pqweights.planning.plan import Plan, index_json
+from pqweights.planning.plan import index_json
+from pqweights.rewrite.conversion import Conversion
 from pqweights.rewrite.finished_shards import records_of
 from pqweights.rewrite.identity import RunIdentity, is_under_way
 from pqweights.rewrite.listed_files import problems_of_sizes
@@ -27,8 +26,7 @@ from pqweights.rewrite.manifest import Manifest, parse_manifest
 from pqweights.rewrite.records import TensorRecord
 from pqweights.rewrite.run import Run, open_run
 from pqweights.rewrite.shard import LocalEngine
-from pqweights.rewrite.task import RewriteReport, RewriteTask, RunOptions
-from pqweights.rewrite.transform import EXPORT, Transform
+from pqweights.rewrite.task import RewriteReport, RunOptions
 from pqweights.storage import Store
 from pqweights.storage.store import FileRecord
 
@@ -38,61 +36,27 @@ OTHERS = {
     "calibrated": "another calibration",
     "calibration": "another sample (`calibrate`)",
     "fit": "another `sensitivity`",
-    "original_fingerprint": "another `source`",
     "master_errors": "another master",
 }
 
 
-def make_plan(checkpoint: Checkpoint, transform: Transform, max_shard_bytes: int) -> Plan:
-    """Decide from the headers every output name, shape, dtype and byte.
-
-    Raises SourceError or RecipeError if the transform cannot be applied to the checkpoint.
-    """
-    tensors = tuple(transform.plan(checkpoint))
-    names = [spec.name for tensor in tensors for spec in tensor.stored]
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise SourceError(f"tensor {twice!r}: two tensors of the output would have this name")
-    files, container = checkpoint.storage.files(), transform.output.container(tensors, max_shard_bytes)
-    plan = Plan(
-        tensors=tensors,
-        shards=container.shards(tensors, max_shard_bytes),
-        companions=checkpoint.companions,
-        left_out=checkpoint.left_out,
-        left_out_tensors=checkpoint.left_out_tensors | dict(transform.output.left_out),
-        container=container,
-        source_bytes=checkpoint.weight_file_bytes,
-        companion_bytes=sum(files[name].byte_count for name in checkpoint.companions),
-        max_shard_bytes=max_shard_bytes,
-        remarks=(*checkpoint.remarks, *(pair.seems for pair in checkpoint.unproven)),
-    )
-    return replace(plan, original=original_of(checkpoint.storage)) if plan.already_quantized else plan
-
-
-def rewrite(task: RewriteTask, options: RunOptions) -> RewriteReport:
-    """Fulfil the plan of a task in its store, continuing what an interrupted run of the same task left there.
+def convert(conversion: Conversion, store: Store, options: RunOptions = RunOptions()) -> RewriteReport:
+    """Make a result in a store, continuing what an interrupted run of the same conversion left there.
 
     Raises SourceError, OutputError or HubError; after any of them every file under a final name is complete.
     """
-    assert not task.checkpoint.unproven
-    if task.source is not None:
-        task.out.check_apart(task.source)
-    if not options.overwrite and MANIFEST_FILE in task.out.names() and not is_under_way(task.out):
-        manifest = _manifest_in(task.out)
-        if (difference := _difference(task, manifest)) is not None:
-            raise OutputError(f"{task.out}: {difference}; pass `overwrite` to replace it, or choose another folder")
-        for planned, record in manifest.pairs:
-            task.transform.accept(planned, record)
-        task.out.tidy(lambda: is_under_way(task.out))
-        return _report(task, manifest.records, already_done=True, resumed=len(manifest.records))
-    with open_run(task.out, task.statement, overwrite=options.overwrite) as run:
+    assert not conversion.checkpoint.unproven
+    if not options.overwrite and MANIFEST_FILE in store.names() and not is_under_way(store):
+        records = _finished(conversion, store)
+        return _report(conversion, records, already_done=True, resumed=len(records))
+    with open_run(store, conversion.statement, overwrite=options.overwrite) as run:
         resumed = sum(len(mark.records) for mark in run.marks.values())
         try:
-            records = _make_shards(task, run, options)
-            task.check_sources()
+            records = _make_shards(conversion, run, options)
+            conversion.check_sources()
             options.check()
             run.publish()
-            _finish(task, records, run)
+            _finish(conversion, records, run)
         except SourceChangedError as error:
             if not is_under_way(run.store):
                 raise
@@ -102,18 +66,30 @@ def rewrite(task: RewriteTask, options: RunOptions) -> RewriteReport:
                 f"{error}, with `overwrite` for the files as they are now: what is finished was made of the former "
                 "ones, and stays for them"
             ) from None
-    return _report(task, records, already_done=False, resumed=resumed)
+    return _report(conversion, records, already_done=False, resumed=resumed)
 
 
-def _report(task: RewriteTask, records: tuple[TensorRecord, ...], *, already_done: bool, resumed: int) -> RewriteReport:
+def _finished(conversion: Conversion, store: Store) -> tuple[TensorRecord, ...]:
+    """Return what was measured of a finished result. Raises OutputError if the store holds another one."""
+    manifest = _manifest_in(store)
+    if (difference := _difference(conversion, store, manifest)) is not None:
+        raise OutputError(f"{store}: {difference}; pass `overwrite` to replace it, or choose another folder")
+    for planned, record in manifest.pairs:
+        conversion.accept(planned, record)
+    store.tidy(lambda: is_under_way(store))
+    return manifest.records
+
+
+def _report(
+    conversion: Conversion, records: tuple[TensorRecord, ...], *, already_done: bool, resumed: int
+) -> RewriteReport:
     return RewriteReport(
-        transform=task.transform,
-        plan=task.plan,
+        conversion=conversion,
         records=records,
         already_done=already_done,
         resumed=resumed,
-        source_bytes_read=task.bytes_read,
-        unchecked=task.checkpoint.is_master and task.checkpoint.checked is None,
+        source_bytes_read=conversion.bytes_read,
+        unchecked=conversion.checkpoint.is_master and conversion.checkpoint.checked is None,
     )
 
 
@@ -125,30 +101,30 @@ def _manifest_in(store: Store) -> Manifest:
     return parse_manifest(data)
 
 
-def _difference(task: RewriteTask, manifest: Manifest) -> str | None:
+def _difference(conversion: Conversion, store: Store, manifest: Manifest) -> str | None:
     """Say how the finished result in the output folder differs from the one that is asked for; None if it is that."""
-    asked, theirs = task.identity.decisive, manifest.identity.decisive
+    asked, theirs = conversion.identity.decisive, manifest.identity.decisive
     if _named(theirs) != _named(asked):
         return f"holds another result: {_named(theirs)}"
     # The content of a commit never changes; that of a local folder may.
     if (theirs.origin, theirs.source_bytes) != (asked.origin, asked.source_bytes) or (
-        asked.origin is None and manifest.source_fingerprint != task.checkpoint.fingerprint()
+        asked.origin is None and manifest.source_fingerprint != conversion.checkpoint.fingerprint()
     ):
-        source = "master" if asked.kind == EXPORT else "source"
+        source = "master" if asked.master else "source"
         return f"holds another result: {_named(theirs)} made from another {source}"
     if theirs != asked:
         return f"holds another result: {_named(theirs)} made {_by_other_means(theirs, asked)}"
-    sizes = task.out.sizes()
+    sizes = store.sizes()
     problems = problems_of_sizes(sizes.get, manifest)
     if lost := [*problems, *(f"{name} is missing" for name in manifest.files if name not in sizes)]:
         return f"holds this result, but {lost[0]}"
-    contents = _small_files(task, manifest.records)
-    if contents.keys() | task.small_files.keys() != manifest.files.keys():
+    contents = _small_files(conversion, manifest.records)
+    if contents.keys() | conversion.small_files(conversion.plan.shards).keys() != manifest.files.keys():
         return "holds this result, but other files were copied to it (`include_files`)"
-    newest = max(_newest(checkpoint) for checkpoint in task.checkpoints)
+    newest = max(_newest(checkpoint) for checkpoint in conversion.checkpoints)
     # A source that is newer may have changed in bytes that its fingerprint does not cover. What the transform adds
     # follows from its account of itself, which the manifests have in common.
-    if newest > task.out.modified(MANIFEST_FILE) or any(
+    if newest > store.modified(MANIFEST_FILE) or any(
         _sha256_of_pieces(pieces) != manifest.files[name].sha256 for name, pieces in contents.items()
     ):
         return "holds this result, but files of its source were changed or copied since"
@@ -198,24 +174,26 @@ def _short(value: Any) -> str:
     return str(value)[:40]
 
 
-def _make_shards(task: RewriteTask, run: Run, options: RunOptions) -> tuple[TensorRecord, ...]:
+def _make_shards(conversion: Conversion, run: Run, options: RunOptions) -> tuple[TensorRecord, ...]:
     """Make the shards that are not finished, and return the records of all tensors.
 
     Content that no run can use is found again by every run over the same files, so a run that began here removes what
     it wrote. One that continues another leaves that, and a read that failed leaves what was finished before.
     """
     engine = options.engine or LocalEngine()
-    plans = {planned.name: planned for planned in task.plan.tensors}
+    plans = {planned.name: planned for planned in conversion.plan.tensors}
     marks = dict(run.marks)
     try:
-        engine.check(task, run)
+        engine.check(conversion, run)
         for mark in marks.values():
-            task.checkpoint.restore_fingerprints(dict(mark.fingerprints))
+            conversion.checkpoint.restore_fingerprints(dict(mark.fingerprints))
             for record in mark.records:
-                task.transform.accept(plans[record.name], record)
-        task.transform.prepare(options.progress)
-        marks |= engine.make(task, run, [shard for shard in task.plan.shards if shard.file not in marks], options)
-        task.finish_checks()
+                conversion.accept(plans[record.name], record)
+        conversion.learn(options.progress)
+        marks |= engine.make(
+            conversion, run, [shard for shard in conversion.plan.shards if shard.file not in marks], options
+        )
+        conversion.finish_checks()
     except (SourceError, MasterError, ClusterError, OutputError) as error:
         may_pass = not isinstance(error, SourceError | MasterError) or isinstance(
             error, SourceReadError | SourceChangedError
@@ -223,18 +201,18 @@ def _make_shards(task: RewriteTask, run: Run, options: RunOptions) -> tuple[Tens
         if not (run.holds_work() if may_pass else run.marks):
             run.discard()
         raise
-    return records_of((shard.file for shard in task.plan.shards), marks)
+    return records_of((shard.file for shard in conversion.plan.shards), marks)
 
 
-def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], run: Run) -> None:
+def _finish(conversion: Conversion, records: tuple[TensorRecord, ...], run: Run) -> None:
     """Write the small files, then the manifest, which marks the folder as finished."""
-    storage = task.checkpoint.storage
-    with storage.fetching(run.fetched, dict.fromkeys(task.plan.companions, 1)):
-        files = _write_small_files(task, records, run)
-        fingerprint = task.checkpoint.fingerprint()
-        task.check_sources()  # after everything was read, and before anything states what it was
+    storage = conversion.checkpoint.storage
+    with storage.fetching(run.fetched, dict.fromkeys(conversion.plan.companions, 1)):
+        files = _write_small_files(conversion, records, run)
+        fingerprint = conversion.checkpoint.fingerprint()
+        conversion.check_sources()  # after everything was read, and before anything states what it was
     manifest = Manifest(
-        identity=task.identity,
+        identity=conversion.identity,
         source_fingerprint=fingerprint,
         records=records,
         files=files,
@@ -242,20 +220,21 @@ def _finish(task: RewriteTask, records: tuple[TensorRecord, ...], run: Run) -> N
     run.complete(manifest.to_pieces())
 
 
-def _write_small_files(task: RewriteTask, records: Sequence[TensorRecord], run: Run) -> dict[str, FileRecord]:
+def _write_small_files(conversion: Conversion, records: Sequence[TensorRecord], run: Run) -> dict[str, FileRecord]:
     """Write the files without tensors, and return what the manifest states about each."""
-    contents = {**_small_files(task, records), **{name: [content()] for name, content in task.small_files.items()}}
+    others = conversion.small_files(conversion.plan.shards)
+    contents = {**_small_files(conversion, records), **{name: [content()] for name, content in others.items()}}
     return {name: run.store.write(name, pieces) for name, pieces in contents.items()}
 
 
-def _small_files(task: RewriteTask, records: Sequence[TensorRecord]) -> dict[str, Iterable[bytes]]:
+def _small_files(conversion: Conversion, records: Sequence[TensorRecord]) -> dict[str, Iterable[bytes]]:
     """Return companions, index and configuration: the content of each, in pieces, by name."""
-    plan = task.plan
-    contents: dict[str, Iterable[bytes]] = {name: _pieces(task.checkpoint, name) for name in plan.companions}
+    plan = conversion.plan
+    contents: dict[str, Iterable[bytes]] = {name: _pieces(conversion.checkpoint, name) for name in plan.companions}
     if plan.container.index_file is not None:
         contents[plan.container.index_file] = json_pieces(index_json(plan.shards))
-    if (config := task.transform.output.config) is not None:
-        contents[CONFIG_FILE] = json_pieces(config(task.checkpoint, plan.tensors, records))
+    if (config := conversion.config) is not None:
+        contents[CONFIG_FILE] = json_pieces(config(conversion.checkpoint, plan.tensors, records))
     return contents
 
 
