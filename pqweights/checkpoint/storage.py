@@ -294,15 +294,14 @@ class Storage:
         size = self._size_of(file)
         if file.endswith(".safetensors") or (size > SMALL_BYTES and count != size):
             return self._starts.read(file, offset, count)
-        if file not in self._small:
+        data = self._small.get(file)
+        if data is None:
             data = self._range(file, 0, size) if self._cache is None else self._cache.read_small(file)
-            if size > SMALL_BYTES:
-                return data
             with self._lock:
-                while self._small and sum(map(len, self._small.values())) + size > SMALL_BYTES:
+                if size <= SMALL_BYTES:
+                    self._small[file] = data
+                while sum(map(len, self._small.values())) > SMALL_BYTES:
                     del self._small[next(iter(self._small))]
-                self._small[file] = data
-        data = self._small[file]
         return data[offset : offset + count]
 
     def _range(self, file: str, start: int, end: int) -> bytes:
@@ -457,7 +456,8 @@ class Storage:
 
     def release(self, file: str) -> None:
         """Note that a file is no longer needed."""
-        self._small.pop(file, None)
+        with self._lock:
+            self._small.pop(file, None)
         if self._fetcher is not None and self.low_disk:
             with self._lock:
                 self._fetched.pop(file, None)

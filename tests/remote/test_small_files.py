@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -64,3 +66,21 @@ def test_a_pickled_storage_holds_nothing_that_was_read(elsewhere: Elsewhere) -> 
     sent = pickle.dumps(storage)
     assert b"a" * 100 not in sent
     assert read_file(pickle.loads(sent), "a.json") == CONTENTS["a.json"]
+
+
+def test_threads_share_small_files_that_are_dropped_for_others_and_released(elsewhere: Elsewhere) -> None:
+    storage = Storage(elsewhere)
+
+    def read(number: int) -> bool:
+        name = ("a.json", "b.json")[number % 2]
+        if number % 7 == 0:
+            storage.release(name)
+        return read_bytes(storage, name, 1, 50) == CONTENTS[name][1:51]
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(read, range(20000)))
+    finally:
+        sys.setswitchinterval(before)
