@@ -47,7 +47,7 @@ class Commands(TyperGroup):
             return super().make_context(*args, **extra)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """See click.Group; messages then have the flags of the command."""
+        """Find the command, whose flags messages then have."""
         name, command, rest = super().resolve_command(ctx, args)
         options = [param for param in command.params if param.param_type_name == "option"] if command else []
         output.flags = {param.name: max(param.opts, key=len) for param in options}

@@ -68,7 +68,7 @@ class ByteReads(Protocol):
     """What tensors are read through."""
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
-        """See Storage."""
+        """Fill the buffer with bytes of a file from `offset` on."""
         ...
 
 

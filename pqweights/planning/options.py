@@ -143,7 +143,7 @@ class QuantizeOptions(RecipeOptions, SampleOptions, SourceOptions):
 
     @property
     def max_shard_bytes(self) -> int:
-        """See shard_bytes."""
+        """The maximum size of an output file in bytes."""
         return shard_bytes(self.max_shard_size)
 
 
