@@ -64,6 +64,7 @@ def test_what_other_writers_say_otherwise_is_the_same_model(name: str, changed: 
     ("name", "changed"),
     [
         ("kimi linear", {"expert_gating_func": None}),
+        ("mimo v2", {"attention.sliding_window_pattern": None}),
         ("glm dsa", {"attention.indexer.types": [True, False, True]}),
         ("gemma3n", {"activation_sparsity_scale": [1.6448536] * 25}),
         ("deepseek v4", {"swiglu_clamp_exp": [0.5, 0.5, 0.5, 0.25]}),

@@ -426,7 +426,8 @@ def lonely_files() -> list[tuple[Keys, Shapes, bytes]]:
     with tempfile.TemporaryDirectory() as name:
         for number, case in enumerate([*gguf_cases.CASES.values()][:: STEP[0]]):
             gguf_cases.saved(case, folder := Path(name) / str(number))
-            if json.loads((folder / CONFIG_FILE).read_bytes())["model_type"] in MODEL_TYPES:
+            config = json.loads((folder / CONFIG_FILE).read_bytes())
+            if {config["model_type"], config.get("text_config", {}).get("model_type")} & {*MODEL_TYPES}:
                 found.append(_parts_of(gguf_files.write_gguf(folder, "F32")))
     return found
 

@@ -318,6 +318,8 @@ def _state_windows(contents: GgufContents, architecture: Architecture, values: d
     if architecture.windows == LAYERS:
         pattern = _number(contents, "attention.sliding_window_pattern", real=False)
         pattern = pattern or architecture.first_period or architecture.window_period
+        if not pattern:
+            raise _unstated(contents, f"{contents.architecture}.attention.sliding_window_pattern")
         if isinstance(pattern, int):
             place = 0 if architecture.first_period else 1
             pattern = [(layer + place) % pattern != 0 for layer in range(layers)]
