@@ -49,8 +49,8 @@ $(foreach target,int4 mlx vllm bf16 gguf,$(call needs,$(target),MODEL OUT))
 quantize: $(READY) ## MODEL=... OUT=... [RECIPE=q5]: a checkpoint into a master
 	$(COMMAND) quantize $(MODEL) $(OUT) --recipe $(RECIPE) $(ARGS)
 
-fit: $(READY) ## MODEL=... SIZE=9GB [OUT=...] [SENSITIVITY=heuristic]: the best master of that size; without OUT only the plan
-	$(COMMAND) $(if $(OUT),quantize $(MODEL) $(OUT),plan $(MODEL)) --recipe $(RECIPE) --target-size $(SIZE) --sensitivity $(or $(SENSITIVITY),heuristic) $(ARGS)
+fit: $(READY) ## MODEL=... SIZE=9GB [OUT=...] [SAMPLE=self]: the best master of that size; without OUT only the plan
+	$(COMMAND) $(if $(OUT),quantize $(MODEL) $(OUT),plan $(MODEL)) --recipe $(RECIPE) --target-size $(SIZE) $(if $(SAMPLE),--calibrate $(SAMPLE)) $(ARGS)
 
 int4 mlx vllm bf16 gguf: $(READY) ## MODEL=... OUT=...: a checkpoint or a master into what torchao (int4), MLX, vLLM, llama.cpp or everything (bf16) loads
 	$(COMMAND) export $(MODEL) $(OUT) --target $(TARGET_$@) $(ARGS)

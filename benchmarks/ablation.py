@@ -13,22 +13,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import comparison_codecs
 
+import pqweights
 from pqweights.codecs import get_codec
 from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.exports.exporting import export, open_exported
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.packages import package
 from pqweights.inference.runtimes.texts import Ids
-from pqweights.planning.options import ExportOptions, QuantizeOptions
+from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import Recipe
-from pqweights.quality.calibrate import calibrate
-from pqweights.quality.options import SamplingOptions
 from pqweights.quality.protocol import Estimate, Scores, Windows, compare, perplexity_change
-from pqweights.rewrite.quantizing import quantize
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.task import RunOptions
 
@@ -183,15 +181,12 @@ class Ablation:
         return True
 
     def _quantize(self, configuration: Configuration, bits: float) -> None:
-        """Make a master, and the scales for it if it has any."""
+        """Make a master, with scales that are searched if it has any."""
         recipe = replace(self.recipe, codec=configuration.codec).with_bits(configuration.rate(bits))
-        scales = self.work / "scales.safetensors" if configuration.scaled else None
-        if scales is not None:
-            text = self.work / "calibration.txt"
-            text.write_text(self.calibration or "", encoding="utf-8")
-            options = SamplingOptions(text=text, tokens=CALIBRATION_TOKENS, threads=self.threads, overwrite=True)
-            calibrate(self.source, scales, recipe=recipe, options=options)
-        quantize(self.source, self._master, recipe, options=QuantizeOptions(awq=scales), run=self._run)
+        text = self.work / "calibration.txt"
+        text.write_text(self.calibration or "", encoding="utf-8")
+        scaled: dict[str, Any] = {"awq": text, "calibration_tokens": CALIBRATION_TOKENS} if configuration.scaled else {}
+        pqweights.quantize(self.source, self._master, recipe, threads=self.threads, overwrite=True, **scaled)
 
     def _integers(self, bits: float | None, original: Path | None) -> Iterator[Made]:
         """Yield torchao INT4 by each rule: of the master, or of the original if it is given."""

@@ -30,17 +30,17 @@ from quality import remembering
 from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
-from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS, SELF
+from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS, SELF, QuantizeOptions
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe, Rule, SizeTarget, load_recipe
-from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, write_sensitivity
+from pqweights.planning.sensitivity import Sensitivity, alphas_for, groups_of
 from pqweights.quality.evaluation import choose_windows
-from pqweights.quality.options import SamplingOptions, TextOptions
+from pqweights.quality.options import TextOptions
 from pqweights.quality.protocol import Windows, compare, perplexity
-from pqweights.quality.sensitivity import measure_sensitivity
-from pqweights.rewrite.quantizing import plan_quantize, quantize
+from pqweights.quality.sensitivity import measured
+from pqweights.rewrite.quantizing import Learned, plan_quantize, quantize
 from pqweights.rewrite.results.inspect import inspect
-from pqweights.rewrite.task import RunOptions
+from pqweights.rewrite.task import RunOptions, usable_cores
 
 UNIFORM = (2, 3, 4, 5, 6)
 TARGETS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
@@ -69,8 +69,11 @@ def measured_sensitivity(model: Path, text: str | None, tokens: int) -> Sensitiv
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "text.txt")
         file.write_text(text or "", encoding="utf-8")
-        options = SamplingOptions(text=SELF if text is None else file, tokens=tokens)
-        return measure_sensitivity(model, load_recipe("q5"), options, out=Path(folder, "s.json"))
+        asked = QuantizeOptions(calibrate=SELF if text is None else file, calibration_tokens=tokens)
+        threads = usable_cores()
+        return measured(
+            model, Path(folder), load_recipe("q5"), asked, threads=threads, progress=lambda done, total, what: None
+        )
 
 
 class Groups(NamedTuple):
@@ -99,7 +102,7 @@ class Groups(NamedTuple):
 class Bench:
     """One model: its sensitivities, and its masters, measured and predicted.
 
-    files: kind of sensitivities -> what a recipe names them by.
+    found: the sensitivities of each kind; None for the rule of thumb.
     seconds: how long measuring them took.
     perplexity: that of the original.
     """
@@ -113,33 +116,30 @@ class Bench:
         self.perplexity = 0.0
         self.measured: dict[tuple[tuple[str, float | None], ...], dict[str, Any]] = {}
         rest = load_tokenizer(model).decode(tokenize(model, text, None)[max_tokens:].tolist())
-        self.files: dict[str, str] = {RULE: HEURISTIC}
         self.found: dict[str, Sensitivity | None] = {RULE: None}
         self.seconds: dict[str, float] = {}
         for kind, given in ((SAMPLED, None), (TEXT, rest)):
             start = time.monotonic()
-            found = measured_sensitivity(model, given, sensitivity_tokens)
+            self.found[kind] = measured_sensitivity(model, given, sensitivity_tokens)
             self.seconds[kind] = time.monotonic() - start
-            path = work / f"{len(self.files)}.json"
-            write_sensitivity(path, found)
-            self.files[kind], self.found[kind] = str(path), found
 
-    def row(self, what: str, recipe: Recipe) -> dict[str, Any]:
+    def row(self, what: str, recipe: Recipe, chosen_by: str = RULE) -> dict[str, Any]:
         """Quantize and measure, with what each kind of sensitivities predicts of the widths that came out."""
-        plan = plan_quantize(self.model, recipe).plan
+        learned = Learned(sensitivity=self.found[chosen_by])
+        plan = plan_quantize(self.model, recipe, learned=learned).plan
         widths = tuple((tensor.name, tensor.bits) for tensor in plan.tensors)
         if widths not in self.measured:  # several sensitivities may choose the same
-            self.measured[widths] = self._measure(recipe)
+            self.measured[widths] = self._measure(recipe, learned)
         return {
             "what": what,
             "target": None if recipe.target is None else recipe.target.bits_per_weight,
             **self.measured[widths],
-            "predicted": {kind: self.groups(recipe, kind).predicted_rise() for kind in self.files},
+            "predicted": {kind: self.groups(recipe, kind, learned).predicted_rise() for kind in self.found},
         }
 
-    def _measure(self, recipe: Recipe) -> dict[str, Any]:
+    def _measure(self, recipe: Recipe, learned: Learned) -> dict[str, Any]:
         out = self.work / "master"
-        quantize(self.model, out, recipe, run=RunOptions(overwrite=True))
+        quantize(self.model, out, recipe, run=RunOptions(overwrite=True), learned=learned)
         scores = compare(open_model(out), self.base, ids=self.ids, windows=self.windows)
         assert scores.change is not None and scores.divergence is not None
         assert scores.reference_losses is not None
@@ -154,9 +154,9 @@ class Bench:
             "kl": scores.divergence.mean.value,
         }
 
-    def groups(self, recipe: Recipe, kind: str) -> Groups:
+    def groups(self, recipe: Recipe, kind: str, learned: Learned) -> Groups:
         """The groups of a recipe's plan, with their sensitivities of one kind."""
-        made = plan_quantize(self.model, recipe)
+        made = plan_quantize(self.model, recipe, learned=learned)
         planned = {tensor.name: tensor for tensor in made.plan.tensors if tensor.action == QUANTIZE}
         roles = {name: tensor.role for name, tensor in planned.items()}
         names = groups_of(made.checkpoint, list(roles.items()))
@@ -172,8 +172,7 @@ class Bench:
         targets = [SizeTarget(bits_per_weight=bits) for bits in TARGETS]
         targets.append(SizeTarget(output_bytes=hand_made["output_bytes"]))
         for target in targets:
-            for kind, file in self.files.items():
-                rows.append(self.row(kind, replace(q5, target=target, sensitivity=file)))  # slow, one by one
+            rows += [self.row(kind, replace(q5, target=target), kind) for kind in self.found]
         for row in rows:
             row["line"] = between(rows, row["bits_per_weight"])
         return rows
@@ -317,7 +316,7 @@ def measured_model(folder: Path, options: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
         bench = Bench(folder, Path(work), max_tokens=options.max_tokens, sensitivity_tokens=options.tokens)
         print(f"{folder.resolve().name}: sensitivities in {bench.seconds}", file=sys.stderr, flush=True)
-        alphas = {kind: bench.groups(load_recipe("q5"), kind).alphas for kind in bench.files}
+        alphas = {kind: bench.groups(load_recipe("q5"), kind, Learned()).alphas for kind in bench.found}
         rows = bench.rows()
     windows = bench.windows
     return {

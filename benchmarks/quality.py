@@ -39,19 +39,18 @@ from pqweights.inference.runtimes.folders import read_folder
 from pqweights.inference.runtimes.models import Model, open_model
 from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.planning import fit
-from pqweights.planning.options import SELF, QuantizeOptions
+from pqweights.planning.options import SELF
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe, SizeTarget, load_recipe
-from pqweights.quality.calibrate import calibrate
 from pqweights.quality.collecting import HELD_BACK_OF
 from pqweights.quality.evaluation import choose_windows
-from pqweights.quality.options import SamplingOptions, TextOptions
+from pqweights.quality.options import TextOptions
 from pqweights.quality.protocol import Scores, Windows, compare
 from pqweights.quality.sample import WINDOW
 from pqweights.quality.scale_search import FEWEST_WINDOWS
-from pqweights.rewrite.quantizing import quantize, rate_planner
+from pqweights.rewrite.quantizing import rate_planner
 from pqweights.rewrite.results.inspect import inspect
-from pqweights.rewrite.task import RunOptions, usable_cores
+from pqweights.rewrite.task import usable_cores
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from export_decoders import values_of
@@ -181,21 +180,12 @@ def measures(scores: Scores) -> dict[str, Any]:
     }
 
 
-def searched_scales(bench: Bench, recipe: Recipe) -> Path:
-    """Activation-aware scales for the recipe."""
-    path, text = bench.work / "scales.safetensors", bench.work / "calibration.txt"
-    text.write_text(bench.calibration, encoding="utf-8")
-    options = SamplingOptions(text=text, tokens=CALIBRATION_TOKENS, threads=usable_cores(), overwrite=True)
-    calibrate(bench.model, path, recipe=recipe, options=options)
-    return path
-
-
 def masters(bench: Bench) -> Iterator[dict[str, Any]]:
     """The rows of the masters, at every bit width, without and with scales."""
     for bits in WIDTHS:
         recipe = load_recipe(f"q{bits}")
-        for awq in (None, searched_scales(bench, recipe)):
-            yield master(bench, recipe, f"q{bits}" + (" AWQ" if awq else ""), awq)
+        for awq in (False, True):
+            yield master(bench, recipe, f"q{bits}" + (" AWQ" if awq else ""), awq=awq)
 
 
 def trellis_masters(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -203,12 +193,12 @@ def trellis_masters(bench: Bench) -> Iterator[dict[str, Any]]:
     base = replace(load_recipe("t4"), name="trellis")
     for rate in TRELLIS_RATES:
         recipe = base.with_bits(rate)
-        yield master(bench, recipe, f"trellis {rate:g}", None)
+        yield master(bench, recipe, f"trellis {rate:g}")
         for states, at in LONGER:
             if at == rate:
-                yield master(bench, replace(recipe, effort=states), f"trellis {rate:g}, {states} states", None)
+                yield master(bench, replace(recipe, effort=states), f"trellis {rate:g}, {states} states")
         if rate in WITH_AWQ:
-            yield master(bench, recipe, f"trellis {rate:g} AWQ", searched_scales(bench, recipe))
+            yield master(bench, recipe, f"trellis {rate:g} AWQ", awq=True)
 
 
 def variants(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -217,21 +207,21 @@ def variants(bench: Bench) -> Iterator[dict[str, Any]]:
     for rate in VARIED_RATES:
         for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
             with mock.patch.multiple(HadamardTrellis, step_power=power, most_gained=0):
-                yield master(bench, base.with_bits(rate), f"trellis {rate:g}, {what}", None)
-    yield master(bench, base.with_bits(2.125), f"trellis 2.125, {ENLARGED}", None)
+                yield master(bench, base.with_bits(rate), f"trellis {rate:g}, {what}")
+    yield master(bench, base.with_bits(2.125), f"trellis 2.125, {ENLARGED}")
     for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
         recipe = base.with_bits(3.125)
         with mock.patch.object(HadamardTrellis, "step_power", power):
-            yield master(bench, recipe, f"trellis 3.125 AWQ, {what}", searched_scales(bench, recipe))
+            yield master(bench, recipe, f"trellis 3.125 AWQ, {what}", awq=True)
     for rate in VARIED_RATES:
         recipe = replace(base, target=SizeTarget(bits_per_weight=rate))
         with mock.patch.object(fit, "taken_apart", lambda groups, alphas, _: (groups, alphas)):
-            yield master(bench, recipe, f"fit to {rate:g}, {FUSED}", None)
-        yield master(bench, recipe, f"fit to {rate:g}, {APART}", None)
+            yield master(bench, recipe, f"fit to {rate:g}, {FUSED}")
+        yield master(bench, recipe, f"fit to {rate:g}, {APART}")
     for bits in HadamardLloydMax.gained:
         for gained, what in (((), LEAST_SQUARES), ((bits,), ENLARGED)):
             with mock.patch.object(HadamardLloydMax, "gained", gained):
-                yield master(bench, load_recipe(f"q{bits}"), f"q{bits}, {what}", None)
+                yield master(bench, load_recipe(f"q{bits}"), f"q{bits}, {what}")
 
 
 def calibrated_masters(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -247,10 +237,12 @@ def calibrated_masters(bench: Bench) -> Iterator[dict[str, Any]]:
             yield {"sample": sample, "states": states} | of_master(bench, out, what, bits)
 
 
-def master(bench: Bench, recipe: Recipe, what: str, awq: Path | None) -> dict[str, Any]:
-    """The row of a master without calibration."""
-    out = bench.work / "master"
-    quantize(bench.model, out, recipe, options=QuantizeOptions(awq=awq), run=RunOptions(overwrite=True))
+def master(bench: Bench, recipe: Recipe, what: str, *, awq: bool = False) -> dict[str, Any]:
+    """The row of a master whose codes are not calibrated. awq: whether input channels are scaled"""
+    out, text = bench.work / "master", bench.work / "calibration.txt"
+    text.write_text(bench.calibration, encoding="utf-8")
+    scaled: dict[str, Any] = {"awq": text, "calibration_tokens": CALIBRATION_TOKENS} if awq else {}
+    pqweights.quantize(bench.model, out, recipe, overwrite=True, **scaled)
     return of_master(bench, out, what, recipe.bits)
 
 

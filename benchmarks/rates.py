@@ -24,14 +24,14 @@ WIDTHS, UNIFORM, FITTED = "fit of whole widths", "uniform trellis", "fit of trel
 KINDS = (WIDTHS, UNIFORM, FITTED)
 
 
-def recipes(target: float, sensitivity: str) -> dict[str, Recipe]:
+def recipes(target: float) -> dict[str, Recipe]:
     """What is compared at one target, by its name."""
     size = SizeTarget(bits_per_weight=target)
     widths, trellis = load_recipe("q5"), load_recipe("t4")
     return {
-        WIDTHS: replace(widths, target=size, sensitivity=sensitivity),
+        WIDTHS: replace(widths, target=size),
         UNIFORM: trellis.with_bits(target),
-        FITTED: replace(trellis, target=size, sensitivity=sensitivity),
+        FITTED: replace(trellis, target=size),
     }
 
 
@@ -41,8 +41,8 @@ def measured_model(folder: Path, options: Any) -> dict[str, Any]:
         bench = Bench(folder, Path(work), max_tokens=options.max_tokens, sensitivity_tokens=options.tokens)
         rows = []
         for target in TARGETS:
-            for what, recipe in recipes(target, bench.files[SAMPLED]).items():
-                rows.append({**bench.row(what, recipe), "target": target})
+            for what, recipe in recipes(target).items():
+                rows.append({**bench.row(what, recipe, SAMPLED), "target": target})
                 print(f"{folder.name}: {target} {what}: KL {rows[-1]['kl']:.5f}", file=sys.stderr, flush=True)
     return {"name": folder.resolve().name, "perplexity": bench.perplexity, "rows": rows}
 

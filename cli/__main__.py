@@ -9,10 +9,10 @@ from . import interrupts
 
 # The commands that multiply matrices in one thread. For all others the BLAS of numpy gets one thread: by default it
 # starts one for each core when it is loaded, which takes a fifth of the start-up.
-WITH_BLAS = ("eval", "generate", "sensitivity")
-# It multiplies matrices of numpy in as many threads of its own as there are cores, which more of each would only slow
-# down, and runs a model in torch, whose BLAS may be the same library with all threads.
-WITH_OWN_THREADS = "calibrate"
+WITH_BLAS = ("eval", "generate")
+# What is learned of a model multiplies matrices of numpy in as many threads of its own as there are cores, which more
+# of each would only slow down, and runs the model in torch, whose BLAS may be the same library with all threads.
+LEARNING = ("--awq", "--calibrate")
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 # Threads of torch spin between two products by default. On cores that other programs use as well, a calibration then
 # took four times the processor's time, and a reply up to ten times as long: the thread that has work waits for those
@@ -27,7 +27,7 @@ def main() -> None:
     os.environ.setdefault(WAITING, "passive")
     if BLAS_THREADS not in os.environ and not any(word in WITH_BLAS for word in words):
         os.environ[BLAS_THREADS] = "1"
-        if WITH_OWN_THREADS in words:
+        if any(word.partition("=")[0] in LEARNING for word in words):
             import numpy  # noqa: F401  # reads the variable as it is loaded
 
             del os.environ[BLAS_THREADS]

@@ -65,7 +65,6 @@ def command(
     recipe: options.FormatRecipe = None,
     set_format: options.SetFormat = None,
     target_size: options.WeightsSize = None,
-    sensitivity: options.FormatSensitivity = None,
     leave_out: options.LeaveOut = None,
     allow_pickle: options.AllowPickle = False,
     include_files: options.IncludeFiles = None,
@@ -83,7 +82,7 @@ def command(
 
     If the run is interrupted, the same command continues it. The targets are:
     """
-    with output.errors(quiet=quiet, kept=lambda: options.run_continues(source, out, calibrate is not None)):
+    with output.errors(quiet=quiet, kept=lambda: options.run_continues(source, out, calibrate)):
         from pqweights.api import export
         from pqweights.storage import open_store
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pqweights.common.units import size_text
 
@@ -63,11 +64,20 @@ def _show_folder(folder: Path | Storage, *, summary: bool | None, json: bool) ->
         output.print_json(inspection.to_json())
     else:
         tensors = _tensor_lines(inspection.manifest, summary)
-        output.show(*tensors, "", *_totals_lines(inspection), *_error_lines(inspection.manifest))
+        learned = _learned_lines(inspection.manifest.made_by)
+        output.show(*tensors, "", *_totals_lines(inspection), *_error_lines(inspection.manifest), *learned)
         output.show(*(f"{output.WARNING}{remark}" for remark in inspection.manifest.identity.remarks))
         for line in report.exceeding_lines(inspection.manifest.pairs):
             output.warn(line)
     return inspection
+
+
+def _learned_lines(made_by: Mapping[str, Any]) -> list[str]:
+    """Return what was learned of the model for a result: how much each weight matters, and scales of channels."""
+    awq, measured = made_by.get("awq"), made_by.get("sensitivity") or (made_by.get("fit") or {}).get("sensitivity")
+    scales = ["", *report.scale_lines(awq)] if isinstance(awq, dict) else []
+    alphas = measured.get("alphas") if isinstance(measured, dict) else None
+    return [*scales, *(["", *report.alpha_lines(alphas)] if alphas else [])]
 
 
 def _is_foreign_gguf(path: Path) -> bool:

@@ -31,9 +31,6 @@ COMMANDS = {
     "card": "Write or update the model card, DIR/README.md, from the manifest and the recorded evaluations.",
     "push": "Bring a master or an export to the Hub, with a model card made from its manifest; a broken folder is "
     "refused.",
-    "sensitivity": "Measure how much the loss rises with the error of each group of weights, for --sensitivity of "
-    "quantize.",
-    "calibrate": "Search activation-aware scales (AWQ) for quantize --awq by running the model over a text.",
     "eval": "Evaluate models on a text: perplexity, and how far each model is from a reference.",
 }
 

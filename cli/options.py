@@ -78,8 +78,6 @@ Repository = Annotated[
     str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub; created if it does not exist.")
 ]
 
-OutFile = Annotated[Path, typer.Argument(metavar="OUT", help="File for the result.")]
-
 # What is printed
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
@@ -206,16 +204,6 @@ TargetBpw = Annotated[
         "most BITS, all overhead counted.",
     ),
 ]
-Sensitivity = Annotated[
-    str | None,
-    typer.Option(
-        metavar="heuristic|FILE",
-        show_default="heuristic",
-        help="Basis for choosing bit widths to meet a target: a rule of thumb, or a FILE written by pqweights "
-        "sensitivity.",
-    ),
-]
-
 # How a source is read and quantized
 
 LeaveOut = Annotated[
@@ -235,13 +223,10 @@ Strict = Annotated[
 Awq = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE",
-        help="Scale input channels before quantizing, with the scales in a FILE written by pqweights calibrate.",
+        metavar=SAMPLES,
+        help="Scale input channels before quantizing (AWQ), with scales that are searched on a sample of text: text as "
+        "for --calibrate.",
     ),
-]
-AwqAnyCodec = Annotated[
-    bool,
-    typer.Option("--awq-any-codec", help="Accept scales that were searched for another codec or bit width."),
 ]
 AllowPickle = Annotated[
     bool,
@@ -277,15 +262,8 @@ Calibrate = Annotated[
         metavar=SAMPLES,
         help="Calibrate the weights of the trellis, layer by layer: on text that is sampled from the model itself, a "
         "FILE or a folder of *.txt, a data set of the Hub, or a short mixture that comes with pqweights. Takes longer, "
-        "for much less divergence in the same bytes.",
-    ),
-]
-SampleText = Annotated[
-    str,
-    typer.Option(
-        metavar=SAMPLES,
-        help="Text for the model to read: a FILE in UTF-8, a folder of *.txt, or a data set of the Hub; self stands "
-        "for text that is sampled from the model itself, mixture for a short one that comes with pqweights.",
+        "for much less divergence in the same bytes. For a target with other codecs, it measures there how much each "
+        "weight matters.",
     ),
 ]
 CalibrationTokens = Annotated[int, typer.Option(help="Number of tokens of the sample.")]
@@ -360,8 +338,8 @@ CalibrateInputs = Annotated[
     typer.Option(
         "--calibrate",
         metavar=SAMPLES,
-        help="For --rounding: learn the inputs of weights, layer by layer, on text as in quantize: self "
-        "is sampled from the model itself.",
+        help="For --rounding, --fold and --target-size: learn the inputs of weights, and which matter more, layer by "
+        "layer, on text as in quantize: self is sampled from the model itself.",
     ),
 ]
 Packing = Annotated[
@@ -435,7 +413,7 @@ FormatRecipe = Annotated[
         "--recipe",
         "-r",
         metavar="FILE",
-        help="YAML FILE that says which format each weight gets: format, rules, target_size, sensitivity.",
+        help="YAML FILE that says which format each weight gets: format, rules, target_size.",
     ),
 ]
 SetFormat = Annotated[
@@ -456,16 +434,6 @@ WeightsSize = Annotated[
         help="Choose the format of each weight so that the files of weights take at most SIZE, e.g. 5GB.",
     ),
 ]
-FormatSensitivity = Annotated[
-    str | None,
-    typer.Option(
-        "--sensitivity",
-        metavar="heuristic|FILE",
-        show_default="heuristic",
-        help="For --target-size: how formats are chosen, by a rule of thumb or by what pqweights sensitivity measured.",
-    ),
-]
-
 # Running models
 
 Tokenizer = Annotated[
@@ -640,7 +608,7 @@ def spelled(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def run_continues(source: str, out: str, calibrates: bool) -> bool | Path:
+def run_continues(source: str, out: str, sample: str | None) -> bool | Path:
     """Whether an interrupted run left something: in its folder or files of a repository, or where it calibrated."""
     from pqweights.errors import PqweightsError
     from pqweights.quality.work_folder import folder_beside
@@ -649,20 +617,12 @@ def run_continues(source: str, out: str, calibrates: bool) -> bool | Path:
 
     try:
         store = open_store(out)
-        if calibrates and (work := folder_beside(store)).exists():
+        if sample is not None and (work := folder_beside(store)).exists():
             return work
         under_way = is_under_way(store)
     except PqweightsError:  # an address that does not answer, or cannot be one
         under_way = False
     return under_way or _is_fetched(source)
-
-
-def work_beside(out: Path) -> Path | None:
-    """Return where an interrupted measurement left its work; None if it left nothing."""
-    from pqweights.quality.work_folder import folder_beside_file
-
-    work = folder_beside_file(out)
-    return work if work.exists() else None
 
 
 def _is_fetched(source: str) -> bool:

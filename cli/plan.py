@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from pqweights.common.units import counted, first_names, size_text
+from pqweights.planning.calibration import SCALES, SENSITIVITIES
 from pqweights.planning.options import (
     BY_MODEL,
     DEFAULT_MAX_SHARD_SIZE,
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
 COLUMNS = ["shape", "dtype", "action", "codec", "#bits", "#bytes"]
 # With fewer bits the loss rises faster than in proportion to the error, which the prediction does not know.
 FEWEST_LINEAR_BITS = 3
-_NUMBERS = re.compile(r"\.\d+\.")
 
 
 def command(
@@ -58,10 +55,8 @@ def command(
     set_bits: options.SetBits = None,
     target_size: options.TargetSize = None,
     target_bpw: options.TargetBpw = None,
-    sensitivity: options.Sensitivity = None,
     leave_out: options.LeaveOut = None,
     awq: options.Awq = None,
-    awq_any_codec: options.AwqAnyCodec = False,
     calibrate: options.Calibrate = None,
     calibration_tokens: options.CalibrationTokens = DEFAULT_SAMPLE_TOKENS,
     rate: options.Rate = BY_MODEL,
@@ -81,8 +76,9 @@ def command(
 ) -> None:
     """Show what quantize would do with each tensor: action, codec, bits, bytes and reason.
 
-    Only the headers of the checkpoint are read. With --memory, it shows instead which targets and formats fit into that
-    memory, the best expected quality first, with the commands that make them.
+    Only the headers of the checkpoint are read, unless --calibrate has to measure what a target depends on. With
+    --memory, it shows instead which targets and formats fit into that memory, the best expected quality first, with the
+    commands that make them.
     """
     with output.errors(quiet=quiet):
         report.warn_of_files_beside(source)
@@ -99,12 +95,14 @@ def show_plan(
     summary: whether to summarize the tensors; None to choose by their number
     json: whether to print JSON
     """
-    from pqweights.rewrite.results.plan_report import report_plan
+    from pqweights.api import planned
     from pqweights.rewrite.task import thread_count
 
     quantizing, room = options.taken(QuantizeOptions, asked), options.taken(MemoryOptions, asked)
-    with output.status("reading the weights" if quantizing.lossless else "reading the headers"):
-        made = report_plan(asked["source"], quantizing, thread_count(asked.get("threads")), out, memory=room)
+    count = thread_count(asked.get("threads"))
+    with output.progress("measuring", unit="steps") as progress:
+        progress.status("reading the weights" if quantizing.lossless else "reading the headers")
+        made = planned(asked["source"], quantizing, count, out, memory=room, progress=progress)
     warn_if_nothing_is_quantized(made.plan.totals)
     for warning in (*made.plan.remarks, *(() if made.memory is None else made.memory.warnings)):
         output.warn(warning)
@@ -144,11 +142,19 @@ def _calibration_lines(calibration: PlannedCalibration | None) -> list[str]:
     """Return what a calibration would change, if there is one."""
     if calibration is None:
         return []
+    disk = f"{size_text(calibration.disk_bytes)} of that disk space, and beside that memory one layer of the model in "
+    if calibration.finds == SENSITIVITIES:
+        return []
+    if calibration.finds == SCALES:
+        return [
+            f"AWQ: scales are searched for {counted(calibration.weights, 'weight')}; they take at most "
+            f"{calibration.weight_bytes} bytes, which are counted here",
+            f"the search needs {disk}float32 with its inputs",
+        ]
     return [
         f"calibrated: {counted(calibration.weights, 'weight')} of about {calibration.weight_bytes} bytes together, "
         "shared out by what they are for",
-        f"the calibration needs {size_text(calibration.disk_bytes)} of that disk space, and beside that memory one "
-        "layer of the model in float32 with its moments",
+        f"the calibration needs {disk}float32 with its moments",
     ]
 
 
@@ -228,6 +234,7 @@ def fit_lines(fit: Fit) -> list[str]:
     used = f" ({fit.output_bytes / target:.2%})" if target else ""
     return [
         *_width_lines(fit),
+        *_alpha_lines(fit),
         f"target: {fit.target}; result: {fit.output_bytes} bytes{used}; smallest possible: {fit.smallest_bytes} bytes",
         f"bits, all overhead counted: {fit.bits_per_weight:.4f} per weight that the recipe quantizes{_left(fit)}, "
         f"{fit.bits_per_parameter:.4f} per parameter",
@@ -238,12 +245,13 @@ def fit_lines(fit: Fit) -> list[str]:
 
 def _width_lines(fit: Fit) -> list[str]:
     """Return a line for each kind of group, with its bit widths in the order of the layers."""
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for group in sorted(fit.groups, key=lambda g: [int(n) for n in re.findall(r"\d+", g.name)]):
-        kinds[_NUMBERS.sub(".*.", group.name)].append("kept" if group.bits is None else str(group.bits))
-    width = max(len(kind) for kind in kinds)
-    lines = [tables.folded(f"  {kind:{width}}  ", widths) for kind, widths in kinds.items()]
-    return ["bits of each group of weights, by layer:", *chain.from_iterable(lines)]
+    widths = {group.name: "kept" if group.bits is None else str(group.bits) for group in fit.groups}
+    return ["bits of each group of weights, by layer:", *tables.by_layer(widths)]
+
+
+def _alpha_lines(fit: Fit) -> list[str]:
+    """Return how much each group matters, if that was measured."""
+    return [] if fit.sensitivity is None else report.alpha_lines({group.name: group.alpha for group in fit.groups})
 
 
 def _left(fit: Fit) -> str:
@@ -265,7 +273,7 @@ def _warnings(fit: Fit) -> list[str]:
     lines = []
     if fit.unknown:
         lines.append(
-            "not in the sensitivity file, so fitted by the rule of thumb: "
+            "not measured, so fitted by the rule of thumb: "
             f"{counted(len(fit.unknown), 'group')}: {first_names(fit.unknown)}"
         )
     few = [group.name for group in fit.groups if group.bits is not None and group.bits < FEWEST_LINEAR_BITS]

@@ -29,11 +29,9 @@ def command(
     set_bits: options.SetBits = None,
     target_size: options.TargetSize = None,
     target_bpw: options.TargetBpw = None,
-    sensitivity: options.Sensitivity = None,
     leave_out: options.LeaveOut = None,
     strict: options.Strict = False,
     awq: options.Awq = None,
-    awq_any_codec: options.AwqAnyCodec = False,
     calibrate: options.Calibrate = None,
     calibration_tokens: options.CalibrationTokens = DEFAULT_SAMPLE_TOKENS,
     rate: options.Rate = BY_MODEL,
@@ -56,7 +54,7 @@ def command(
 
     If the run is interrupted, the same command continues it. Memory does not grow with the size of the model.
     """
-    with output.errors(quiet=quiet, kept=lambda: options.run_continues(source, out, calibrate is not None)):
+    with output.errors(quiet=quiet, kept=lambda: options.run_continues(source, out, calibrate or awq)):
         from pqweights.api import quantize
         from pqweights.storage import open_store
 
@@ -67,7 +65,7 @@ def command(
             return
         with (
             output.progress("quantizing") as progress,
-            output.progress("calibrating", unit="steps") if calibrate else nullcontext() as calibrating,
+            output.progress("calibrating", unit="steps") if calibrate or awq else nullcontext() as calibrating,
         ):
             progress.status("reading the headers")
             done = quantize(**options.given(ctx), progress=progress, calibration_progress=calibrating)
@@ -98,6 +96,7 @@ def _lines(done: RewriteReport) -> list[str]:
         *report.totals_lines(done.totals),
         *quality_lines(done.pairs),
         *(fit_lines(fit) if fit else []),
+        *report.scales_found(done),
         *report.kept_lines(done.plan.tensors),
         *report.already_quantized_lines(done.plan),
         *report.left_out_lines(done.plan),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pqweights.common.units import counted, first_names, size_text
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pqweights.planning.plan import Plan, TensorPlan, Totals
     from pqweights.rewrite.manifest import Manifest
     from pqweights.rewrite.records import TensorRecord
-    from pqweights.rewrite.task import PossibleExport
+    from pqweights.rewrite.task import PossibleExport, RewriteReport
 
     Pairs = Sequence[tuple[TensorPlan, TensorRecord]]
 
@@ -382,3 +382,34 @@ def _integer_error_lines(records: Sequence[TensorRecord]) -> list[str]:
         return []
     whole = "unknown" if total is None else f"{total:.6f}, computed from the error of the master"
     return [f"relative MSE against the master: {added:.6f}", f"{against}: {whole}"]
+
+
+def alpha_lines(alphas: Mapping[str, float]) -> list[str]:
+    """Return how much each weight, or group of weights, matters. alphas: by name"""
+    title = "alpha of each, in nats per token for a relative squared error of 1, by layer:"
+    return [title, *tables.by_layer({name: f"{alpha:.4f}" for name, alpha in alphas.items()})]
+
+
+def scale_lines(about: Mapping[str, Any]) -> list[str]:
+    """Return what a search of scales found, which a manifest states."""
+    weights = about["weights"]
+    rows = [_scale_row(name, told) for name, told in weights.items()]
+    return [
+        *tables.table(["weight", "#tokens", "scaled", "exponents", "#gain", "#gain held back"], rows),
+        f"AWQ: scales for {sum('gain' in told for told in weights.values())} of {len(weights)} weights, searched on "
+        f"{about['tokens']} tokens and checked on another {about['held_back_tokens']}; gain: the share by which the "
+        "error of the layer's output falls",
+    ]
+
+
+def scales_found(done: RewriteReport) -> list[str]:
+    """Return the last line of what a search of scales found, if there was one."""
+    awq = done.conversion.made_by.get("awq")
+    return scale_lines(awq)[-1:] if awq else []
+
+
+def _scale_row(name: str, told: Mapping[str, Any]) -> list[str]:
+    scaled = f"{told['scaled']} of {told['matrices']}" if "matrices" in told else "yes" if "gain" in told else "no"
+    exponents = ", ".join(f"{exponent:g}" for exponent in told.get("exponents", ()))
+    gains = [f"{told[key]:.1%}" if key in told else "" for key in ("gain", "held_back_gain")]
+    return [name, str(told["tokens"]), scaled, exponents, *gains]

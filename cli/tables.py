@@ -6,16 +6,19 @@ Not rich's tables: these cut numbers off where columns do not fit, and take 0.05
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
 from typing import TextIO
 
 from .printable import printable
 
 GAP = "  "
+_NUMBERS = re.compile(r"\.\d+\.")  # of layers, within names
 # A narrower terminal is treated as one of this many columns.
 LEAST_TERMINAL = 40
 # Columns of text are made no narrower than this, or than their titles; the first column, which has names, than that.
@@ -148,3 +151,12 @@ def _folded_table(titles: Titles, rows: Rows, width: int) -> list[str]:
         cells = [textwrap.wrap(cell, width, break_on_hyphens=False) for cell, width in zip(row, widths, strict=True)]
         lines += zip_longest(*cells, fillvalue="") if any(cells) else [row]
     return aligned(titles, lines, widths)
+
+
+def by_layer(values: Mapping[str, str]) -> list[str]:
+    """Return a line for each kind of weight, with its values in the order of the layers. values: by name of weights"""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name, value in sorted(values.items(), key=lambda item: [int(n) for n in re.findall(r"\d+", item[0])]):
+        kinds[_NUMBERS.sub(".*.", name)].append(value)
+    width = max(len(kind) for kind in kinds)
+    return [*chain.from_iterable(folded(f"  {kind:{width}}  ", several) for kind, several in kinds.items())]

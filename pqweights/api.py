@@ -20,7 +20,7 @@ from pqweights.exports import get_target
 from pqweights.exports.exporting import export as export_opened
 from pqweights.exports.exporting import open_exported
 from pqweights.inference.options import DEFAULT_MAX_TOKENS, GenerationOptions
-from pqweights.planning.calibration import check_calibration
+from pqweights.planning.calibration import check_calibration, measures
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import (
     BY_MODEL,
@@ -38,6 +38,7 @@ from pqweights.planning.options import (
     shard_bytes,
 )
 from pqweights.rewrite.distributed.engine import engine_of
+from pqweights.rewrite.quantizing import Learned
 from pqweights.rewrite.quantizing import quantize as quantize_source
 from pqweights.rewrite.results.inspect import Inspection
 from pqweights.rewrite.results.inspect import inspect as inspect_folder
@@ -66,10 +67,8 @@ def plan(
     set_bits: BitsByPattern | None = None,
     target_size: int | str | None = None,
     target_bpw: float | None = None,
-    sensitivity: StrPath | None = None,
     leave_out: str | Sequence[str] = (),
     awq: StrPath | None = None,
-    awq_any_codec: bool = False,
     calibrate: StrPath | None = None,
     calibration_tokens: int = DEFAULT_SAMPLE_TOKENS,
     rate: Literal["model", "tensor"] = BY_MODEL,
@@ -83,15 +82,18 @@ def plan(
     threads: int | None = None,
     revision: str | None = None,
     token: str | None = None,
+    calibration_progress: Progress | None = None,
     tell: Tell | None = None,
 ) -> PlanReport:
-    """Decide what `quantize` would do with each tensor, from the headers of a checkpoint alone.
+    """Decide what `quantize` would do with each tensor.
 
     The arguments are those of `quantize`, and:
 
     memory: propose targets and formats with which the model fits into so many bytes, or a text such as "16GB"
     context: for `memory`: how many tokens the model keeps, a number or a text such as "32k"
     runtime: for `memory`: propose what this runtime loads, and nothing else
+
+    With `calibrate` and a target, the model runs, as it does in `quantize`; otherwise only headers are read.
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
@@ -104,10 +106,8 @@ def plan(
         set_bits=set_bits,
         target_size=target_size,
         target_bpw=target_bpw,
-        sensitivity=sensitivity,
         leave_out=leave_out,
         awq=awq,
-        awq_any_codec=awq_any_codec,
         calibrate=calibrate,
         calibration_tokens=calibration_tokens,
         rate=rate,
@@ -120,7 +120,31 @@ def plan(
         tell=tell,
     )
     room = MemoryOptions(memory=memory, context=context, runtime=runtime)
-    return report_plan(located("source", source), asked, thread_count(threads), memory=room)
+    count, show = thread_count(threads), calibration_progress or _ignore
+    return planned(located("source", source), asked, count, memory=room, progress=show)
+
+
+def planned(
+    source: str | Path,
+    asked: QuantizeOptions,
+    threads: int,
+    out: Store | None = None,
+    *,
+    memory: MemoryOptions,
+    progress: Progress,
+) -> PlanReport:
+    """Plan what quantizing a source would do, with sensitivities that are measured if it depends on them.
+
+    out: where the result is to be written; by default a local folder
+    progress: called with the steps of a measurement that are done, those in all, and the next one
+    """
+    recipe, found = choose_recipe(asked.recipe, asked), Learned()
+    if measures(recipe, asked):
+        from pqweights.quality.learning import learned_for_plan
+
+        check_calibration(asked)
+        found = learned_for_plan(source, recipe, asked, threads, progress)
+    return report_plan(source, recipe, asked, threads, out, memory=memory, learned=found)
 
 
 def quantize(
@@ -135,11 +159,9 @@ def quantize(
     set_bits: BitsByPattern | None = None,
     target_size: int | str | None = None,
     target_bpw: float | None = None,
-    sensitivity: StrPath | None = None,
     leave_out: str | Sequence[str] = (),
     strict: bool = False,
     awq: StrPath | None = None,
-    awq_any_codec: bool = False,
     calibrate: StrPath | None = None,
     calibration_tokens: int = DEFAULT_SAMPLE_TOKENS,
     rate: Literal["model", "tensor"] = BY_MODEL,
@@ -167,12 +189,11 @@ def quantize(
     set_bits: bit widths by pattern; the first that matches decides, before the rules of the recipe
     target_size: choose bit widths so that the safetensors files take at most so many bytes, or "9GB"
     target_bpw: choose them so that the weights take at most so many bits in the mean, all overhead counted
-    sensitivity: how they are chosen: "heuristic", or a file written by the command sensitivity
     leave_out: patterns of the names of tensors that the result does not get
     strict: fail if the error of a tensor is above the limit of its codec, even after it is rescued
-    awq: a file of scales for input channels, written by the command calibrate
-    awq_any_codec: accept scales that were searched for another codec or bit width
-    calibrate: calibrate the weights of the trellis, on "self", "mixture", a text file or folder, or a data set
+    awq: scale input channels before quantizing, with scales that are searched on a sample of text, as for `calibrate`
+    calibrate: calibrate the weights of the trellis, on "self", "mixture", a text file or folder, or a data set; for a
+        target with other codecs, measure there how much each weight matters
     calibration_tokens: the number of tokens of that sample
     rate: whether weights that matter more get more bits (model), or what the recipe gives each (tensor)
     allow_pickle: also read pickled weights, with torch's restricted loader
@@ -200,11 +221,9 @@ def quantize(
         set_bits=set_bits,
         target_size=target_size,
         target_bpw=target_bpw,
-        sensitivity=sensitivity,
         leave_out=leave_out,
         strict=strict,
         awq=awq,
-        awq_any_codec=awq_any_codec,
         calibrate=calibrate,
         calibration_tokens=calibration_tokens,
         rate=rate,
@@ -219,19 +238,20 @@ def quantize(
     )
     chosen, store = choose_recipe(asked.recipe, asked), open_store(located("out", out))
     where = located("source", source)
-    if asked.calibrate is not None:
+    learns = asked.calibrate is not None or asked.awq is not None
+    if learns:
         check_calibration(asked)
     with _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run:
-        if asked.calibrate is None:
+        if not learns:
             return quantize_source(where, store, chosen, options=asked, run=run)
-        from pqweights.quality.calibrated_master import calibrated_codes
+        from pqweights.quality.learning import learned
 
         fetched = local_folder(where, asked.access, progress=run.progress)
         if fetched.origin is not None:  # the branch may move while the model is calibrated
             asked = replace(asked, revision=fetched.origin.revision)
         show = calibration_progress or _ignore
-        with calibrated_codes(fetched.path, store, chosen, asked, run=run, progress=show) as (ready, checked):
-            return quantize_source(where, store, chosen, options=asked, run=checked, ready=ready)
+        with learned(fetched.path, store, chosen, asked, run=run, progress=show) as (found, checked):
+            return quantize_source(where, store, chosen, options=asked, run=checked, learned=found)
 
 
 def export(
@@ -256,7 +276,6 @@ def export(
     recipe: StrPath | None = None,
     set_format: FormatsByPattern | None = None,
     target_size: int | str | None = None,
-    sensitivity: StrPath | None = None,
     leave_out: str | Sequence[str] = (),
     allow_pickle: bool = False,
     include_files: str | Sequence[str] = (),
@@ -290,8 +309,8 @@ def export(
     name: for gguf: the name of the model
     recipe: a YAML file that says which format each weight gets
     set_format: formats by pattern of names, or of a role as in role:expert; the first that matches counts
-    target_size: choose formats so that the files of weights take at most so many bytes, or "5GB"
-    sensitivity: how these are chosen: "heuristic", or a file written by the command sensitivity
+    target_size: choose formats so that the files of weights take at most so many bytes, or "5GB": by a rule of thumb,
+        or with `calibrate` by how much each weight matters there
 
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
@@ -313,7 +332,6 @@ def export(
         recipe=recipe,
         set_format=set_format,
         target_size=target_size,
-        sensitivity=sensitivity,
     )
     get_target(target).settings(asked)  # refuses wrong options before anything is fetched
     if ray is not None and calibrate is not None:
@@ -337,6 +355,8 @@ def export(
             if fetched.origin is not None:  # the branch may move while the inputs are learned
                 opening = replace(opening, revision=fetched.origin.revision)
         with _inputs(local, store, asked, opening, run) as known:
+            if known is not None and asked.target_size is not None:
+                asked = replace(asked, sensitivity=known.sensitivity(store, overwrite=overwrite))
             return export_opened(
                 open_exported(given, opening),
                 store,

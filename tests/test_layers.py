@@ -67,7 +67,7 @@ OPTIONAL = {
         inference.loading.packed_rows inference.loading.packed_states kernels.attention
         kernels.reference kernels.transform_codes quality.calibrated quality.calibrated_weights
         quality.calibrated_master quality.collecting quality.layer_passes quality.layer_statistics quality.layered
-        quality.sample quality.sensitivity quality.work_folder
+        quality.sample quality.scale_finding quality.sensitivity quality.work_folder
     """,
     "yaml": "planning.recipe checkpoint.config publish.card.old_card",
     "fsspec": "storage.bucket storage.file_systems",

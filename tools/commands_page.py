@@ -33,7 +33,12 @@ and bit width (`--no-summary` lists them all). Elsewhere tables list everything,
 """
 # Where a command's method, formats and measurements are described.
 PAGES = {
-    "quantize": (("Recipes", "../recipes/README.md"), ("Fitting a size", "fit.md"), ("The method", "method.md")),
+    "quantize": (
+        ("Recipes", "../recipes/README.md"),
+        ("Fitting a size", "fit.md"),
+        ("Activation-aware scales", "awq.md"),
+        ("The method", "method.md"),
+    ),
     "plan": (("Which one for me", "memory.md"), ("Recipes", "../recipes/README.md"), ("Fitting a size", "fit.md")),
     "recipes": (("Recipes", "../recipes/README.md"),),
     "inspect": (("The format", "format.md"), ("KV caches", "kv-cache.md")),
@@ -46,8 +51,6 @@ PAGES = {
     ),
     "card": (("The model card", "card.md"),),
     "push": (("The Hub", "hub.md"), ("The model card", "card.md")),
-    "sensitivity": (("Fitting a size", "fit.md"),),
-    "calibrate": (("Activation-aware scales", "awq.md"),),
     "eval": (("Evaluation", "evaluation.md"), ("KV caches", "kv-cache.md")),
 }
 VALUES = {int: "N", float: "X", str: "TEXT"}

@@ -10,7 +10,6 @@ import fnmatch
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,17 +19,16 @@ from pqweights.checkpoint.models.names import role_name
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
-from pqweights.checkpoint.writer import sha256_of_file
 from pqweights.common.advice import instead
 from pqweights.common.units import parse_size
-from pqweights.errors import OptionError, RecipeError, SourceError
+from pqweights.errors import OptionError, RecipeError
 from pqweights.exports.formats import BlockRule, Rule, TileRule
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.planning.decisions import instead_of
 from pqweights.planning.knapsack import Choice, cheapest, solve
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.roles import ROLES
-from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, read_sensitivity
+from pqweights.planning.sensitivity import Sensitivity, alphas_for, groups_of
 
 # The format of a weight that a rule keeps as it is.
 PLAIN = "plain"
@@ -60,12 +58,12 @@ class Assignment:
     rules: the first that matches a weight, or another one of its fused layer, decides; others get the default
     target_size: the largest size of the weights' files, in bytes, for which formats are then chosen where no rule
         decides; None to take the default
-    sensitivity: by what they are chosen: a file that `pqweights sensitivity` wrote; None for the rule of thumb
+    known: by what they are chosen: sensitivities that were measured; None for the rule of thumb
     """
 
     rules: tuple[FormatRule, ...] = ()
     target_size: int | None = None
-    sensitivity: Path | None = None
+    known: Sensitivity | None = None
 
     @staticmethod
     def of(options: ExportOptions, formats: Sequence[str]) -> Assignment:
@@ -82,13 +80,10 @@ class Assignment:
             role = rule.pattern.removeprefix(ROLE)
             if role != rule.pattern and role not in ROLES:
                 raise OptionError(f"`set_format` {rule.pattern}: {instead(role, ROLES)}")
-        if options.sensitivity is not None and size is None:
-            raise OptionError("`sensitivity`: expected `target_size` as well, for which formats are then chosen")
-        measured = options.sensitivity is not None and str(options.sensitivity) != HEURISTIC
         return Assignment(
             rules=rules,
             target_size=None if size is None else parse_size(size),
-            sensitivity=Path(str(options.sensitivity)) if measured else None,
+            known=options.sensitivity,
         )
 
     def describe(self, rules: str = "formats") -> dict[str, Any]:
@@ -96,8 +91,8 @@ class Assignment:
         stated: dict[str, Any] = {rules: [list(rule) for rule in self.rules]} if self.rules else {}
         if self.target_size is not None:
             stated["target_size"] = self.target_size
-        if self.sensitivity is not None:
-            stated["sensitivity"] = sha256_of_file(self.sensitivity)
+        if self.known is not None:
+            stated["sensitivity"] = self.known.to_json()
         return stated
 
     def rule_of(self, weights: Iterable[tuple[Sequence[str], str]]) -> FormatRule | None:
@@ -118,19 +113,6 @@ class Assignment:
             raise RecipeError(
                 f"pattern {pattern!r}: matches no weight that can be quantized before another rule does; names are "
                 f"those of the checkpoint or of the runtime{near}"
-            )
-
-    def known(self) -> Sensitivity | None:
-        """Read the sensitivities that were given; None stands for the rule of thumb. Raises SourceError."""
-        return None if self.sensitivity is None else read_sensitivity(self.sensitivity)
-
-    def check_model(self, fingerprint: str | None) -> None:
-        """Raise SourceError if the sensitivities are of another model. fingerprint: that of the checkpoint, if known"""
-        known = self.known()
-        if known is not None and fingerprint is not None and known.checkpoint != fingerprint:
-            raise SourceError(
-                f"{self.sensitivity}: expected sensitivities of the model that the master was made from (fingerprint "
-                f"{fingerprint[:12]}), found those of another ({known.checkpoint[:12]})"
             )
 
 

@@ -224,7 +224,7 @@ def _within(
         overhead=overhead,
         weights=layers.weights,
         roles=layers.roles,
-        known=assignment.known(),
+        known=assignment.known,
     )
     reason = f"chosen for {assignment.target_size} bytes"
     return {tensor.name: _fitted(tensor, found[layer], reason) for layer, of in members.items() for tensor in of}

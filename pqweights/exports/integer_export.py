@@ -53,9 +53,8 @@ def plan_integers(source: ExportSource, target: IntegerTarget) -> Conversion:
     Raises ExportError if the target cannot store the model, OptionError for inputs that nothing uses.
     """
     checkpoint, manifest, inputs = source.checkpoint, source.manifest, source.inputs
-    target.assignment.check_model(checkpoint.fingerprint() if manifest is None else manifest.source_fingerprint)
-    if inputs is not None and source.rounding != GPTQ:
-        raise OptionError("`calibrate`: expected `rounding` gptq as well, which uses it")
+    if inputs is not None and source.rounding != GPTQ and target.assignment.target_size is None:
+        raise OptionError("`calibrate`: expected `rounding` gptq or `target_size` as well, which use it")
     outline = target.outline(checkpoint)
     unexamined = unexamined_warnings(target_name(target.describe()["target"]) or "", outline.config)
     rounding = IntegerRounding(

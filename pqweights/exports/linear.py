@@ -267,7 +267,7 @@ def _within(
         overhead=overhead,
         weights={key: [tensor.name for tensor in layer] for key, layer in free.items()},
         roles={tensor.name: role_of(tensor, weights.model) for layer in free.values() for tensor in layer},
-        known=rules.assignment.known(),
+        known=rules.assignment.known,
     )
     chosen, plain = dict(weights.chosen), dict(weights.plain)
     for key, layer in free.items():

@@ -237,7 +237,7 @@ class MlxFormat:
             overhead=overhead,
             weights=layers.weights,
             roles=layers.roles,
-            known=self.assignment.known(),
+            known=self.assignment.known,
         )
         return {name: chosen[layer] for layer, names in layers.members.items() for name in names}
 

@@ -29,7 +29,6 @@ class FormatsFile(ClosedDocument, frozen=True, kw_only=True):
     format: str | None = None
     rules: tuple[Any, ...] = ()
     target_size: str | int | None = None
-    sensitivity: str | None = None
 
 
 def with_recipe(options: ExportOptions) -> ExportOptions:
@@ -53,7 +52,6 @@ def with_recipe(options: ExportOptions) -> ExportOptions:
         format=options.format or file.format,
         set_format=tuple(rules) or None,
         target_size=options.target_size if options.target_size is not None else file.target_size,
-        sensitivity=options.sensitivity if options.sensitivity is not None else file.sensitivity,
     )
 
 

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pqweights.checkpoint.header import TensorSpec, entry_bytes
 from pqweights.checkpoint.master import column_specs
+from pqweights.checkpoint.readers import scale_shape
 from pqweights.codecs.columns import MOST_STORED_COLUMNS, ColumnCut
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.errors import OptionError, RecipeError
 from pqweights.planning.context_memory import layers_and_width
 from pqweights.planning.options import QuantizeOptions
-from pqweights.planning.plan import TensorPlan
+from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe
 
 # A weight of fewer rows does not fill a strip, and would grow.
 FEWEST_ROWS = 128
+# What a calibration finds.
+CODES, SCALES, SENSITIVITIES = "codes", "scales", "sensitivities"
 
 
 def check_calibration(options: QuantizeOptions) -> None:
     """Raise OptionError for what a calibration cannot be combined with."""
-    for name, given, why in (
-        ("awq", options.awq, "the calibration scales channels itself"),
-        ("low_disk", options.low_disk, "a calibration reads the whole checkpoint several times"),
-    ):
-        if given:
-            raise OptionError(f"`{name}`: {why}; leave out `{name}` or `calibrate`")
+    if options.low_disk:
+        other = "calibrate" if options.awq is None else "awq"
+        why = "a calibration reads the whole checkpoint several times"
+        raise OptionError(f"`low_disk`: {why}; leave out `low_disk` or `{other}`")
+
+
+def measures(recipe: Recipe, options: QuantizeOptions) -> bool:
+    """Whether sensitivities are measured: for a size, of weights whose codes no calibration finds."""
+    return options.calibrate is not None and recipe.target is not None and HadamardTrellis.name not in recipe.codecs
 
 
 def wanted_bits(recipe: Recipe, tensors: Sequence[TensorPlan]) -> dict[str, float]:
@@ -47,7 +54,7 @@ def wanted_bits(recipe: Recipe, tensors: Sequence[TensorPlan]) -> dict[str, floa
     if not wanted:
         raise RecipeError(
             f"recipe {recipe.name!r}: `calibrate` is for matrices with the codec {HadamardTrellis.name}, and it gives "
-            "it to none here; choose a recipe such as t4"
+            "it to none here; choose a recipe such as t4, or a target, for which bit widths are then chosen"
         )
     return wanted
 
@@ -66,26 +73,38 @@ def _header_bytes(specs: Sequence[TensorSpec]) -> int:
 class PlannedCalibration:
     """What a plan says of a calibration.
 
-    weights: how many are calibrated, if the sample reaches them
-    weight_bytes: about how many they take together; each gets its own
-    disk_bytes: see work_bytes
+    finds: what it learns: codes, scales or sensitivities
+    weights: of how many weights, if the sample reaches them
+    weight_bytes: about how many bytes those take together of which it finds the codes, or the scales at most
+    disk_bytes: what it takes beside its result, while it runs
     """
 
+    finds: str
     weights: int
     weight_bytes: int
     disk_bytes: int
 
-    @staticmethod
-    def of(
-        recipe: Recipe, tensors: Sequence[TensorPlan], config: Mapping[str, Any] | None, tokens: int
-    ) -> PlannedCalibration:
-        """Return what follows from the plan of a model. Raises RecipeError if nothing would be calibrated."""
-        wanted = wanted_bits(recipe, tensors)
-        return PlannedCalibration(
-            weights=len(wanted),
-            weight_bytes=round(sum(wanted.values()) / 8),
-            disk_bytes=work_bytes(config, tokens, wanted),
-        )
+
+def planned_calibration(
+    recipe: Recipe, tensors: Sequence[TensorPlan], config: Mapping[str, Any] | None, asked: QuantizeOptions
+) -> PlannedCalibration:
+    """Return what follows from the plan of a model. Raises RecipeError if nothing would be calibrated."""
+    tokens = asked.calibration_tokens
+    if asked.awq is not None:
+        scaled = [tensor for tensor in tensors if tensor.is_scaled]
+        taken = sum(2 * math.prod(scale_shape(tensor.shape)) for tensor in scaled)
+        disk = states_bytes(config, tokens) + taken
+        return PlannedCalibration(finds=SCALES, weights=len(scaled), weight_bytes=taken, disk_bytes=disk)
+    if measures(recipe, asked):
+        count, disk = sum(tensor.action == QUANTIZE for tensor in tensors), states_bytes(config, tokens, more=2)
+        return PlannedCalibration(finds=SENSITIVITIES, weights=count, weight_bytes=0, disk_bytes=disk)
+    wanted = wanted_bits(recipe, tensors)
+    return PlannedCalibration(
+        finds=CODES,
+        weights=len(wanted),
+        weight_bytes=round(sum(wanted.values()) / 8),
+        disk_bytes=work_bytes(config, tokens, wanted),
+    )
 
 
 def work_bytes(config: Mapping[str, Any] | None, tokens: int, wanted: Mapping[str, float]) -> int:

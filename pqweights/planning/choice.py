@@ -27,16 +27,10 @@ def with_weights(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, weights=frozenset(tensor.name for tensor, of in pairs if of.codec is not None))
 
 
-def choose_recipe(
-    recipe: str | PathLike[str] | Recipe | None,
-    options: RecipeOptions = RecipeOptions(),
-    *,
-    rates_exports: bool = False,
-) -> Recipe:
+def choose_recipe(recipe: str | PathLike[str] | Recipe | None, options: RecipeOptions = RecipeOptions()) -> Recipe:
     """Load a recipe and change it as the options say.
 
     recipe: the name of a built-in recipe, a YAML file, or a recipe; None for that of DEFAULT_RECIPE
-    rates_exports: whether exports are rated by its sensitivities, which then need no target
 
     Raises OptionError for options that contradict each other or have impossible values and for an unknown name, and
     RecipeError for what is wrong in a file.
@@ -58,11 +52,7 @@ def choose_recipe(
         recipe = recipe.with_effort(options.effort)
     if options.bits is not None:
         recipe = recipe.with_bits(options.bits)
-    sensitivity = None if options.sensitivity is None else str(options.sensitivity)
-    if target is None and rates_exports:
-        recipe = replace(recipe, sensitivity=sensitivity or recipe.sensitivity)
-    else:
-        recipe = recipe.with_target(target, sensitivity)
+    recipe = replace(recipe, target=target or recipe.target)
     return replace(recipe, overrides=(*_overrides(recipe.codec, options), *recipe.overrides))
 
 

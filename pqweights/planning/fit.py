@@ -1,6 +1,6 @@
 """Fitting: a bit width for every weight, so that the result has a given size and the loss is predicted to rise least.
 
-The predicted rise is the sum of alpha * t^2 over groups of weights (sensitivity_file.py), where t^2 is the relative
+The predicted rise is the sum of alpha * t^2 over groups of weights (sensitivity.py), where t^2 is the relative
 error that a codec promises at a bit width. Groups are weights that runtimes fuse, sizes are counted to the byte, and a
 knapsack is solved (knapsack.py). docs/fit.md describes the method.
 """
@@ -23,7 +23,7 @@ from pqweights.planning.decisions import RatePlanner, Rates
 from pqweights.planning.knapsack import Choice, Solution, cheapest, solve
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.recipe import SizeTarget
-from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, alphas_for, groups_of, taken_apart
+from pqweights.planning.sensitivity import HEURISTIC, Sensitivity, alphas_for, groups_of, taken_apart
 
 # How often the budget is corrected to meet a file size: headers depend a little on what the files hold.
 MOST_ROUNDS = 8
@@ -66,7 +66,7 @@ class Fit:
     bits_per_weight: mean over all weights that the recipe would quantize; those that are kept count as they are
     bits_per_parameter: mean over all parameters of the checkpoint, with all bytes of the safetensors files
     smallest_bytes: the smallest size that is possible
-    unknown: groups that the sensitivity file does not have
+    unknown: groups that were not measured
     free: the weights whose bit width no rule gives
     """
 
@@ -94,7 +94,7 @@ class Fit:
         """Return the manifest's account of the fit."""
         by: dict[str, Any] = {"kind": HEURISTIC}
         if self.sensitivity is not None:
-            by = {"kind": self.sensitivity.method.get("kind"), "sha256": self.sensitivity.sha256}
+            by = self.sensitivity.to_json()
         return {"sensitivity": by, "predicted_rise": rounded(self.rise)}
 
     def to_json(self) -> dict[str, Any]:
@@ -343,7 +343,7 @@ class FreeGroup:
 def free_groups(
     checkpoint: Checkpoint, *, sensitivity: Sensitivity | None, planner: RatePlanner
 ) -> tuple[list[FreeGroup], list[str]]:
-    """Return every group with its options, and the names of the groups that the sensitivity file does not have."""
+    """Return every group with its options, and the names of the groups that were not measured."""
     # Weights whose bit width a rule fixes are included: they contribute to the loss, and belong to groups.
     by_name = {t.name: t for t in planner.planned({}) if t.name in planner.free or t.action == QUANTIZE}
     roles = {t.name: t.role for t in by_name.values()}

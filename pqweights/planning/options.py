@@ -17,6 +17,7 @@ from pqweights.errors import OptionError
 
 if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
+    from pqweights.planning.sensitivity import Sensitivity
     from pqweights.storage.sources import Access
 
 DEFAULT_MAX_SHARD_SIZE = "2GB"
@@ -41,7 +42,7 @@ def _recipe(name: str, value: Any) -> str | Path | Recipe:
     """Take the name of a recipe, a path or a Recipe."""
     if isinstance(value, str | os.PathLike):
         return checks.location(name, value)
-    if not hasattr(value, "with_target"):  # the class is defined in terms of the options here
+    if not hasattr(value, "with_codec"):  # the class is defined in terms of the options here
         raise checks.wrong(name, "the name of a recipe, a path or a Recipe", value)
     recipe: Recipe = value
     return recipe
@@ -98,7 +99,6 @@ class RecipeOptions(Options):
     set_bits: Any = option(checks.bits_by_pattern, default=None)  # from BitsByPattern to pairs
     target_size: int | str | None = option(checks.size, default=None)
     target_bpw: float | None = None
-    sensitivity: StrPath | None = None
 
 
 @options
@@ -126,14 +126,18 @@ class QuantizeOptions(RecipeOptions, SampleOptions, SourceOptions):
     """How a source is opened and quantized."""
 
     strict: bool = False
-    awq: StrPath | None = None
-    awq_any_codec: bool = option(default=False, needs=(("awq",), "whose scales it is about"))
+    awq: StrPath | None = option(
+        checks.location, default=None, excludes=(("calibrate",), "the calibration scales channels itself")
+    )
+    calibration_tokens: int = option(
+        default=DEFAULT_SAMPLE_TOKENS, least=FEWEST_SAMPLE_TOKENS, needs=(("calibrate", "awq"), "which reads them")
+    )
     rate: str = option(default=BY_MODEL, choices=(BY_MODEL, BY_TENSOR), needs=(("calibrate",), "which shares them"))
     lossless: bool = option(
         default=False,
         excludes=(
             (
-                *("recipe", "codec", "bits", "effort", "keep", "set_bits", "target_size", "target_bpw", "sensitivity"),
+                *("recipe", "codec", "bits", "effort", "keep", "set_bits", "target_size", "target_bpw"),
                 *("awq", "calibrate", "strict"),
             ),
             "it stores the numbers of the source as they are",
@@ -175,7 +179,9 @@ class ExportOptions(SampleOptions):
     recipe: StrPath | None = option(checks.location, default=None)
     set_format: Any = option(checks.formats_by_pattern, default=None)  # from FormatsByPattern to pairs
     target_size: int | str | None = option(checks.size, default=None)
-    sensitivity: StrPath | None = None
+    sensitivity: Sensitivity | None = option(
+        checks.anything, default=None
+    )  # measured, if `calibrate` and a size are given
 
 
 def shard_bytes(max_shard_size: int | str) -> int:

@@ -58,7 +58,6 @@ class RecipeFile(ClosedDocument, frozen=True, kw_only=True):
     effort: int | None = None
     target_size: str | int | None = None
     target_bpw: int | float | None = None
-    sensitivity: str | None = None
     rules: tuple[Any, ...] | None = None
 
 
@@ -138,7 +137,6 @@ class Recipe:
     rules: the first rule that matches a tensor decides
     overrides: rules that options give, which come before all others; each has a reason that names its option
     target: a size to meet; bit widths that no rule gives are then chosen for it
-    sensitivity: by what they are chosen: "heuristic", or a file that `pqweights sensitivity` wrote
     effort: how much work codecs that have a choice put into encoding; None for their defaults
     """
 
@@ -149,7 +147,6 @@ class Recipe:
     rules: tuple[Rule, ...] = ()
     overrides: tuple[Rule, ...] = ()
     target: SizeTarget | None = None
-    sensitivity: str | None = None
     effort: int | None = None
 
     @property
@@ -191,16 +188,6 @@ class Recipe:
                 f"`bits`: recipe {self.name!r} chooses bit widths to meet its target size; leave `bits` out"
             )
         return replace(self, bits=_checked("`bits`", lambda: checked_rate(self.codec, bits), OptionError))
-
-    def with_target(self, target: SizeTarget | None, sensitivity: str | None) -> Recipe:
-        """Return the recipe with another target and another sensitivity, as far as they are given.
-
-        Raises OptionError for a sensitivity without a target.
-        """
-        target = target or self.target
-        if sensitivity is not None and target is None:
-            raise OptionError("`sensitivity` needs `target_size` or `target_bpw`")
-        return replace(self, target=target, sensitivity=sensitivity or self.sensitivity)
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as manifests state it: the keys of the YAML, without those that are not set."""
@@ -279,8 +266,6 @@ def parse_recipe(text: str, where: str) -> Recipe:
     codec = _checked(where, lambda: get_codec(file.codec or DEFAULT_CODEC).name)
     bits = nearest_rate(codec, DEFAULT_BITS) if file.bits is None else file.bits
     target = make_target(file.target_size, file.target_bpw, file=where)
-    if file.sensitivity is not None and target is None:
-        raise RecipeError(f"{where}: sensitivity needs target_size or target_bpw")
     recipe = Recipe(
         name=file.name or Path(where).stem,
         description=(file.description or "").strip(),
@@ -288,7 +273,6 @@ def parse_recipe(text: str, where: str) -> Recipe:
         bits=_checked(f"{where}: bits", lambda: checked_rate(codec, bits)),
         rules=tuple(_rule(f"{where}: rule {i}", entry, codec) for i, entry in enumerate(file.rules or (), start=1)),
         target=target,
-        sensitivity=file.sensitivity,
     )
     effort = file.effort
     if effort is None:

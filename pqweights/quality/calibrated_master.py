@@ -13,24 +13,20 @@ from typing import Any
 
 from torch import Tensor
 
-from pqweights.checkpoint.gguf.file import is_gguf
-from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.readers import element_count
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.common.threads import Progress
-from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
 from pqweights.planning.options import BY_TENSOR, QuantizeOptions
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Recipe
 from pqweights.quality.calibrated import FEWEST_INPUTS, Encoded, LayerwiseCalibration
 from pqweights.quality.calibrated_weights import CalibratedWeight
+from pqweights.quality.finished import finished_account, finished_manifest
 from pqweights.quality.layered import OUTSIDE, LayeredModel
 from pqweights.quality.sample import SEED, SampleOf
 from pqweights.quality.work_folder import check_space, folder_beside, worked_on_in
 from pqweights.rewrite.distributed.engine import local_files
-from pqweights.rewrite.identity import is_under_way
-from pqweights.rewrite.manifest import parse_manifest
 from pqweights.rewrite.quantizing import plan_quantize
 from pqweights.rewrite.ready import FinishedWeights, ReadyWeights
 from pqweights.rewrite.shard import LocalEngine
@@ -47,42 +43,23 @@ LOST = 0.3
 def calibrated_codes(
     source: Path, out: Store, recipe: Recipe, asked: QuantizeOptions, *, run: RunOptions, progress: Progress
 ) -> Iterator[tuple[ReadyWeights | FinishedWeights, RunOptions]]:
-    """Calibrate a checkpoint, continuing an interrupted calibration, and yield the codes.
+    """Calibrate a checkpoint, and yield the codes; see `learned`.
 
-    With them come the options of the run that stores them: it must find the source as it was.
-
-    source: the local folder of the original checkpoint
-    out: where the result is made; if it holds a result of the same calibration, that of its codes is yielded
     recipe: which weights are calibrated, those of the trellis, and about how many bits they take together
-    asked: `calibrate` and the options beside it
     run: the threads that compute, and what has layers encoded
-    progress: called with the steps that are done, those in all, and the next one
-
-    What it worked on goes when the context is left without an error. Raises SourceError, RecipeError, OptionError,
-    EvaluationError, OutputError or MissingDependencyError.
     """
-    if not source.is_dir() and not is_gguf(source):
-        raise SourceError(f"{source}: expected the folder of a model for `calibrate`, found a file")
-    if run.engine is not None and out.is_elsewhere:
-        raise OptionError(f"`ray`: expected a folder that all nodes share for a calibrated master, found {out}")
-    out.check_apart(source)
     conversion = plan_quantize(source, recipe, replace(asked, revision=None))
     checkpoint, plan = conversion.checkpoint, conversion.plan
     wanted = wanted_bits(recipe, plan.tensors)
     states = recipe.effort or STATES
-    sample = SampleOf(
-        source=source,
-        checkpoint=checkpoint,
-        text=str(asked.calibrate),
-        tokens=asked.calibration_tokens,
-        allow_pickle=asked.allow_pickle,
-        leave_out=asked.leave_out,
-    )
+    sample = SampleOf.of(source, checkpoint, str(asked.calibrate), asked)
     planned = [(tensor.name, tensor.bytes) for tensor in plan.tensors]
     stated = [*sample.stated, recipe.to_json(), planned, states, asked.rate]
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
-    if not run.overwrite and MANIFEST_FILE in out.names() and not is_under_way(out):
-        yield _finished(out, key), run
+    if (finished := finished_account(out, "calibrated", key, overwrite=run.overwrite)) is not None:
+        manifest = finished_manifest(out, overwrite=False)
+        assert manifest is not None
+        yield FinishedWeights(stated=finished, tensors={tensor.name: tensor for tensor, _ in manifest.pairs}), run
         return
     model = LayeredModel(checkpoint, source, remedy="quantize it without `calibrate`")
     with worked_on_in(folder_beside(out), out, key, run.threads, sample.contents.is_same) as work:
@@ -127,19 +104,6 @@ def _about(sample: SampleOf, ids: Tensor, *, states: int, rate: str) -> dict[str
         "rate": rate,
         "sample_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
     }
-
-
-def _finished(out: Store, key: str) -> FinishedWeights:
-    """Return the codes that a finished result has of the same calibration. Raises OutputError for another result."""
-    data = out.read(MANIFEST_FILE)
-    manifest = None if data is None else parse_manifest(data)
-    calibrated = None if manifest is None else manifest.identity.made_by.get("calibrated")
-    if manifest is None or not isinstance(calibrated, dict) or calibrated.get("identity") != key:
-        raise OutputError(
-            f"{out}: holds another result, which this calibration did not make; pass `overwrite` to replace it, or "
-            "choose another folder"
-        )
-    return FinishedWeights(stated=calibrated, tensors={tensor.name: tensor for tensor, _ in manifest.pairs})
 
 
 def _of_the_trellis(plan: Plan) -> set[str]:

@@ -61,6 +61,18 @@ class SampleOf:
     allow_pickle: bool = False
     leave_out: Sequence[str] = ()
 
+    @staticmethod
+    def of(source: Path, checkpoint: Checkpoint, text: str, asked: QuantizeOptions) -> SampleOf:
+        """Return the sample that options ask for."""
+        return SampleOf(
+            source=source,
+            checkpoint=checkpoint,
+            text=text,
+            tokens=asked.calibration_tokens,
+            allow_pickle=asked.allow_pickle,
+            leave_out=asked.leave_out,
+        )
+
     @functools.cached_property
     def words(self) -> str:
         """The text. Raises EvaluationError if it cannot be read."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -26,13 +26,18 @@ from pqweights.common.documents import as_json
 from pqweights.common.threads import Progress, slow_step, told_steps
 from pqweights.errors import SourceError
 from pqweights.planning.calibration import states_bytes
+from pqweights.planning.choice import DEFAULT_RECIPE
 from pqweights.planning.inputs import InputVector, WeightInputs
 from pqweights.planning.options import SampleOptions
+from pqweights.planning.recipe import load_recipe
+from pqweights.planning.sensitivity import Sensitivity
 from pqweights.quality.collecting import VectorInputs, check_windows
+from pqweights.quality.finished import finished_manifest
 from pqweights.quality.layer_passes import LayerPasses
 from pqweights.quality.layer_statistics import LayerStatistics, weight_inputs
 from pqweights.quality.layered import OUTSIDE, LayeredModel, ModelMatrix
 from pqweights.quality.sample import SampleOf
+from pqweights.quality.sensitivity import block_sizes, measure
 from pqweights.quality.work_folder import check_space, folder_beside, worked_on_in
 from pqweights.storage import Store
 
@@ -109,6 +114,17 @@ class SampledInputs:
                 if not passes.file(KEY, layer).exists():
                     self._run(layer, partial(self._write, layer), with_moments=False)
                 self._read(layer)
+
+    def sensitivity(self, out: Store, *, overwrite: bool) -> Sensitivity:
+        """Measure how much the loss rises with errors of each weight, or read what a finished result says of it."""
+        manifest = finished_manifest(out, overwrite=overwrite)
+        stated = None if manifest is None else manifest.identity.made_by.get("sensitivity")
+        if isinstance(stated, dict) and stated.get("identity") == self.identity:
+            return Sensitivity.read(stated)
+        sizes = block_sizes(self.sample.checkpoint, load_recipe(DEFAULT_RECIPE))
+        with slow_step(READING):
+            found = measure(self.sample, self.work, sizes, threads=self.threads, progress=lambda *_: None)
+        return replace(found, method=found.method | {"identity": self.identity})
 
     def mean_squares(self, vector: int) -> Floats:
         """Return the mean square of each channel of a vector, [K]."""

@@ -102,7 +102,7 @@ class LayerReport:
         return any(matrix.scaled for matrix in self.matrices)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of the weight in the metadata of the file."""
+        """Return what `quantize --json` says of the weight."""
         return {
             "codec": self.codec,
             "bits": self.bits,

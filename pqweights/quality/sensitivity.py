@@ -10,31 +10,42 @@ block. It agrees with what noise in the weights does (docs/fit.md), which takes 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.numpy import load_file
 from torch import Tensor
 
-from pqweights.checkpoint.writer import check_free
+from pqweights.checkpoint.gguf.sources import open_local_source
+from pqweights.checkpoint.models import text_model
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.codecs import CODECS
+from pqweights.common.strict_json import rounded
 from pqweights.common.threads import Progress, slow_step
-from pqweights.errors import SourceError
+from pqweights.errors import RecipeError, SourceError
 from pqweights.planning.calibration import states_bytes
-from pqweights.planning.plan import TensorPlan, coder_of
+from pqweights.planning.decisions import decide, without
+from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import Recipe
-from pqweights.planning.sensitivity_file import Measured, Sensitivity, read_sensitivity, write_sensitivity
-from pqweights.quality.layer_passes import LayerPasses
+from pqweights.planning.sensitivity import Sensitivity
+from pqweights.quality.finished import finished_account
+from pqweights.quality.layer_passes import LayerPasses, save_whole
 from pqweights.quality.layered import OUTSIDE, LayeredModel
-from pqweights.quality.options import SamplingOptions
-from pqweights.quality.preparation import plan_original
 from pqweights.quality.sample import SEED, SampleOf
-from pqweights.quality.work_folder import check_space, folder_beside_file, worked_on_in
-from pqweights.rewrite.task import usable_cores
+from pqweights.quality.work_folder import check_space, folder_beside, worked_on_in
+from pqweights.rewrite.task import RunOptions
+from pqweights.storage import Store
 
+PASSES = "passes"  # the folder of what lies on the disk between passes
 ALPHAS = "alphas"  # of a layer, by the name of a tensor
 
 
@@ -84,53 +95,84 @@ def _squares(values: Tensor, block_size: int) -> Tensor:
     return torch.cat([torch.linalg.vector_norm(part, dim=1).double().square() for part in blocks])
 
 
-def measure_sensitivity(
-    source: Path,
-    recipe: Recipe,
-    options: SamplingOptions = SamplingOptions(),
-    *,
-    out: Path,
-    progress: Progress = lambda done, total, name: None,
+@contextlib.contextmanager
+def sensitivity_for(
+    source: Path, out: Store, recipe: Recipe, asked: QuantizeOptions, *, run: RunOptions, progress: Progress
+) -> Iterator[tuple[Sensitivity, RunOptions]]:
+    """Measure the sensitivities by which the bit widths of a master are chosen; see `learned`."""
+    sample, key = _sample(source, recipe, asked)
+    if (stated := finished_account(out, "fit", key, overwrite=run.overwrite)) is not None:
+        yield Sensitivity.read(stated), run
+        return
+    with worked_on_in(folder_beside(out), out, key, run.threads, sample.contents.is_same) as work:
+        found = measure(sample, work, block_sizes(sample.checkpoint, recipe), threads=run.threads, progress=progress)
+        yield replace(found, method=found.method | {"identity": key}), replace(run, check=sample.check_source)
+
+
+def measured(
+    source: Path, work: Path, recipe: Recipe, asked: QuantizeOptions, *, threads: int, progress: Progress
 ) -> Sensitivity:
-    """Run a checkpoint over a sample, and gradients back, for the weights that a recipe quantizes.
+    """Measure the sensitivities by which a plan chooses bit widths. work: an empty folder"""
+    sample, key = _sample(source, recipe, asked)
+    with worked_on_in(work / "sensitivity", source, key, threads, sample.contents.is_same) as folder:
+        found = measure(sample, folder, block_sizes(sample.checkpoint, recipe), threads=threads, progress=progress)
+    return replace(found, method=found.method | {"identity": key})
 
-    out: the file for the sensitivities
 
-    Raises SourceError, RecipeError, EvaluationError, OutputError, MissingDependencyError.
+def _sample(source: Path, recipe: Recipe, asked: QuantizeOptions) -> tuple[SampleOf, str]:
+    """Return the sample that is wanted, and a digest of everything on which the sensitivities depend."""
+    checkpoint = open_local_source(source, allow_pickle=asked.allow_pickle)
+    checkpoint = without(checkpoint, asked.leave_out) if asked.leave_out else checkpoint
+    sizes = block_sizes(checkpoint, recipe)
+    sample = SampleOf.of(source, checkpoint, str(asked.calibrate), asked)
+    return sample, hashlib.sha256(json.dumps([*sample.stated, sizes]).encode()).hexdigest()
+
+
+def block_sizes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, int]:
+    """Return the weights that a recipe quantizes, with how many of each share a norm.
+
+    Raises RecipeError if there are none.
     """
-    with slow_step("loading transformers"):
-        checkpoint, planned = plan_original(source, recipe)
-        check_free(out, options.overwrite, kind="sensitivities", read=read_sensitivity)
-        sample = SampleOf(source=source, checkpoint=checkpoint, text=str(options.text), tokens=options.tokens)
-        model = LayeredModel(checkpoint, source, remedy="fit it with `sensitivity` heuristic")
-    threads = options.threads or usable_cores()
-    block_sizes = {tensor.name: coder_of(tensor).block_size for tensor in planned}
-    key = hashlib.sha256(json.dumps([*sample.stated, block_sizes]).encode()).hexdigest()
-    folder, is_same = folder_beside_file(out), sample.contents.is_same
-    with worked_on_in(folder, out, key, threads, is_same) as work:
-        ids = sample.ids(work, threads)
-        check_space(work, states_bytes(checkpoint.config, ids.numel(), more=2), {})
-        passes = LayerPasses(model=model, ids=ids, work=work, seed=SEED, check=sample.check_source)
+    decisions = decide(recipe, checkpoint.tensors, text_model(checkpoint.config))
+    pairs = zip(checkpoint.tensors, decisions, strict=True)
+    sizes = {t.name: CODECS[decision.codec].block_size for t, decision in pairs if decision.codec is not None}
+    if not sizes:
+        raise RecipeError(
+            f"recipe {recipe.name!r}: expected a recipe that quantizes something here, found one that keeps everything"
+        )
+    return sizes
+
+
+def measure(
+    sample: SampleOf, work: Path, block_sizes: Mapping[str, int], *, threads: int, progress: Progress
+) -> Sensitivity:
+    """Run a checkpoint over a sample, and gradients back.
+
+    work: a folder where what was measured stays
+    block_sizes: of the weights that are measured, by name
+
+    Raises SourceError, EvaluationError, OutputError, MissingDependencyError.
+    """
+    ids, file = sample.ids(work, threads), work / "sensitivity.safetensors"
+    if not file.exists():
+        with slow_step("loading transformers"):
+            model = LayeredModel(sample.checkpoint, sample.source, remedy="choose bits without `calibrate`")
+        folder = work / PASSES
+        folder.mkdir(exist_ok=True)
+        check_space(folder, states_bytes(sample.checkpoint.config, ids.numel(), more=2), {})
+        passes = LayerPasses(model=model, ids=ids, work=folder, seed=SEED, check=sample.check_source)
         alphas = _alphas(passes, block_sizes, progress)
         sample.check_source()
         if not alphas:
-            raise SourceError(f"{source}: the model uses none of the weights that the recipe quantizes as they are")
-        result = Sensitivity(
-            checkpoint=checkpoint.fingerprint(), method=_method(sample, ids), groups=_measured(planned, alphas)
-        )
-        write_sensitivity(out, result)
-    return result
-
-
-def _measured(planned: Sequence[TensorPlan], alphas: Mapping[str, float]) -> tuple[Measured, ...]:
-    known = (tensor.name for tensor in planned if tensor.name in alphas)
-    return tuple(Measured(name=name.removesuffix(".weight"), weights=(name,), alpha=alphas[name]) for name in known)
-
-
-def _method(sample: SampleOf, ids: Tensor) -> dict[str, Any]:
-    """Return how sensitivities were measured, as JSON."""
+            raise SourceError(
+                f"{sample.source}: the model uses none of the weights that the recipe quantizes as they are"
+            )
+        save_whole(file, {name: np.float64(alphas[name]).reshape(1) for name in block_sizes if name in alphas})
+        shutil.rmtree(folder)
+    stored = load_file(file)
     about = {"kind": "sample", "sample": sample.digest, "tokens": ids.numel(), "window": ids.shape[1]}
-    return about | {"seed": SEED, "estimate": "fisher"}
+    alphas = {name: rounded(float(stored[name][0])) for name in block_sizes if name in stored}
+    return Sensitivity(method=about | {"seed": SEED, "estimate": "fisher"}, alphas=alphas)
 
 
 def _alphas(passes: LayerPasses, block_sizes: Mapping[str, int], progress: Progress) -> dict[str, float]:

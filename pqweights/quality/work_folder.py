@@ -26,18 +26,13 @@ _MARK = "pqweights calibration "
 # What is there of a calibration that has not begun.
 _NOT_WORK = {LOCK_FILE, MARK_FILE, MARK_FILE + PARTIAL_SUFFIX}
 # What a calibration makes.
-_OURS = ("*.safetensors", "*.safetensors.*", "codes-*", "draft")
+_OURS = ("*.safetensors", "*.safetensors.*", "codes-*", "draft", "passes")
 
 
 def folder_beside(out: Store) -> Path:
     """Return where a calibration for a result works. That for a remote one lies among the user's scratch folders."""
     local = out.work if out.is_elsewhere else out.work.parent
     return local.parent / f".{local.name}.calibration"
-
-
-def folder_beside_file(out: Path) -> Path:
-    """Return where a measurement works whose result is a file."""
-    return out.absolute().parent / f".{out.name}.calibration"
 
 
 @contextlib.contextmanager

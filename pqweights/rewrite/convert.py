@@ -35,7 +35,7 @@ OTHERS = {
     "awq": "other scales (`awq`)",
     "calibrated": "another calibration",
     "calibration": "another sample (`calibrate`)",
-    "fit": "another `sensitivity`",
+    "fit": "other bit widths, by other sensitivities (`calibrate`)",
     "master_errors": "another master",
 }
 

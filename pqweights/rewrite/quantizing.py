@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,15 +14,14 @@ from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, proven
 from pqweights.codecs import get_codec, nearest_rate
-from pqweights.errors import RecipeError, SourceError, StrictError
+from pqweights.errors import SourceError, StrictError
 from pqweights.exports.possible import possible_exports
 from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller, without
 from pqweights.planning.fit import Fit, fit
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import KEEP, QUANTIZE, Safetensors, TensorPlan, stored_bytes
 from pqweights.planning.recipe import Recipe, SizeTarget
-from pqweights.planning.scales_file import AwqScales, open_scales
-from pqweights.planning.sensitivity_file import HEURISTIC, Sensitivity, read_sensitivity
+from pqweights.planning.sensitivity import Sensitivity
 from pqweights.rewrite.conversion import MASTER, Conversion, accept_any, make_plan
 from pqweights.rewrite.convert import convert
 from pqweights.rewrite.jobs import CopyJob, EncodeJob, Job
@@ -30,9 +29,24 @@ from pqweights.rewrite.lossless import plan_lossless
 from pqweights.rewrite.master_config import master_config
 from pqweights.rewrite.ready import FinishedWeights, ReadyWeights
 from pqweights.rewrite.records import TensorRecord, exceeds
+from pqweights.rewrite.scales import AwqScales
 from pqweights.rewrite.task import RewriteReport, RunOptions
 from pqweights.storage import Store, open_store
 from pqweights.storage.sources import open_source, place_apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What was learned of a source by running it.
+
+    ready: the weights whose codes a calibration found
+    awq: scales for input channels
+    sensitivity: how much the loss rises with errors, by which bit widths are chosen for a size
+    """
+
+    ready: ReadyWeights | FinishedWeights | None = None
+    awq: AwqScales | None = None
+    sensitivity: Sensitivity | None = None
 
 
 def quantize(
@@ -42,7 +56,7 @@ def quantize(
     *,
     options: QuantizeOptions = QuantizeOptions(),
     run: RunOptions = RunOptions(),
-    ready: ReadyWeights | FinishedWeights | None = None,
+    learned: Learned = Learned(),
 ) -> RewriteReport:
     """Turn a checkpoint into a master in `out`, continuing an interrupted run of the same call.
 
@@ -50,12 +64,12 @@ def quantize(
         or an address in object storage
     out: a folder or an address in object storage, new, empty, or written by an earlier run
     recipe: which codec encodes which tensor
-    ready: the weights whose codes a calibration of this source has found
+    learned: what was learned of this source
 
     Raises SourceError, RecipeError, OutputError, HubError or StorageError.
     """
     store = open_store(out)
-    conversion = plan_quantize(source, recipe, options, ready, run=run, surely=True)
+    conversion = plan_quantize(source, recipe, options, learned, run=run, surely=True)
     place_apart(source, conversion.checkpoint, store)
     report = convert(replace(conversion, model=model_facts(conversion.checkpoint.storage)), store, run)
     return replace(report, exports=possible_exports(conversion.checkpoint))
@@ -65,13 +79,14 @@ def plan_quantize(
     source: str | Path,
     recipe: Recipe,
     options: QuantizeOptions = QuantizeOptions(),
-    ready: ReadyWeights | FinishedWeights | None = None,
+    learned: Learned = Learned(),
     *,
     run: RunOptions = RunOptions(),
     surely: bool = False,
 ) -> Conversion:
     """Open a source, and decide what quantizing it would do: from its headers alone, but for `lossless`.
 
+    learned: what was learned of the source; without scales, all matrices are planned with them if `awq` asks for some
     run: with how many threads to find out how small weights become without loss, and how to show progress
     surely: whether to read all values that decide, as what is done with them cannot be undone
 
@@ -91,21 +106,21 @@ def plan_quantize(
     refuse_master(checkpoint)
     if options.lossless:
         return plan_lossless(checkpoint, options.max_shard_bytes, run)
-    awq = None
-    if options.awq is not None:
-        awq = AwqScales(file=open_scales(Path(options.awq)), any_codec=options.awq_any_codec)
-    planner, fitted = rate_planner(checkpoint, recipe, awq), None
+    ready, awq, fitted = learned.ready, learned.awq, None
+    # A size leaves room for scales of all matrices: the search is for the widths that are chosen.
+    matrices = frozenset(tensor.name for tensor in checkpoint.tensors if len(tensor.shape) in (2, 3))
+    planner = rate_planner(checkpoint, recipe, frozenset() if options.awq is None else matrices)
     if recipe.target is not None:
-        fitted = _fitted(checkpoint, recipe, recipe.target, planner, awq, max_shard_bytes=options.max_shard_bytes)
-    tensors = planner.planned({} if fitted is None else fitted.rates)
+        fitted = _fitted(checkpoint, recipe.target, planner, learned.sensitivity, options.max_shard_bytes)
     if awq is not None:
-        awq.check(checkpoint, tensors)
+        planner = replace(planner, scaled=awq.scaled)
+    tensors = planner.planned({} if fitted is None else fitted.rates)
     if ready is not None:  # what a fit says of calibrated weights does not hold
         tensors, fitted = ready.planned(tensors), None
     stated = {} if ready is None else {"calibrated": ready.describe()}
-    stated |= {} if awq is None else {"awq": awq.describe()}
+    stated |= {} if awq is None else {"awq": dict(awq.about)}
     stated |= {} if fitted is None else {"fit": fitted.describe()}
-    reads = {} if awq is None else {"--awq": awq.file.file}
+    reads = {} if awq is None or awq.files is None else {"scales": awq.files}
     reads |= {} if ready is None or ready.files is None else {"calibrated": ready.files}
     return Conversion(
         kind=MASTER,
@@ -118,6 +133,7 @@ def plan_quantize(
         accept=_refuse_exceeding if options.strict else accept_any,
         warnings=partial(_of_calibration, () if ready is None else ready.warnings),
         fit=fitted,
+        found={} if awq is None else {"awq": {**awq.about, "weights": awq.reports}},
     )
 
 
@@ -127,15 +143,17 @@ def refuse_master(checkpoint: Checkpoint) -> None:
         raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
 
 
-def rate_planner(checkpoint: Checkpoint, recipe: Recipe, awq: AwqScales | None = None) -> RatePlanner:
+def rate_planner(checkpoint: Checkpoint, recipe: Recipe, scaled: frozenset[str] = frozenset()) -> RatePlanner:
     """Return what plans the tensors by the recipe's decisions, with any bit widths where the recipe gives none.
+
+    scaled: the weights whose input channels are scaled if they are quantized
 
     Raises RecipeError if the recipe names a tensor that is not there.
     """
     return RatePlanner(
         tensors=checkpoint.tensors,
         decisions=decide(recipe, checkpoint.tensors, text_model(checkpoint.config)),
-        scaled=frozenset() if awq is None else awq.file.searched.keys(),
+        scaled=scaled,
         unnamed=partial(_planned, recipe),
     )
 
@@ -205,48 +223,11 @@ def _of_calibration(warnings: tuple[str, ...], records: Sequence[TensorRecord]) 
 
 
 def _fitted(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    target: SizeTarget,
-    planner: RatePlanner,
-    awq: AwqScales | None,
-    *,
-    max_shard_bytes: int,
+    checkpoint: Checkpoint, target: SizeTarget, planner: RatePlanner, known: Sensitivity | None, max_shard_bytes: int
 ) -> Fit:
-    """Choose the bit widths of a recipe with a target.
-
-    Raises SourceError for sensitivities of another checkpoint, RecipeError for a target that cannot be met.
-    """
-    if awq is not None and not awq.any_codec:
-        raise RecipeError(
-            f"`awq` with a target ({target}): bit widths are chosen to meet it, so scales that were searched for one "
-            "bit width would be used with others; pass `awq_any_codec` to allow that"
-        )
+    """Choose the bit widths of a recipe with a target. Raises RecipeError for a target that cannot be met."""
 
     def file_bytes(tensors: Sequence[TensorPlan]) -> int:
         return sum(shard.file_bytes for shard in Safetensors().shards(tensors, max_shard_bytes))
 
-    return fit(
-        checkpoint,
-        target,
-        sensitivity=sensitivity_of(checkpoint, recipe.sensitivity),
-        planner=planner,
-        file_bytes=file_bytes,
-    )
-
-
-def sensitivity_of(checkpoint: Checkpoint, asked: str | None) -> Sensitivity | None:
-    """Read the sensitivities of a file; None stands for the rule of thumb.
-
-    Raises SourceError for sensitivities of another checkpoint.
-    """
-    if asked is None or asked == HEURISTIC:
-        return None
-    sensitivity = read_sensitivity(Path(asked))
-    fingerprint = checkpoint.fingerprint()
-    if sensitivity.checkpoint != fingerprint:
-        raise SourceError(
-            f"{asked}: expected sensitivities of this checkpoint (fingerprint {fingerprint[:12]}), found "
-            f"those of another ({sensitivity.checkpoint[:12]}); measure this one with pqweights sensitivity"
-        )
-    return sensitivity
+    return fit(checkpoint, target, sensitivity=known, planner=planner, file_bytes=file_bytes)

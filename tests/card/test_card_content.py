@@ -128,11 +128,11 @@ def test_recipe_section_lists_rules_and_calibration(tmp_path: Path) -> None:
     assert "No calibration data was used." in text and "2306.00978" not in text
 
     def scale(data: dict[str, Any]) -> None:
-        data["awq"] = {"sha256": "ab" * 32, "weights": 7, "any_codec": False}
+        data["awq"] = {"sample": "text", "tokens": 4096, "weights": {}}
 
     change_manifest(tmp_path / "m", scale)
     text = make_card(tmp_path / "m").text
-    assert f"sha256 `{'ab' * 32}`" in text and "2306.00978" in text and "No calibration" not in text
+    assert "searched on a text of 4096 tokens" in text and "2306.00978" in text and "No calibration" not in text
 
 
 @pytest.mark.parametrize("target", TARGETS)

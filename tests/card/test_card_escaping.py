@@ -43,7 +43,7 @@ def test_markup_in_names_of_the_manifest_is_escaped(name: str, master: Path) -> 
     def spoil(data: dict[str, Any]) -> None:
         data["recipe"] |= {"name": name, "description": name, "codec": [name], "bits": {name: name}}
         data["recipe"]["rules"] = [{"name": [name], "role": name, "reason": name, "bits": name}, 3]
-        data["awq"] = {"sha256": name, "weights": name}
+        data["awq"] = {"tokens": name, "weights": name}
         data["source"] |= {"fingerprint": name, "id": name, "revision": name}
         data["model"] = {"id": name, "revision": name}
         for tensor in data["tensors"]:

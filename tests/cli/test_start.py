@@ -39,7 +39,8 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         ("inspect", None, 1, "1", "passive"),
         ("quantize", None, 1, "1", "passive"),
         # One thread of numpy in each of its own, and all of torch, which reads the environment.
-        ("calibrate", None, 1, "None", "passive"),
+        ("quantize --awq self", None, 1, "None", "passive"),
+        ("export --calibrate=self", None, 1, "None", "passive"),
         # A number in the environment stands.
         ("plan", CORES, CORES, str(CORES), "passive"),
     ],
@@ -57,4 +58,6 @@ def test_threads_of_commands_and_how_they_wait(
 
 def test_commands_that_multiply_matrices_exist() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    assert {*start.WITH_BLAS, start.WITH_OWN_THREADS} < {*commands}
+    assert {*start.WITH_BLAS} < {*commands}
+    flags = {flag for name in ("quantize", "export") for param in commands[name].params for flag in param.opts}
+    assert {*start.LEARNING} < flags

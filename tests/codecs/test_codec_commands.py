@@ -390,9 +390,7 @@ def test_weight_in_memory_that_cannot_be_decoded_is_named() -> None:
 
 def test_awq_scales_are_searched_and_applied_for_any_codec(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(" ".join(f"w{number % 499}" for number in range(0, 63000, 7)))
-    recipe, scales = folder / "recipe.yaml", tmp_path / "scales.safetensors"
-    text = ("--text", tmp_path / "text", "--tokens", 8192)
-    done("calibrate", folder / "model", scales, "--recipe", recipe, *text)
-    done("quantize", folder / "model", tmp_path / "out", "--recipe", recipe, "--awq", scales)
+    asked = ("--recipe", folder / "recipe.yaml", "--awq", tmp_path / "text", "--calibration-tokens", 8192)
+    done("quantize", folder / "model", tmp_path / "out", *asked)
     assert verify(tmp_path / "out", threads=2).ok
     assert {tensor.codec for tensor in read_manifest(tmp_path / "out").tensors if tensor.is_scaled} - {SCALAR, None}

@@ -20,12 +20,11 @@ from rewriting import interrupt
 from tasks_here import use_tasks_here
 
 import pqweights
-from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError
-from pqweights.planning.scales_file import write_scales
 from pqweights.quality import sampled_inputs
 from pqweights.rewrite import jobs, listed_files
 from pqweights.rewrite.manifest import find_manifest
+from pqweights.rewrite.scales import write_scales
 
 WEIGHT = "model.layers.1.self_attn.k_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
@@ -102,11 +101,10 @@ def test_awq_scales_are_checked(tmp_path: Path) -> None:
     """They are read again for each chunk."""
     tensors = {"a.q_proj.weight": bf16(gaussian(64, 256)), "b.experts.up_proj": f32(gaussian(3, 128, 128, seed=2))}
     source = write_checkpoint(tmp_path / "src", tensors, config={"model_type": "llama", "torch_dtype": "bfloat16"})
-    about = {name: {"codec": "hadamard-lloyd-max", "bits": 5, "scaled": True} for name in tensors}
+    about = {name: {"matrices": [{"scaled": False, "tokens": 0}]} for name in tensors}
     scales = {"a.q_proj.weight": np.full(256, 2.0, np.float32), "b.experts.up_proj": np.full((3, 128), 0.5, np.float32)}
-    fingerprint = open_local(source).fingerprint()
-    write_scales(tmp_path / "awq.safetensors", checkpoint=fingerprint, about={}, weights=about, scales=scales)
-    run_command({"quantize": str(source), "awq": str(tmp_path / "awq.safetensors")}, tmp_path / "master")
+    write_scales(tmp_path / "awq.safetensors", about, scales)
+    run_command({"quantize": str(source), "scales": str(tmp_path / "awq.safetensors")}, tmp_path / "master")
     export(tmp_path, tmp_path / "master", tmp_path / "sound")
     for name in tensors:
         folder = Path(shutil.copytree(tmp_path / "master", tmp_path / name))

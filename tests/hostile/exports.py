@@ -68,7 +68,6 @@ ABSENT: dict[str, Content] = {
     "mlx/__init__.py": "raise ImportError(\"No module named 'mlx'\")\n",
     "mlx/__pycache__": "",  # a file, so that none is written
 }
-MOMENTS_ALONE = '{"version": 1, "holds": ["moments"], "checkpoint": "", "weights": {}}'
 
 
 CASES = [
@@ -139,11 +138,6 @@ CASES = [
         },
     ),
     exporting(
-        "moments-as-scales",
-        {"quantize src out --awq m.safetensors": ("m.safetensors", "expected scales", "found moments")},
-        files={"m.safetensors": stored({UP: WEIGHT}, {"pqweights_statistics": MOMENTS_ALONE})},
-    ),
-    exporting(
         "export-onto-an-input",
         {
             "export master master -t vllm": ("master", "must not contain each other"),
@@ -196,7 +190,6 @@ CASES = [
         "gguf-options-that-exclude-each-other",
         {
             GGUF + " --target-size 1GB --type q4_0": ("--target-size", "leave out --type"),
-            GGUF + " --sensitivity heuristic": ("--sensitivity", "expected --target-size as well"),
             GGUF + " --rounding gptq": ("--rounding gptq", "takes plain, importance"),
             GGUF + " --bits 4": ("--bits", "does not take this option"),
         },

@@ -39,9 +39,9 @@ generate-kv-cache-option-twice generate-kv-cache-bits-too-many generate-kv-cache
 generate-kv-cache-angle-of-no-width generate-kv-cache-residual-negative generate-kv-cache-method-withdrawn
 generate-kv-cache-heads-of-no-multiple generate-kv-cache-no-rope generate-kv-cache-latent-attention
 generate-kv-cache-no-attention fit-size-no-size fit-size-zero fit-size-beyond-all-files fit-bits-no-number
-fit-bits-and-target fit-both-targets fit-bits-nan fit-bits-negative fit-sensitivity-without-target
+fit-bits-and-target fit-both-targets fit-bits-nan fit-bits-negative
 fit-recipe-with-bits memory-zero memory-no-size memory-context-negative memory-context-no-number
 memory-context-zero memory-context-beyond-numbers memory-context-alone memory-runtime-unknown
-memory-runtime-alone sensitivity-recipe-unknown calibrate-recipe-unknown calibrate-beside-other-options
+memory-runtime-alone awq-recipe-unknown awq-and-calibrate awq-of-few-tokens calibrate-beside-other-options
 """
 USAGE_ERRORS = frozenset(WRONG_IN_THEMSELVES.split())

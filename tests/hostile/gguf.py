@@ -83,7 +83,6 @@ CASES = [
             **{f"{command} a.gguf": (OTHERS,) for command in ("verify", "card")},
             "plan a.gguf": ("a.gguf", "general.architecture", "put config.json of the original model beside it"),
             "export a.gguf out --target bf16": ("a.gguf", "general.architecture"),
-            "calibrate a.gguf out.json --text text.txt": (OTHERS,),
         },
         {"a.gguf": GOOD, **TEXT},
     ),

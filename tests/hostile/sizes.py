@@ -1,22 +1,11 @@
-"""Bad inputs: target sizes, and files of sensitivities."""
+"""Bad inputs: target sizes, and what is measured for them."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from hostile.case import Case, Content
 from hostile.evaluation import GOOD_MODEL, evaluating, of_broken_models
-from hostile.exports import TEXT
 
-FIT = "plan model --target-size 15kB"
-BY_FILE = FIT + " --sensitivity s.json"
-MEASURE = "sensitivity model s.json"
-SENSITIVITIES: dict[str, Any] = {
-    "pqweights_sensitivity": 1,
-    "checkpoint": "0" * 64,
-    "method": {"kind": "random tokens", "tokens": 16},
-    "groups": [{"name": "lm_head", "alpha": 0.5, "points": [[0.01, 0.005]], "weights": ["lm_head.weight"]}],
-}
+MEASURE = "quantize model out --target-bpw 4.5 --calibrate text.txt"
 
 
 def fitting(name: str, options: str, *fragments: str, recipe: str | None = None) -> Case:
@@ -29,13 +18,6 @@ def fitting(name: str, options: str, *fragments: str, recipe: str | None = None)
 def remembering(name: str, options: str, *fragments: str) -> Case:
     """An undamaged model, and options of how much memory there is."""
     return Case(name, {f"plan model {options}": fragments}, GOOD_MODEL)
-
-
-def by_file(name: str, *fragments: str, content: Content | None = None, **changed: Any) -> Case:
-    """A damaged file of sensitivities. changed: keys of the file, or of its only group."""
-    group = SENSITIVITIES["groups"][0] | {key: value for key, value in changed.items() if key not in SENSITIVITIES}
-    whole = SENSITIVITIES | {"groups": [group]} | {key: value for key, value in changed.items() if key in SENSITIVITIES}
-    return Case(name, {BY_FILE: ("s.json", *fragments)}, GOOD_MODEL | {"s.json": whole if content is None else content})
 
 
 CASES = [
@@ -54,15 +36,12 @@ CASES = [
     fitting("fit-bits-of-the-source", "--target-bpw 32", "leaves nothing to quantize", "expected less than"),
     fitting("fit-size-below-the-smallest", "--target-size 1kB", "1000 bytes: below the smallest possible"),
     fitting("fit-size-above-the-source", "--target-size 1GB", "leaves nothing to quantize", "expected less than"),
-    fitting(
-        "fit-sensitivity-without-target", "--sensitivity heuristic", "--sensitivity needs --target-size or --target-bpw"
-    ),
     fitting("fit-recipe-both-targets", "", "recipe.yaml", "not both", recipe="{target_size: 15kB, target_bpw: 4.5}"),
     fitting("fit-recipe-size-no-size", "", "recipe.yaml", "'9 XB'", "5GiB", recipe="target_size: 9 XB"),
     fitting("fit-recipe-size-a-list", "", "recipe.yaml", "target_size", "[5]", recipe="target_size: [5]"),
     fitting("fit-recipe-bits-a-text", "", "recipe.yaml", "target_bpw", "'4.5'", recipe="target_bpw: '4.5'"),
     fitting("fit-recipe-bits-beyond-numbers", "", "recipe.yaml", "target", recipe="target_bpw: " + "9" * 400),
-    fitting("fit-recipe-sensitivity-alone", "", "recipe.yaml", "sensitivity", recipe="sensitivity: heuristic"),
+    fitting("fit-recipe-sensitivity", "", "recipe.yaml", "sensitivity", recipe="sensitivity: heuristic"),
     fitting("fit-recipe-with-bits", "--bits 4", "leave --bits out", recipe="target_bpw: 4.5"),
     fitting("fit-recipe-nothing-free", "", "width is free", recipe="{target_bpw: 4.5, rules: [{name: '*', bits: 4}]}"),
     remembering("memory-zero", "--memory 0", "--memory", "at least one byte"),
@@ -74,39 +53,10 @@ CASES = [
     remembering("memory-context-alone", "--context 8k", "--context: expected --memory as well"),
     remembering("memory-runtime-unknown", "--memory 1GB --runtime nope", "--runtime", "llama.cpp or mlx or", "'nope'"),
     remembering("memory-runtime-alone", "--runtime mlx", "--runtime: expected --memory as well"),
-    by_file("fit-sensitivity-of-another-model", "sensitivities of this checkpoint", "pqweights sensitivity"),
-    fitting(
-        "fit-sensitivity-missing", "--target-bpw 4.5 --sensitivity nowhere", "nowhere", "No such file", "'heuristic'"
-    ),
-    fitting("fit-sensitivity-a-folder", "--target-bpw 4.5 --sensitivity model", "model", "Is a directory"),
-    by_file("fit-sensitivity-not-json", "expected JSON", content=b"{"),
-    by_file("fit-sensitivity-deep", "levels of nesting", content=b"[" * 200_000),
-    by_file("fit-sensitivity-something-else", "a file that pqweights sensitivity wrote", content={"groups": []}),
-    by_file("fit-sensitivity-newer", "pqweights_sensitivity 1", pqweights_sensitivity=2),
-    by_file("fit-sensitivity-without-groups", "groups: expected a list of length >= 1, found []", groups=[]),
-    by_file("fit-sensitivity-a-group-of-nothing", "groups[0]: expected keys and values, found 5", groups=[5]),
-    by_file("fit-sensitivity-method-unknown", "half of a surrogate pair", method={"kind": "\ud800"}),
-    by_file("fit-sensitivity-weights-a-text", "weights: expected a list, found 'lm'", weights="lm"),
-    by_file("fit-sensitivity-weight-twice", "is there twice", weights=["lm_head.weight"] * 2),
-    by_file("fit-sensitivity-alpha-nan", "NaN is not a number of JSON", alpha=float("nan")),
-    by_file("fit-sensitivity-alpha-negative", "alpha: expected a number >= 0.0, found -1", alpha=-1),
-    by_file("fit-sensitivity-alpha-beyond-numbers", "alpha: number out of range", alpha=10**400),
-    *of_broken_models("sensitivity", MEASURE + " --text text.txt"),
-    evaluating("sensitivity-model-missing", "nowhere", command="sensitivity nowhere s.json"),
-    evaluating(
-        "sensitivity-output-in-no-folder", "nowhere", "make it first", command="sensitivity model nowhere/s.json"
-    ),
-    evaluating("sensitivity-output-there", TEXT, "--overwrite", command="sensitivity model text.txt"),
-    evaluating("sensitivity-output-a-folder", "model", "found a folder", command="sensitivity model model --overwrite"),
-    evaluating("sensitivity-recipe-unknown", "'q55'", "'q5'", command=MEASURE + " --recipe q55"),
-    evaluating("sensitivity-keep-matches-nothing", "--keep: the pattern 'x*'", command=MEASURE + " --keep x*"),
-    evaluating(
-        "calibrate-set-matches-nothing",
-        "--set: the pattern 'x*'",
-        command="calibrate model s.safetensors --text text.txt --set x*=4",
-    ),
-    evaluating("sensitivity-text-missing", "nowhere.txt", "No such file", command=MEASURE + " --text nowhere.txt"),
-    evaluating(
-        "sensitivity-text-short", "2048 tokens", "found 3", command=MEASURE + " --text text.txt", text="w1 w2 w3"
-    ),
+    *of_broken_models("measure", MEASURE),
+    evaluating("measure-model-missing", "nowhere", command=MEASURE.replace("model", "nowhere")),
+    evaluating("measure-keep-matches-nothing", "--keep: the pattern 'x*'", command=MEASURE + " --keep x*"),
+    evaluating("measure-text-missing", "nowhere.txt", "No such file", command=MEASURE.replace("text", "nowhere")),
+    evaluating("measure-text-short", "2048 tokens", "found 3", command=MEASURE, text="w1 w2 w3"),
+    evaluating("measure-without-a-target", "trellis", "target", command="quantize model out --calibrate text.txt"),
 ]

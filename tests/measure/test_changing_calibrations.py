@@ -18,6 +18,7 @@ import families
 import numpy as np
 import pytest
 import torch
+from calls import measure_sensitivity
 from helpers import folder_bytes
 
 import pqweights
@@ -34,8 +35,6 @@ from pqweights.errors import (
 from pqweights.planning.recipe import load_recipe
 from pqweights.quality import work_folder
 from pqweights.quality.layer_passes import LayerPasses
-from pqweights.quality.options import SamplingOptions
-from pqweights.quality.sensitivity import measure_sensitivity
 from pqweights.storage import open_store
 from pqweights.storage.local import make_private
 
@@ -204,10 +203,9 @@ def test_a_moved_branch_does_not_mix_two_commits(base: Path, tmp_path: Path, mon
 
 @pytest.mark.parametrize("how", WAYS)
 def test_sensitivities_are_not_of_a_mixture(how: str, base: Path, source: Path, tmp_path: Path) -> None:
-    options = SamplingOptions(text=base / "text.txt", tokens=2048, threads=1)
     show = at("layer 0 backward", lambda: changed(source / "model.safetensors", how))
     with pytest.raises(SourceChangedError, match=r"model\.safetensors"):
-        measure_sensitivity(source, load_recipe("q4"), options, out=tmp_path / "s.json", progress=show)
+        measure_sensitivity(source, load_recipe("q4"), base / "text.txt", tmp_path, progress=show)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -394,19 +392,13 @@ def test_the_scratch_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
         make_private(tmp_path / "scratch/own")
 
 
-@pytest.mark.parametrize("command", ["quantize", "sensitivity"])
-def test_a_folder_that_no_calibration_made_is_left_alone(command: str, base: Path, tmp_path: Path) -> None:
+def test_a_folder_that_no_calibration_made_is_left_alone(base: Path, tmp_path: Path) -> None:
     folder = tmp_path / ".out.calibration"
     folder.mkdir()
     (folder / "notes.safetensors").write_text("mine")
     (folder / "identity").write_text("id_ed25519")
-    options = SamplingOptions(text=base / "text.txt", tokens=2048, threads=1)
-    run: Act = {
-        "quantize": lambda: quantize(base, base / "source", tmp_path / "out"),
-        "sensitivity": lambda: measure_sensitivity(base / "source", load_recipe("q4"), options, out=tmp_path / "out"),
-    }[command]
     with pytest.raises(OutputError, match=r"\.out\.calibration: holds 'notes.safetensors', which no calibration made"):
-        run()
+        quantize(base, base / "source", tmp_path / "out")
     assert {path.name: path.read_text() for path in folder.iterdir()} == {
         "notes.safetensors": "mine",
         "identity": "id_ed25519",

@@ -14,17 +14,19 @@ import families
 import numpy as np
 import pytest
 import torch
+from calls import measure_sensitivity, quantize
 from closeness import ONE_DRAW, SAMPLE, SMALL_SAMPLE, approx
 from commands import answer, done, refused
 from helpers import folder_bytes
 
 from pqweights.checkpoint.source import open_local
-from pqweights.errors import RecipeError, SourceError
+from pqweights.errors import RecipeError
+from pqweights.planning.choice import choose_recipe
+from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import Recipe, load_recipe, parse_recipe
-from pqweights.planning.sensitivity_file import Sensitivity, read_sensitivity
+from pqweights.planning.sensitivity import Sensitivity
 from pqweights.quality import sensitivity
-from pqweights.quality.options import SamplingOptions
-from pqweights.quality.sensitivity import measure_sensitivity
+from pqweights.rewrite.quantizing import Learned
 
 TOKENS = 2048
 BLOCK = 128
@@ -37,9 +39,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def measured(source: Path, text: Path, out: Path, recipe: Recipe | None = None) -> Sensitivity:
-    options = SamplingOptions(text=text, tokens=TOKENS, threads=1)
-    return measure_sensitivity(source, recipe or load_recipe("q5"), options, out=out)
+def measured(source: Path, text: Path, recipe: Recipe | None = None) -> Sensitivity:
+    return measure_sensitivity(source, recipe or load_recipe("q5"), text, tokens=TOKENS)
 
 
 def build(name: str, folder: Path, **settings: Any) -> Path:
@@ -55,9 +56,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def written(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    out = tmp_path_factory.mktemp("sensitivity") / "s.json"
-    return out, done("sensitivity", source, out, "--text", text, "--tokens", TOKENS, "--threads", 1)
+def found(source: Path, text: Path) -> Sensitivity:
+    return measured(source, text)
 
 
 def blocks(values: torch.Tensor) -> torch.Tensor:
@@ -88,17 +88,16 @@ def dense_alphas(folder: Path, family: str, ids: torch.Tensor) -> dict[str, floa
 @pytest.mark.parametrize(
     ("family", "accuracy"), [("llama", SAMPLE), ("llama-tied", ONE_DRAW), ("gpt_oss", SMALL_SAMPLE)]
 )
-def test_sensitivities_are_those_of_a_dense_reference(family, accuracy, text, tmp_path, tmp_path_factory, monkeypatch):
+def test_sensitivities_are_those_of_a_dense_reference(family, accuracy, text, tmp_path_factory, monkeypatch):
     """States between layers are rounded to bfloat16. Of a tied embedding, look-ups and products count apart."""
     monkeypatch.setattr(sensitivity, "LayerPasses", partial(sensitivity.LayerPasses, batch_tokens=256))
     folder = families.model(tmp_path_factory.getbasetemp(), family)
     ids = windows(text)
     monkeypatch.setattr(sensitivity.SampleOf, "ids", lambda *_: ids)
-    found, expected = measured(folder, text, tmp_path / "s.json"), dense_alphas(folder, family, ids)
-    assert len(found.groups) > 8 and any("embed" in group.name for group in found.groups)
-    for group in found.groups:
-        (name,) = group.weights
-        assert group.alpha == approx(expected[name], accuracy), name
+    found, expected = measured(folder, text), dense_alphas(folder, family, ids)
+    assert len(found.alphas) > 8 and any("embed" in name for name in found.alphas)
+    for name, alpha in found.alphas.items():
+        assert alpha == approx(expected[name], accuracy), name
 
 
 def divergence_of_noise(model: Any, parameter: torch.Tensor, ids: torch.Tensor, t2: float, seed: int) -> float:
@@ -114,21 +113,16 @@ def divergence_of_noise(model: Any, parameter: torch.Tensor, ids: torch.Tensor, 
     return float((clean.exp() * (clean - noisy)).sum(-1).mean())
 
 
-def test_sensitivities_are_those_of_noise_in_the_weights(source, written, text):
+def test_sensitivities_are_those_of_noise_in_the_weights(source, found, text):
     model = families.load(source, families.FAMILIES["llama"]).float()
     parameters = dict(model.named_parameters())
-    for group in read_sensitivity(written[0]).groups:
-        divergences = [
-            divergence_of_noise(model, parameters[group.weights[0]], windows(text), 1e-3, seed) for seed in range(2)
-        ]
-        assert np.mean(divergences) / 1e-3 == approx(group.alpha, ONE_DRAW), group.name
+    for name, alpha in found.alphas.items():
+        divergences = [divergence_of_noise(model, parameters[name], windows(text), 1e-3, seed) for seed in range(2)]
+        assert np.mean(divergences) / 1e-3 == approx(alpha, ONE_DRAW), name
 
 
-def test_file_says_how_it_was_measured(source, written, text):
-    path, _ = written
-    found = read_sensitivity(path)
-    assert found.checkpoint == open_local(source).fingerprint()
-    assert found.method == {
+def test_it_says_how_it_was_measured(source, found, text):
+    assert {key: value for key, value in found.method.items() if key != "identity"} == {
         "kind": "sample",
         "sample": hashlib.sha256(text.read_bytes()).hexdigest(),
         "tokens": TOKENS,
@@ -136,57 +130,67 @@ def test_file_says_how_it_was_measured(source, written, text):
         "seed": 0,
         "estimate": "fisher",
     }
-    quantized = {tensor.name for tensor in open_local(source).tensors if len(tensor.shape) == 2}
-    assert {name for group in found.groups for name in group.weights} == quantized
+    assert found.alphas.keys() == {tensor.name for tensor in open_local(source).tensors if len(tensor.shape) == 2}
 
 
-def test_command_prints_what_it_measured(source, written):
-    path, printed = written
-    lines = {
-        line.split()[0]: line.split()[1:]
-        for line in printed.stdout.splitlines()
-        if line.startswith(("model.", "lm_head"))
-    }
-    assert lines == {group.name: [f"{group.alpha:.4f}"] for group in read_sensitivity(path).groups}
-    assert f"pqweights quantize {source} OUT --target-size SIZE --sensitivity {path}" in printed.stdout
-    assert "Loading" not in printed.stderr
+def test_one_run_measures_and_chooses_widths(source, found, text, tmp_path):
+    """In plan and quantize alike; a finished result is not measured again, and shows what was measured."""
+    before, out = folder_bytes(source), tmp_path / "out"
+    asked = ("--target-bpw", 4, "--calibrate", text, "--calibration-tokens", TOKENS, "--threads", 1)
+    planned = answer("plan", source, *asked)["fit"]
+    made = answer("quantize", source, out, *asked)
+    assert made["fit"] == planned and planned["sensitivity"]["alphas"] == found.alphas
+    written = folder_bytes(out)
+    again = answer("quantize", source, out, *asked)
+    assert again["already_done"] and again["fit"] == planned and folder_bytes(out) == written
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"] and folder_bytes(source) == before
+    shown = done("inspect", out).stdout
+    for alpha in found.alphas.values():
+        assert f"{alpha:.4f}" in shown
+    other = refused("quantize", source, out, *asked[:-4], "--calibration-tokens", 4096)
+    assert "holds another result, which this calibration did not make; pass --overwrite" in other
 
 
-def test_output_is_deterministic_and_the_source_unchanged(source, written, text, tmp_path):
-    before = folder_bytes(source)
-    asked = ("--text", text, "--tokens", TOKENS, "--threads", 1)
-    found = answer("sensitivity", source, tmp_path / "s.json", *asked, "--json")
-    assert (tmp_path / "s.json").read_bytes() == written[0].read_bytes()
-    assert found == {"output": str(tmp_path / "s.json"), **json.loads(written[0].read_text())}
-    assert folder_bytes(source) == before
+def test_widths_are_those_of_the_sensitivities(source, found, text, tmp_path):
+    asked = ("--target-bpw", 4, "--calibrate", text, "--calibration-tokens", TOKENS, "--threads", 1)
+    done("quantize", source, tmp_path / "measured", *asked)
+    recipe = choose_recipe("q5", RecipeOptions(target_bpw=4))
+    quantize(source, tmp_path / "given", recipe, learned=Learned(sensitivity=found))
+    made, given = (folder_bytes(tmp_path / name) for name in ("measured", "given"))
+    assert made.keys() == given.keys()
+    assert all(made[name] == given[name] for name in made if name != "pqweights.json")
+    done("quantize", source, tmp_path / "rule", "--target-bpw", 4)
+    assert folder_bytes(tmp_path / "rule") != made
 
 
-def test_one_file_serves_all_targets_of_its_checkpoint_only(source, written, tmp_path_factory):
-    fits = [answer("plan", source, "--target-bpw", b, "--sensitivity", written[0], "--json")["fit"] for b in (3.5, 5)]
-    assert fits[0]["sensitivity"] == fits[1]["sensitivity"]
-    assert fits[0]["predicted_rise"] > fits[1]["predicted_rise"] > 0
-    assert fits[0]["unknown_groups"] == fits[1]["unknown_groups"] == []
-    other = families.model(tmp_path_factory.getbasetemp(), "llama-biased")
-    message = refused("plan", other, "--target-bpw", 4, "--sensitivity", written[0])
-    assert "sensitivities of this checkpoint" in message and message.count("\n") == 1
+def test_an_export_of_a_size_measures_what_it_is_made_of(source, text, tmp_path):
+    """The formats are those of the sensitivities of its weights, which the manifest states."""
+    done("quantize", source, tmp_path / "master", "--bits", 8)
+    asked = ("--target", "mlx", "--target-size", "300kB", "--calibrate", text, "--calibration-tokens", 4096)
+    pytest.importorskip("mlx_lm")
+    for _ in range(2):
+        report = answer("export", tmp_path / "master", tmp_path / "out", *asked, "--threads", 1)
+    assert report["already_done"]
+    stated = json.loads((tmp_path / "out/pqweights.json").read_text())["sensitivity"]
+    assert stated["kind"] == "sample" and len(stated["alphas"]) > 8 and min(stated["alphas"].values()) > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["master", "out"]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "llama4"])
-def test_experts_are_measured_each(family, text, tmp_path, tmp_path_factory):
+def test_experts_are_measured_each(family, text, tmp_path_factory):
     folder = families.model(tmp_path_factory.getbasetemp(), family)
     recipe = parse_recipe(json.dumps({"rules": [{"role": ["attention", "embedding", "lm_head"], "keep": True}]}), "r")
-    found = measured(folder, text, tmp_path / "s.json", recipe)
-    stored = {tensor.name for tensor in open_local(folder).tensors if ".experts." in tensor.name}
-    assert stored <= {name for group in found.groups for name in group.weights}
-    assert all(group.alpha > 0 for group in found.groups)
+    found = measured(folder, text, recipe)
+    assert {t.name for t in open_local(folder).tensors if ".experts." in t.name} <= found.alphas.keys()
+    assert min(found.alphas.values()) > 0
 
 
-def test_only_what_the_recipe_quantizes_is_measured(source, text, tmp_path):
+def test_only_what_the_recipe_quantizes_is_measured(source, text):
     recipe = parse_recipe("rules: [{name: '*.mlp.*', keep: true}, {role: [embedding, lm_head], keep: true}]", "r")
-    found = measured(source, text, tmp_path / "s.json", recipe)
-    assert {group.name.rpartition(".")[2] for group in found.groups} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    found = measured(source, text, recipe)
+    assert {name.split(".")[-2] for name in found.alphas} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     with pytest.raises(RecipeError, match="quantizes something here"):
-        measured(source, text, tmp_path / "t.json", parse_recipe("rules: [{name: '*', keep: true}]", "r"))
+        measured(source, text, parse_recipe("rules: [{name: '*', keep: true}]", "r"))
 
 
 def test_model_that_computes_what_is_not_finite_is_refused(text, tmp_path):
@@ -194,7 +198,7 @@ def test_model_that_computes_what_is_not_finite_is_refused(text, tmp_path):
         model.model.layers[1].mlp.down_proj.weight.data.fill_(math.inf)
 
     folder = families.build(families.FAMILIES["llama"], tmp_path / "model", broken)
-    says = r"layer 1 of the model computes values that are not finite.* is kept in .*/\.s\.json\.calibration"
-    with pytest.raises(SourceError, match=says):
-        measured(folder, text, tmp_path / "s.json")
-    assert not (tmp_path / "s.json").exists()
+    asked = ("--target-bpw", 4, "--calibrate", text, "--calibration-tokens", TOKENS, "--threads", 1)
+    says = refused("quantize", folder, tmp_path / "out", *asked)
+    assert "layer 1 of the model computes values that are not finite" in says and "/.out.calibration" in says
+    assert not (tmp_path / "out").exists()

@@ -24,7 +24,7 @@ from pqweights.exports.compensation import sources_of
 from pqweights.exports.linear import FUSED_WITH_KEPT
 from pqweights.kernels.groups import BEST, GroupRule
 from pqweights.planning.recipe import load_recipe
-from pqweights.planning.sensitivity_file import groups_of
+from pqweights.planning.sensitivity import groups_of
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.quantizing import rate_planner
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from calls import learned_scales, plan_quantize
 from closeness import F32_MATRIX, F32_SUM, ROUNDED_ONCE_MORE, SMALL_SAMPLE, approx
-from commands import done, invoke, refused
 from export_decoders import export_weight, master_weight
 from helpers import (
     Tensor,
@@ -38,15 +36,15 @@ from pqweights.checkpoint.readers import EncodedTensor, divide_scales, multiply_
 from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
 from pqweights.codecs.weight import encode_weight
-from pqweights.errors import MasterError, PqweightsError, SourceError
+from pqweights.errors import MasterError, SourceError
 from pqweights.inference.loading.packed import pack
-from pqweights.planning import scales_file
-from pqweights.planning.scales_file import NO_SCALES, open_scales
+from pqweights.planning.recipe import SizeTarget, load_recipe
 from pqweights.quality import scale_search
 from pqweights.quality.scale_search import Inputs, Matrix, output_errors, search
 from pqweights.rewrite.manifest import read_manifest
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.results.verify import verify
+from pqweights.rewrite.scales import write_scales
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
@@ -79,13 +77,14 @@ SCALES = {
 }
 
 
-def searched(codec: str = "hadamard-lloyd-max", bits: int = 5, names: Any = SCALES) -> dict[str, dict[str, Any]]:
-    return {name: {"codec": codec, "bits": bits, "scaled": True} for name in names}
+MATRIX_FOUND = {"scaled": True, "tokens": 8, "input_exponent": 0.5, "weight_exponent": 0.5, "gain": 0.2}
 
 
-def write_scales(path: Path, source: Path, weights: Any, scales: dict[str, Floats], about: Any = None) -> None:
-    fingerprint = open_local(source).fingerprint()
-    scales_file.write_scales(path, checkpoint=fingerprint, about=about or {}, weights=weights, scales=scales)
+def write_found(path: Path, scales: dict[str, Floats]) -> Path:
+    """What a search leaves that found these scales."""
+    found = {name: {"matrices": [MATRIX_FOUND | {"held_back_gain": 0.1}]} for name in scales}
+    write_scales(path, found, scales)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +95,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def awq(source: Path) -> Path:
-    path = source.with_name("scales.safetensors")
-    write_scales(path, source, searched(), SCALES, about={"window": 8})
-    return path
+    return write_found(source.with_name("scales.safetensors"), SCALES)
 
 
 @pytest.fixture(scope="module")
 def master(source: Path, awq: Path) -> Path:
-    run_command({"quantize": str(source), "awq": str(awq)}, source.with_name("master"))
+    run_command({"quantize": str(source), "scales": str(awq)}, source.with_name("master"))
     return source.with_name("master")
 
 
@@ -159,11 +156,11 @@ def test_independent_reader_decodes_the_same_weights(master: Path, tmp_path: Pat
 
 def test_scales_count_in_bits_per_weight_and_are_verified(source: Path, awq: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = run_command({"quantize": str(source), "awq": str(awq)}, out)
+    report = run_command({"quantize": str(source), "scales": str(awq)}, out)
     assert verify(out, threads=1).problems == ()
     manifest = read_manifest(out)
     assert [t.name for t in manifest.tensors if t.is_scaled] == [t.name for t in manifest.tensors if t.name in SCALES]
-    assert manifest.made_by["awq"]["weights"] == 3
+    assert manifest.made_by["awq"]["weights"].keys() == SCALES.keys()
     plain = run_command({"quantize": str(source)}, tmp_path / "plain")
     quantized = sum(values.size for name, (_, values) in TENSORS.items() if name != KEPT)
     added = 16 * sum(values.size for values in SCALES.values()) / quantized
@@ -219,8 +216,8 @@ def test_decoded_weights_beyond_a_dtype_are_clamped(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "src", {name: f32(gaussian(8, 128, seed=1, scale=20000))}, config={})
     path, tiny = tmp_path / "s.safetensors", np.full(128, 2.0**-14, dtype=np.float32)
     tiny[:64] = 2.0**14  # these dominate the norm of the block, so that the others get large errors
-    write_scales(path, source, searched(names=[name]), {name: tiny})
-    run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
+    write_found(path, {name: tiny})
+    run_command({"quantize": str(source), "scales": str(path)}, tmp_path / "out")
     (tensor,) = open_local(tmp_path / "out").tensors
     wide = read(tensor, 0, 1024).view(np.float32)
     assert np.abs(wide).max() > 65504
@@ -235,82 +232,40 @@ def test_scaled_weight_beyond_float32_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "src", {name: f32(gaussian(8, 128, seed=1, scale=1e35))}, config={})
     path = tmp_path / "s.safetensors"
     wide = np.full(128, 2.0**15, dtype=np.float32)
-    write_scales(path, source, searched(names=[name]), {name: wide})
+    write_found(path, {name: wide})
     with pytest.raises(SourceError, match="leaves the range of float32"):
-        run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
+        run_command({"quantize": str(source), "scales": str(path)}, tmp_path / "out")
 
 
-# --- the file ---
-
-
-def wrong_files(source: Path, awq: Path) -> dict[str, Callable[[Path], None]]:
-    fingerprint = open_local(source).fingerprint()
-
-    def other(metadata: Any, tensors: dict[str, Tensor]) -> Callable[[Path], None]:
-        text = metadata if isinstance(metadata, str) else json.dumps(metadata)
-        return lambda path: path.write_bytes(safetensors_bytes(tensors, {"pqweights_statistics": text})) and None
-
-    good = {name + "_awq_scale": f16(values) for name, values in SCALES.items()}
-    entry = {"version": 1, "holds": ["scales"], "checkpoint": fingerprint, "weights": searched()}
-
-    def with_scale(value: float) -> dict[str, Tensor]:
-        return good | {MATRIX + "_awq_scale": f16(np.full(256, value))}
-
-    return {
-        "no such file": lambda path: None,
-        "another checkpoint": other(entry | {"checkpoint": "0" * 64}, good),
-        "another width": other(entry | {"weights": searched(bits=4)}, good),
-        "another codec": other(entry | {"weights": searched(codec="hadamard-trellis")}, good),
-        "a weight too many": other(entry | {"weights": searched(names=[*SCALES, SINGLE])}, good),
-        "a weight that is not there": other(
-            entry | {"weights": searched(names=[*SCALES, "x"])}, good | {"x_awq_scale": f16(np.ones(8))}
-        ),
-        "a shape": other(entry, good | {MATRIX + "_awq_scale": f16(np.ones(128))}),
-        "zero": other(entry, with_scale(0)),
-        "infinite": other(entry, with_scale(np.inf)),
-        "NaN": other(entry, with_scale(np.nan)),
-        "negative": other(entry, with_scale(-1)),
-    }
-
-
-def test_scales_that_do_not_fit_are_refused(source: Path, awq: Path, tmp_path: Path) -> None:
-    for number, (kind, write) in enumerate(wrong_files(source, awq).items()):
-        path = tmp_path / f"wrong-{number}.safetensors"
-        write(path)
-        with pytest.raises(PqweightsError) as caught:
-            run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
-        assert "wrong-" in str(caught.value), kind
-        assert not list((tmp_path / "out").glob("*.safetensors")), kind
-
-
-def test_scales_of_another_codec_need_the_option(source: Path, awq: Path, tmp_path: Path) -> None:
-    path = tmp_path / "wide.safetensors"
-    write_scales(path, source, searched("hadamard-trellis", 3), SCALES)
-    assert "--awq-any-codec" in refused("quantize", source, tmp_path / "out", "--awq", path)
-    done("plan", source, "--awq", path, "--awq-any-codec")
-    for command in (["plan", source], ["quantize", source, tmp_path / "x"]):
-        assert invoke(*command, "--awq-any-codec").exit_code == 2
-    done("quantize", source, tmp_path / "out", "--awq", path, "--awq-any-codec")
-    assert MATRIX + "_awq_scale" in read_all(tmp_path / "out")
+# --- what the recipe says ---
 
 
 def test_weight_that_the_recipe_keeps_is_not_scaled(source: Path, awq: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "keep.yaml"
     recipe.write_text(f"codec: hadamard-lloyd-max\nbits: 5\nrules:\n  - name: {MATRIX}\n    keep: true\n")
-    command = {"quantize": str(source), "awq": str(awq), "recipe": str(recipe)}
-    with pytest.raises(SourceError, match="it is kept"):
-        run_command(command, tmp_path / "out")
-    run_command(command | {"awq_any_codec": True}, tmp_path / "out")
-    assert MATRIX + "_awq_scale" not in read_all(tmp_path / "out")
+    run_command({"quantize": str(source), "scales": str(awq), "recipe": str(recipe)}, tmp_path / "out")
+    assert MATRIX + "_awq_scale" not in read_all(tmp_path / "out") and ODD + "_awq_scale" in read_all(tmp_path / "out")
 
 
-def test_file_without_scales_changes_nothing(source: Path, tmp_path: Path) -> None:
-    path = tmp_path / "none.safetensors"
-    unscaled = {MATRIX: {"codec": "hadamard-lloyd-max", "bits": 5, "scaled": False}}
-    write_scales(path, source, unscaled, {})
-    assert open_scales(path).searched == {}
-    run_command({"quantize": str(source), "awq": str(path)}, tmp_path / "out")
-    assert not any(name.endswith("_awq_scale") or name == NO_SCALES for name in read_all(tmp_path / "out"))
+def test_search_without_result_changes_nothing(source: Path, tmp_path: Path) -> None:
+    path = write_found(tmp_path / "none.safetensors", {})
+    run_command({"quantize": str(source), "scales": str(path)}, tmp_path / "out")
+    run_command({"quantize": str(source)}, tmp_path / "plain")
+    assert not any(name.endswith("_awq_scale") for name in read_all(tmp_path / "out"))
+    (shard,) = (path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert (tmp_path / "out" / shard).read_bytes() == (tmp_path / "plain" / shard).read_bytes()
+
+
+def test_plan_counts_scales_for_all_matrices(source: Path, awq: Path) -> None:
+    """Which ones get any is found by the search; a size holds whatever it finds."""
+    plans = [plan_quantize(source, load_recipe("q5"), **given).plan for given in ({"awq": "text.txt"}, {})]
+    assert {t.name for t in plans[0].tensors if t.is_scaled} == TENSORS.keys() - {KEPT}
+    assert not any(t.is_scaled for t in plans[1].tensors)
+    target = replace(load_recipe("q5"), target=SizeTarget(output_bytes=plans[0].output_bytes))
+    most = plan_quantize(source, target, awq="text.txt").plan
+    found = plan_quantize(source, target, awq="text.txt", learned=learned_scales(awq)).plan
+    assert [t.bits for t in most.tensors] == [t.bits for t in found.tensors]
+    assert found.output_bytes < most.output_bytes <= plans[0].output_bytes
 
 
 # --- scales of any range ---

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import json
 import math
 import re
 import shlex
-import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,15 @@ from calls import plan_quantize, quantize
 from closeness import F32_SUM, F64_SUM, STATED, approx
 from commands import invoke
 from helpers import Tensor, bf16, f32, folder_bytes, gaussian, write_checkpoint
+from pqweights_cli.plan import fit_lines
 
-from pqweights.checkpoint.source import open_local
 from pqweights.codecs import get_codec
-from pqweights.errors import OutputError, RecipeError, SourceError
+from pqweights.errors import OutputError, RecipeError
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, Plan
 from pqweights.planning.recipe import Recipe, load_recipe, make_target, parse_recipe
-from pqweights.planning.sensitivity_file import Measured, Sensitivity, write_sensitivity
+from pqweights.planning.sensitivity import Sensitivity
+from pqweights.rewrite.quantizing import Learned
 from pqweights.rewrite.results.verify import verify
 
 LAYERS = 3
@@ -64,12 +64,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 KEEP_ALL = "{rules: [{name: '*', keep: true}]}"
 
 
-def targeted(size: str | int | None = None, bits: float | None = None, sensitivity: str | None = None) -> Recipe:
-    return load_recipe("q5").with_target(make_target(size, bits), sensitivity)
+def targeted(size: str | int | None = None, bits: float | None = None) -> Recipe:
+    return replace(load_recipe("q5"), target=make_target(size, bits))
 
 
-def fitted(source: Path, recipe: Recipe, shard: int = DEFAULT_MAX_SHARD_BYTES) -> tuple[Fit, Plan]:
-    made = plan_quantize(source, recipe, max_shard_bytes=shard)
+def fitted(
+    source: Path, recipe: Recipe, shard: int = DEFAULT_MAX_SHARD_BYTES, known: Sensitivity | None = None
+) -> tuple[Fit, Plan]:
+    made = plan_quantize(source, recipe, max_shard_bytes=shard, learned=Learned(sensitivity=known))
     assert made.fit is not None
     assert made.fit.output_bytes == made.plan.output_bytes
     return made.fit, made.plan
@@ -102,19 +104,16 @@ def bits_of(plan: Plan) -> dict[str, int | None]:
 
 
 def sensitivity(
-    source: Path, path: Path, alphas: dict[str, float] | None = None, seed: int = 0, without: Sequence[str] = ()
-) -> Path:
-    """A file of random sensitivities for the groups of the checkpoint that a fit finds."""
+    source: Path, alphas: dict[str, float] | None = None, seed: int = 0, without: Sequence[str] = ()
+) -> Sensitivity:
+    """Random sensitivities of the weights in the groups that a fit finds. alphas: of groups"""
     rng = np.random.default_rng(seed)
     fit, _ = fitted(source, targeted(bits=5))
-    found = []
+    found: dict[str, float] = {}
     for group in fit.groups:
         alpha = (alphas or {}).get(group.name, math.exp(rng.normal(0, 2)))
-        found.append(Measured(name=group.name, weights=group.weights, alpha=alpha, points=((0.01, 0.02),)))
-    method = {"kind": "random tokens", "tokens": 64}
-    kept = tuple(group for group in found if group.name not in without)
-    write_sensitivity(path, Sensitivity(checkpoint=open_local(source).fingerprint(), method=method, groups=kept))
-    return path
+        found |= {} if group.name in without else dict.fromkeys(group.weights, alpha / len(group.weights))
+    return Sensitivity(method={"kind": "random tokens", "tokens": 64}, alphas=found)
 
 
 # --- sizes ---
@@ -173,8 +172,8 @@ def recipe_of(keys: dict[str, Any]) -> Recipe:
 # --- groups ---
 
 
-def test_weights_of_a_group_share_a_bit_width(source: Path, tmp_path: Path) -> None:
-    fit, plan = fitted(source, targeted(bits=4.5, sensitivity=str(sensitivity(source, tmp_path / "s.json"))))
+def test_weights_of_a_group_share_a_bit_width(source: Path) -> None:
+    fit, plan = fitted(source, targeted(bits=4.5), known=sensitivity(source))
     widths = bits_of(plan)
     for layer in range(LAYERS):
         for names in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
@@ -195,10 +194,9 @@ def test_weights_of_a_codec_that_no_runtime_computes_with_have_rates_of_their_ow
     assert fit.bits_per_weight <= 3.5
 
 
-def test_most_sensitive_group_gets_most_bits(source: Path, tmp_path: Path) -> None:
+def test_most_sensitive_group_gets_most_bits(source: Path) -> None:
     alphas = {"model.layers.1.mlp.down_proj": 1e4, "model.layers.2.mlp.down_proj": 0.0}
-    file = sensitivity(source, tmp_path / "s.json", alphas)
-    fit, _ = fitted(source, targeted(bits=4.5, sensitivity=str(file)))
+    fit, _ = fitted(source, targeted(bits=4.5), known=sensitivity(source, alphas))
     bits = {group.name: group.bits or 16 for group in fit.groups}
     assert bits["model.layers.1.mlp.down_proj"] == max(bits.values())
     assert bits["model.layers.2.mlp.down_proj"] == 2
@@ -285,34 +283,25 @@ def test_recipe_without_free_weights_is_refused(source: Path, rule: str) -> None
 # --- sensitivities and manifests ---
 
 
-def test_groups_missing_from_the_file_get_the_rule_of_thumb(source: Path, tmp_path: Path) -> None:
+def test_groups_that_were_not_measured_get_the_rule_of_thumb(source: Path) -> None:
     lacking = ["lm_head", "model.layers.1.mlp.gate_up"]
     rule = {group.name: group.alpha for group in fitted(source, targeted(bits=5))[0].groups}
     tenfold = {name: 10 * alpha for name, alpha in rule.items()}
-    file = sensitivity(source, tmp_path / "s.json", tenfold, without=lacking)
-    fit, _ = fitted(source, targeted(bits=4.5, sensitivity=str(file)))
+    fit, _ = fitted(source, targeted(bits=4.5), known=sensitivity(source, tenfold, without=lacking))
     assert sorted(fit.unknown) == lacking
     assert {g.name: g.alpha for g in fit.groups} == {name: approx(alpha) for name, alpha in tenfold.items()}
-    text = invoke("plan", source, "--target-bpw", 4.5, "--sensitivity", file).stdout
-    assert "not in the sensitivity file, so fitted by the rule of thumb: 2 groups: " in text
-
-
-def test_sensitivities_of_another_checkpoint_are_refused(source: Path, tmp_path: Path) -> None:
-    file = sensitivity(source, tmp_path / "s.json")
-    other = write_checkpoint(tmp_path / "other", tensors() | {"lm_head.weight": bf16(gaussian(96, 128, seed=99))})
-    with pytest.raises(SourceError, match=r"sensitivities of this checkpoint.*of another.*pqweights sensitivity"):
-        fitted(other, targeted(bits=4.5, sensitivity=str(file)))
+    assert any("not measured, so fitted by the rule of thumb: 2 groups: " in line for line in fit_lines(fit))
 
 
 def test_manifest_states_how_bit_widths_were_chosen(source: Path, tmp_path: Path) -> None:
-    file = sensitivity(source, tmp_path / "s.json")
-    recipe = targeted("250kB", sensitivity=str(file))
-    done = quantize(source, tmp_path / "out", recipe, threads=2, max_shard_bytes=SHARDS[1])
+    recipe, known = targeted("250kB"), sensitivity(source)
+    learned = Learned(sensitivity=known)
+    done = quantize(source, tmp_path / "out", recipe, threads=2, max_shard_bytes=SHARDS[1], learned=learned)
     manifest = json.loads((tmp_path / "out/pqweights.json").read_text())
-    fit, _ = fitted(source, recipe, SHARDS[1])
+    fit, _ = fitted(source, recipe, SHARDS[1], known)
     assert manifest["fit"] == fit.describe()
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    assert manifest["fit"]["sensitivity"] == {"kind": "random tokens", "sha256": digest}
+    assert manifest["fit"]["sensitivity"] == {"kind": "random tokens", "tokens": 64, "alphas": known.alphas}
+    assert Sensitivity.read(manifest["fit"]["sensitivity"]) == known
     assert manifest["fit"]["predicted_rise"] == approx(fit.rise, F32_SUM)
     assert manifest["recipe"]["target_size"] == 250_000
     assert str(tmp_path) not in json.dumps(manifest)
@@ -325,20 +314,15 @@ def test_manifest_states_how_bit_widths_were_chosen(source: Path, tmp_path: Path
 
 
 def test_finished_result_is_recognised_and_another_target_refused(source: Path, tmp_path: Path) -> None:
-    first, second = (sensitivity(source, tmp_path / f"{seed}.json", seed=seed) for seed in (0, 1))
+    first, second = (Learned(sensitivity=sensitivity(source, seed=seed)) for seed in (0, 1))
     out = tmp_path / "out"
-    done = quantize(source, out, targeted(bits=4.5, sensitivity=str(first)), threads=2)
+    done = quantize(source, out, targeted(bits=4.5), threads=2, learned=first)
     before = folder_bytes(out)
-    again = quantize(source, out, targeted(bits=4.5, sensitivity=str(first)), threads=2)
+    again = quantize(source, out, targeted(bits=4.5), threads=2, learned=first)
     assert (done.already_done, again.already_done) == (False, True)
-    copy = shutil.copy(first, tmp_path / "copy.json")
-    assert quantize(source, out, targeted(bits=4.5, sensitivity=str(copy)), threads=2).already_done
-    for other in (
-        targeted(bits=4.5, sensitivity=str(second)),
-        targeted(done.plan.output_bytes, sensitivity=str(first)),
-    ):
+    for other, learned in ((targeted(bits=4.5), second), (targeted(done.plan.output_bytes), first)):
         with pytest.raises(OutputError, match="`overwrite`"):
-            quantize(source, out, other, threads=2)
+            quantize(source, out, other, threads=2, learned=learned)
     assert folder_bytes(out) == before
 
 
@@ -404,8 +388,7 @@ def test_weights_fixed_by_rules_count_in_the_prediction(source: Path) -> None:
 
 
 def test_json_holds_the_whole_fit(source: Path, tmp_path: Path) -> None:
-    file = sensitivity(source, tmp_path / "s.json", without=["lm_head"])
-    arguments = ("--target-bpw", "4.5", "--sensitivity", file, "--json")
+    arguments = ("--target-bpw", "4.5", "--json")
     planned = invoke("plan", source, *arguments)
     done = invoke("quantize", source, tmp_path / "out", *arguments)
     assert (planned.exit_code, done.exit_code) == (0, 0), done.stderr
@@ -413,8 +396,8 @@ def test_json_holds_the_whole_fit(source: Path, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["fit"] == fit
     assert fit["target"] == {"target_bpw": 4.5}
     assert fit["bits_per_parameter"] == json.loads(done.stdout)["totals"]["bits_per_parameter"]
-    assert fit["unknown_groups"] == ["lm_head"]
-    assert fit["sensitivity"]["kind"] == "random tokens"
+    assert fit["unknown_groups"] == []
+    assert fit["sensitivity"]["kind"] == "heuristic"
     assert fit["output_bytes"] == json.loads(planned.stdout)["totals"]["output_bytes"] == files_bytes(tmp_path / "out")
     assert set(fit["groups"][0]) == {"name", "weights", "bits", "bytes", "parameters", "alpha", "rise"}
     again = json.loads(invoke("quantize", source, tmp_path / "out", *arguments).stdout)
@@ -423,20 +406,13 @@ def test_json_holds_the_whole_fit(source: Path, tmp_path: Path) -> None:
 
 
 def test_recipe_file_with_a_target(source: Path, tmp_path: Path) -> None:
-    sensitivity(source, tmp_path / "s.json")
     mine = tmp_path / "mine.yaml"
-    mine.write_text(f"target_size: 0.25MB\nsensitivity: {tmp_path / 's.json'}\n")
+    mine.write_text("target_size: 0.25MB\n")
     by_recipe = json.loads(invoke("plan", source, "--recipe", mine, "--json").stdout)
-    by_options = json.loads(
-        invoke("plan", source, "--target-size", 250_000, "--sensitivity", tmp_path / "s.json", "--json").stdout
-    )
-    assert by_recipe == by_options
+    assert by_recipe == json.loads(invoke("plan", source, "--target-size", 250_000, "--json").stdout)
     # an option overrides the recipe
     smaller = json.loads(invoke("plan", source, "--recipe", mine, "--target-bpw", 3, "--json").stdout)["fit"]
     assert smaller["target"] == {"target_bpw": 3.0}
-    assert smaller["sensitivity"]["kind"] == "random tokens"
-    other = json.loads(invoke("plan", source, "--recipe", mine, "--sensitivity", "heuristic", "--json").stdout)["fit"]
-    assert other["sensitivity"] == {"kind": "heuristic"}
 
 
 # Options, the exit code, and a part of the message.
@@ -448,7 +424,6 @@ REFUSED: list[tuple[str, int, str]] = [
     ("--target-bpw 4 --bits 4", 2, "which chooses the bit widths"),
     ("--target-bpw four", 2, "--target-bpw"),
     ("--target-size 250kB --target-bpw 4", 2, "error: give either --target-size or --target-bpw, not both"),
-    ("--sensitivity heuristic", 2, "error: --sensitivity needs --target-size or --target-bpw"),
     ("--target-bpw nan", 2, "positive number of bits per weight, found nan"),
     ("--target-bpw 0", 2, "positive number of bits per weight, found 0.0"),
     ("--target-bpw -4", 2, "positive number of bits per weight, found -4.0"),
@@ -457,8 +432,6 @@ REFUSED: list[tuple[str, int, str]] = [
     ("--target-bpw 2", 1, "below the smallest possible, 2.125"),
     ("--target-size 10kB", 1, "below the smallest possible, "),
     ("--target-size 1GB", 1, "leaves nothing to quantize"),
-    ("--target-size 250kB --sensitivity none.json", 1, "none.json: cannot be read (No such file or directory)"),
-    ("--target-size 250kB --sensitivity .", 1, "Is a directory"),
 ]
 
 

@@ -10,13 +10,14 @@ import yaml
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import PlainTensor
 from pqweights.errors import OptionError, RecipeError
+from pqweights.planning.choice import choose_recipe
 from pqweights.planning.decisions import Decision, decide
+from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import (
     Recipe,
     Rule,
     SizeTarget,
     load_recipe,
-    make_target,
     parse_recipe,
     recipe_folder,
     recipe_names,
@@ -162,7 +163,7 @@ def test_recipe_of_a_manifest_parses_back() -> None:
         ("target_bpw: .nan", ["bits per weight", "found nan"]),
         ("target_bpw: .inf", ["bits per weight", "found inf"]),
         (f"target_bpw: {'9' * 400}", ["test.yaml", "bits per weight"]),
-        ("sensitivity: heuristic", ["sensitivity", "target_size or target_bpw"]),
+        ("sensitivity: heuristic", ["sensitivity"]),
     ],
 )
 def test_invalid_recipe_is_refused_with_the_cause(text: str, fragments: list[str]) -> None:
@@ -343,15 +344,11 @@ def test_target_of_a_recipe_parses_and_round_trips(text: str, target: SizeTarget
 
 
 def test_options_override_the_target_of_the_recipe() -> None:
-    recipe = parse_recipe("{target_size: 9GB, sensitivity: s.json}", "a.yaml")
-    assert recipe.with_target(None, None) == recipe
-    changed = recipe.with_target(make_target(None, 3), None)
-    assert (changed.target, changed.sensitivity) == (SizeTarget(bits_per_weight=3.0), "s.json")
-    assert recipe.with_target(None, "heuristic").sensitivity == "heuristic"
+    recipe = parse_recipe("target_size: 9GB", "a.yaml")
+    assert choose_recipe(recipe) == recipe
+    assert choose_recipe(recipe, RecipeOptions(target_bpw=3)).target == SizeTarget(bits_per_weight=3.0)
     with pytest.raises(OptionError, match="leave `bits` out"):
         recipe.with_bits(4)
-    with pytest.raises(OptionError, match="`sensitivity` needs `target_size` or `target_bpw`"):
-        load_recipe("q5").with_target(None, "heuristic")
 
 
 def test_only_bit_widths_without_a_rule_are_free() -> None:

@@ -13,8 +13,7 @@ from helpers import bf16, gaussian, write_checkpoint
 from pqweights.checkpoint.models.names import TIED_EMBEDDINGS
 from pqweights.checkpoint.source import open_local
 from pqweights.planning.roles import classify
-from pqweights.planning.sensitivity_file import (
-    Measured,
+from pqweights.planning.sensitivity import (
     Sensitivity,
     alphas_for,
     grouped,
@@ -24,12 +23,12 @@ from pqweights.planning.sensitivity_file import (
 )
 
 
-def group(name: str, *weights: str, alpha: float) -> Measured:
-    return Measured(name=name, weights=weights, alpha=alpha)
+def group(*weights: str, alpha: float) -> dict[str, float]:
+    return dict.fromkeys(weights, alpha / len(weights))
 
 
-def of_groups(*groups: Measured) -> Sensitivity:
-    return Sensitivity(checkpoint="", method={}, groups=groups)
+def of_groups(*groups: dict[str, float]) -> Sensitivity:
+    return Sensitivity(method={}, alphas={name: alpha for of_one in groups for name, alpha in of_one.items()})
 
 
 def rule(*names: str, tied: bool = False) -> dict[str, float]:
@@ -107,13 +106,13 @@ def test_rule_of_thumb_is_scaled_to_the_measured_groups() -> None:
     groups = grouped(roles.items(), False)
     by_rule, missing = alphas_for(groups, roles=roles, known=None)
     assert missing == []
-    measured = [group(name, *groups[name], alpha=7 * by_rule[name]) for name in list(groups)[2:]]
+    measured = [group(*groups[name], alpha=7 * by_rule[name]) for name in list(groups)[2:]]
     alphas, missing = alphas_for(groups, roles=roles, known=of_groups(*measured))
     assert missing == list(groups)[:2]
     assert alphas == {name: approx(7 * alpha) for name, alpha in by_rule.items()}
     assert list(alphas) == list(groups)
     # The file holds none of these groups.
-    other = of_groups(group("x", "x.weight", alpha=9.0))
+    other = of_groups(group("x.weight", alpha=9.0))
     assert alphas_for(groups, roles=roles, known=other) == (by_rule, list(groups))
 
 
@@ -141,18 +140,16 @@ def test_groups_taken_apart_have_the_shares_that_were_measured() -> None:
     roles = dict.fromkeys(names, "attention")
     groups = grouped(roles.items(), False)
     (name,) = groups
-    measured = of_groups(*(group(each, each, alpha=alpha) for each, alpha in zip(names, (1.0, 3.0, 4.0), strict=True)))
+    measured = of_groups(*(group(each, alpha=alpha) for each, alpha in zip(names, (1.0, 3.0, 4.0), strict=True)))
     _, divided = taken_apart(groups, {name: 16.0}, roles, measured)
     assert list(divided.values()) == [approx(alpha) for alpha in (2.0, 6.0, 8.0)]
     # One that was not measured alone leaves the rule of thumb.
-    without = of_groups(*measured.groups[:2])
+    without = Sensitivity(method={}, alphas=dict([*measured.alphas.items()][:2]))
     assert taken_apart(groups, {name: 16.0}, roles, without) == taken_apart(groups, {name: 16.0}, roles)
 
 
 def test_sensitivities_of_smaller_groups_add_up() -> None:
-    measured = of_groups(
-        group("q", "a.q_proj.weight", alpha=1.0), group("kv", "a.k_proj.weight", "a.v_proj.weight", alpha=2.5)
-    )
+    measured = of_groups(group("a.q_proj.weight", alpha=1.0), group("a.k_proj.weight", "a.v_proj.weight", alpha=2.5))
     names = [f"a.{each}_proj.weight" for each in "qkv"]
     roles = dict.fromkeys(names, "attention")
     assert alphas_for({"a.qkv": names}, roles=roles, known=measured) == ({"a.qkv": 3.5}, [])

@@ -233,9 +233,7 @@ def test_addresses_that_hold_nothing_or_something_else(server: ObjectServer, sou
     assert "expected a path inside of it" in refused("plan", f"s3://{BUCKET}/hostile")
 
 
-@pytest.mark.parametrize(
-    "command", ["eval {} --text n", "generate {} --prompt x", "push {} me/model", "card {}", "calibrate {} x --text n"]
-)
+@pytest.mark.parametrize("command", ["eval {} --text n", "generate {} --prompt x", "push {} me/model", "card {}"])
 def test_other_commands_name_the_remedy_or_refuse(command: str, server: ObjectServer, master: Path) -> None:
     result = invoke(*command.format(server.put(master, "others")).split())
     assert result.exit_code != 0 and result.stderr.count("\n") == 1

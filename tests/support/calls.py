@@ -11,15 +11,16 @@ from typing import Any
 from pqweights.exports import exporting
 from pqweights.planning.options import ExportOptions, QuantizeOptions, SourceOptions
 from pqweights.planning.recipe import Recipe
-from pqweights.planning.sensitivity_file import Sensitivity
+from pqweights.planning.sensitivity import Sensitivity
 from pqweights.publish import card
 from pqweights.publish.options import CardOptions
 from pqweights.quality import evaluation
 from pqweights.quality import sensitivity as measuring
-from pqweights.quality.options import EvaluationOptions, SamplingOptions
+from pqweights.quality.options import EvaluationOptions
 from pqweights.quality.report import EvaluationReport
 from pqweights.rewrite import quantizing
 from pqweights.rewrite.conversion import Conversion
+from pqweights.rewrite.scales import AwqScales
 from pqweights.rewrite.task import RewriteReport, RunOptions
 
 
@@ -36,15 +37,17 @@ def quantize_options(keywords: dict[str, Any]) -> QuantizeOptions:
 
 
 def quantize(source: str | Path, out: str | Path, recipe: Recipe, **keywords: Any) -> RewriteReport:
+    learned = keywords.pop("learned", quantizing.Learned())
     options, run = quantize_options(keywords), options_of(RunOptions, keywords)
     assert not keywords, keywords
-    return quantizing.quantize(source, out, recipe, options=options, run=run)
+    return quantizing.quantize(source, out, recipe, options=options, run=run, learned=learned)
 
 
 def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> Conversion:
+    learned = keywords.pop("learned", quantizing.Learned())
     options = quantize_options(keywords)
     assert not keywords, keywords
-    return quantizing.plan_quantize(source, recipe, options)
+    return quantizing.plan_quantize(source, recipe, options, learned)
 
 
 def export(
@@ -75,7 +78,15 @@ def evaluate(models: Sequence[Path], text: str, name: str = "the text", **keywor
     return evaluation.evaluate(models, text, EvaluationOptions(text_name=name, **keywords))
 
 
-def measure_sensitivity(source: Path, recipe: Recipe, **keywords: Any) -> Sensitivity:
-    options = options_of(SamplingOptions, keywords)
+def measure_sensitivity(
+    source: Path, recipe: Recipe, text: Path, work: Path | None = None, tokens: int = 2048, **keywords: Any
+) -> Sensitivity:
+    asked = QuantizeOptions(calibrate=text, calibration_tokens=tokens)
     with tempfile.TemporaryDirectory() as folder:
-        return measuring.measure_sensitivity(source, recipe, options, **{"out": Path(folder, "s.json"), **keywords})
+        keywords = {"threads": 1, "progress": lambda *_: None, **keywords}
+        return measuring.measured(source, work or Path(folder), recipe, asked, **keywords)
+
+
+def learned_scales(path: Path) -> quantizing.Learned:
+    """What a search found that left the scales of a file."""
+    return quantizing.Learned(awq=AwqScales.open([path], {}))

@@ -216,13 +216,14 @@ def killed_runs(command: dict[str, Any], points: list[dict[str, Any]]) -> list[d
 
 def run_command(command: dict[str, Any], out: Path | str, threads: int = 2) -> RewriteReport:
     """One quantize or export in this process."""
-    from calls import export, quantize
+    from calls import export, learned_scales, quantize
 
     options = {key: value for key, value in command.items() if key not in ("quantize", "export", "recipe")}
     if "quantize" in command:
         recipe = load_recipe(command.get("recipe", "q5"))
-        paths = {"awq": Path(options.pop("awq"))} if "awq" in options else {}
-        return quantize(Path(command["quantize"]), out, recipe, threads=threads, **options, **paths)
+        if "scales" in options:
+            options["learned"] = learned_scales(Path(options.pop("scales")))
+        return quantize(Path(command["quantize"]), out, recipe, threads=threads, **options)
     asked = {field.name: options.pop(field.name) for field in fields(ExportOptions) if field.name in options}
     if "inputs" in options:
         asked["calibrate"] = SELF

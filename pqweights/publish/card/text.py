@@ -169,9 +169,9 @@ def recipe(manifest: Manifest) -> list[str]:
         which = counted(count, "weight") if isinstance(count, int) else "weights"
         lines.append(f"{which[0].upper()}{which[1:]} were calibrated on a text; the recipe is that of the others.")
     if isinstance(awq, dict):
-        file = f"file with sha256 {code(as_text(awq.get('sha256')))}"
+        tokens = words(as_text(awq.get("tokens")))
         whose = "Input channels have" if is_master else "In the master, input channels have"
-        lines.append(f"{whose} activation-aware scales that were searched on a calibration text ({file}).")
+        lines.append(f"{whose} activation-aware scales that were searched on a text of {tokens} tokens.")
     elif calibrated is None:
         without = "No calibration data was used."
         lines.append(without if is_master else "The master was made without calibration data.")

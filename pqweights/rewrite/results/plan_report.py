@@ -14,12 +14,12 @@ from pqweights.checkpoint.storage import LOW_DISK_FILES
 from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
 from pqweights.exports.memory import MemoryAdvice, advise
 from pqweights.exports.possible import possible_exports
-from pqweights.planning.calibration import PlannedCalibration, check_calibration
-from pqweights.planning.choice import choose_recipe
+from pqweights.planning.calibration import PlannedCalibration, check_calibration, planned_calibration
 from pqweights.planning.fit import Fit
 from pqweights.planning.options import MemoryOptions, QuantizeOptions
 from pqweights.planning.plan import Plan, TensorPlan, Totals
-from pqweights.rewrite.quantizing import plan_quantize
+from pqweights.planning.recipe import Recipe
+from pqweights.rewrite.quantizing import Learned, plan_quantize
 from pqweights.rewrite.task import PossibleExport, ResourceNeeds, RunOptions, resource_needs
 from pqweights.storage import Store
 
@@ -122,27 +122,29 @@ def _entries(tensors: Sequence[TensorPlan]) -> Iterator[JsonText]:
 
 def report_plan(
     source: str | Path,
+    recipe: Recipe,
     options: QuantizeOptions,
     threads: int,
     out: Store | None = None,
     *,
     memory: MemoryOptions = MemoryOptions(),
+    learned: Learned = Learned(),
 ) -> PlanReport:
     """Plan what quantizing a source would do, from its headers alone.
 
     threads: the number of threads for which the memory is estimated
     out: where the result is to be written; by default a local folder
     memory: what exports are to fit into
+    learned: the sensitivities that were measured, if the plan depends on any
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
-    recipe = choose_recipe(options.recipe, options, rates_exports=memory.memory is not None)
-    conversion = plan_quantize(source, recipe, options, run=RunOptions(threads=threads))
+    conversion = plan_quantize(source, recipe, options, learned, run=RunOptions(threads=threads))
     checkpoint, plan = conversion.checkpoint, conversion.plan
     calibration = None
-    if options.calibrate is not None:
+    if options.calibrate is not None or options.awq is not None:
         check_calibration(options)
-        calibration = PlannedCalibration.of(recipe, plan.tensors, checkpoint.config, options.calibration_tokens)
+        calibration = planned_calibration(recipe, plan.tensors, checkpoint.config, options)
     is_elsewhere = out is not None and out.is_elsewhere
     exports, advice = possible_exports(checkpoint), None
     if memory.memory is not None:

@@ -1,10 +1,10 @@
-"""The file of sensitivities: how much the loss of a model rises with the error of its weights, group by group.
+"""Sensitivities: how much the loss of a model rises with the error of its weights, group by group.
 
 The linearity theorem (Malinovskii et al., HIGGS, arXiv:2411.17525, section 3): for small errors the expected rise of
 the loss is a sum over layers of alpha * t^2, where t^2 is the relative squared error of the layer's weights. alpha
-comes from a file that `pqweights sensitivity` wrote, or from a rule of thumb, without a forward pass: from role,
-module, layer and the number of layers. The rule was derived from measurements of small models, and predicts less well
-than measuring. docs/fit.md has the method, a comparison and the format.
+is measured (quality/sensitivity.py), or comes from a rule of thumb, without a forward pass: from role, module, layer
+and the number of layers. The rule was derived from measurements of small models, and predicts less well than measuring.
+docs/fit.md has the method and a comparison.
 
 A group of weights shares one bit width: those that runtimes fuse into one matrix, or compute with in one kernel. These
 are q, k and v of a layer; gate and up; the down-projections into the latents of MLA (DeepSeek-V2, arXiv:2405.04434);
@@ -14,24 +14,16 @@ groups are taken apart.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from msgspec import Meta
+from dataclasses import dataclass
+from typing import Any
 
 from pqweights.checkpoint.models import text_config, text_model
 from pqweights.checkpoint.models.description import UNKNOWN, ModelDescription
 from pqweights.checkpoint.models.names import TIED_EMBEDDINGS, fused_layer
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.writer import write_whole
-from pqweights.common.documents import Count, Document, Number, as_document
-from pqweights.common.strict_json import json_bytes, parse_json, rounded
-from pqweights.errors import SourceError
 
 # The alpha of a group in a model with one layer; groups in layers get it divided by the number of layers.
 EMBEDDING, HEAD, TIED = 0.5, 1.0, 1.5
@@ -90,7 +82,7 @@ def taken_apart(
     is divided as its weights were measured, if each was; else by a rule of thumb, which like that of the alphas comes
     from measurements of small models.
     """
-    alone = {group.weights[0]: group.alpha for group in known.groups if len(group.weights) == 1} if known else {}
+    alone = {} if known is None else known.alphas
     single: dict[str, list[str]] = {}
     divided: dict[str, float] = {}
     for name, names in groups.items():
@@ -132,95 +124,51 @@ def grouped(weights: Iterable[tuple[str, str]], tied: bool, model: ModelDescript
     return groups
 
 
-VERSION_KEY, VERSION = "pqweights_sensitivity", 1
 HEURISTIC = "heuristic"
 LEAST_OF_RULE = 1e-3  # an alpha is at least this share of what the rule of thumb gives
-# No measurement gives more, and sums would leave the range of float64.
-MOST_ALPHA = 1e30
-
-
-class Measured(Document, frozen=True, kw_only=True):
-    """What was measured of one group of weights.
-
-    name: the name of the group
-    alpha: nats per token for a relative squared error of 1
-    points: in files of earlier versions, (t^2, KL divergence in nats per token) at each level of noise
-    weights: the names of its weights
-    """
-
-    name: str
-    alpha: Annotated[float, Meta(ge=0, le=MOST_ALPHA)]
-    points: tuple[tuple[Number, Number], ...] = ()
-    weights: Annotated[tuple[str, ...], Meta(min_length=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
     """The sensitivities of one checkpoint.
 
-    checkpoint: its fingerprint
     method: how they were measured, for the user and for manifests
-    groups: what was measured
-    sha256: that of the file that was read, if one was
+    alphas: of each weight that was measured, in nats per token for a relative squared error of 1
     """
 
-    checkpoint: str
     method: dict[str, Any]
-    groups: tuple[Measured, ...]
-    sha256: str | None = field(default=None, compare=False)
+    alphas: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON of the file."""
-        return {
-            VERSION_KEY: VERSION,
-            "checkpoint": self.checkpoint,
-            "method": self.method,
-            "groups": [
-                {
-                    "name": group.name,
-                    "alpha": rounded(group.alpha),
-                    **({"points": [list(map(rounded, point)) for point in group.points]} if group.points else {}),
-                    "weights": group.weights,
-                }
-                for group in self.groups
-            ],
-        }
+        """Return what manifests say of them."""
+        return {**self.method, "alphas": self.alphas}
 
-
-class _Method(Document, frozen=True):
-    """What every file says of how its sensitivities were measured."""
-
-    kind: Literal["random tokens", "text", "sample"]
-    tokens: Count
-
-
-class _SensitivityFile(Document, frozen=True, kw_only=True):
-    checkpoint: str
-    method: _Method
-    groups: Annotated[tuple[Measured, ...], Meta(min_length=1)]
+    @staticmethod
+    def read(stated: Mapping[str, Any]) -> Sensitivity:
+        """Return the sensitivities that a manifest states."""
+        return Sensitivity(
+            method={key: value for key, value in stated.items() if key != "alphas"}, alphas=dict(stated["alphas"])
+        )
 
 
 def alphas_for(
     groups: Mapping[str, Sequence[str]], *, roles: Mapping[str, str], known: Sensitivity | None
 ) -> tuple[dict[str, float], list[str]]:
-    """Return the alpha of each group, and the groups that the file does not have, which get that of the rule of thumb.
+    """Return the alpha of each group, and the groups that were not measured, which get that of the rule of thumb.
 
     groups: the names of the weights in each group
     roles: the role of each weight
-    known: what the file holds; None for the rule of thumb alone
+    known: what was measured; None for the rule of thumb alone
 
-    The rule is scaled to the file by the median ratio over the groups that both have.
+    The rule is scaled to the measurement by the median ratio over the groups that both have.
     """
     rule = heuristic_alphas(groups, roles)
     if known is None:
         return rule, []
-    by_weight = {name: group for group in known.groups for name in group.weights}
     alphas: dict[str, float] = {}
     for name, names in groups.items():
-        known_groups = {by_weight[weight].name: by_weight[weight] for weight in names if weight in by_weight}
-        if known_groups:
-            # The groups may have been others when they were measured: errors of different weights add up.
-            alphas[name] = math.fsum(group.alpha for group in known_groups.values())
+        if measured := [known.alphas[weight] for weight in names if weight in known.alphas]:
+            alphas[name] = math.fsum(measured)  # errors of different weights add up
     ratios = sorted(alphas[name] / rule[name] for name in alphas if rule[name] > 0)
     scale = ratios[len(ratios) // 2] if ratios else 1.0
     missing = [name for name in groups if name not in alphas]
@@ -243,38 +191,3 @@ def is_tied(checkpoint: Checkpoint, weights: Sequence[tuple[str, str]]) -> bool:
     key = "tie_word_embeddings"
     stated = (checkpoint.config or {}).get(key, text_config(checkpoint.config).get(key))
     return all(role != "lm_head" for _, role in weights) if stated is None else bool(stated)
-
-
-def write_sensitivity(path: Path, sensitivity: Sensitivity) -> None:
-    """Write the file, whole or not at all.
-
-    Raises OutputError.
-    """
-    write_whole(path.absolute().parent, path, [json_bytes(sensitivity.to_json())])
-
-
-def read_sensitivity(path: Path) -> Sensitivity:
-    """Read a file that `pqweights sensitivity` wrote.
-
-    Raises SourceError for any other file.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise SourceError(
-            f"{path}: cannot be read ({error.strerror}); expected {HEURISTIC!r}, or a file that pqweights sensitivity "
-            "wrote"
-        ) from None
-    try:
-        value = parse_json(data, strict=True)
-    except ValueError as error:
-        raise SourceError(f"{path}: {error}; expected a file that pqweights sensitivity wrote") from None
-    if not isinstance(value, dict) or value.get(VERSION_KEY) != VERSION:
-        raise SourceError(f"{path}: expected a file that pqweights sensitivity wrote, with {VERSION_KEY} {VERSION}")
-    file = as_document(value, _SensitivityFile, lambda problem: SourceError(f"{path}: {problem}; measure it again"))
-    names = [name for group in file.groups for name in group.weights]
-    if len(set(names)) != len(names) or len({group.name for group in file.groups}) != len(file.groups):
-        raise SourceError(f"{path}: a weight or a group is there twice; measure it again")
-    return Sensitivity(
-        checkpoint=file.checkpoint, method=value["method"], groups=file.groups, sha256=hashlib.sha256(data).hexdigest()
-    )
