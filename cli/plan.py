@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pqweights.common.units import counted, first_names, size_text
-from pqweights.planning.calibration import SCALES, SENSITIVITIES
 from pqweights.planning.options import (
     BY_MODEL,
     DEFAULT_MAX_SHARD_SIZE,
@@ -140,6 +139,8 @@ def _plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
 
 def _calibration_lines(calibration: PlannedCalibration | None) -> list[str]:
     """Return what a calibration would change, if there is one."""
+    from pqweights.planning.calibration import SCALES, SENSITIVITIES
+
     if calibration is None:
         return []
     disk = f"{size_text(calibration.disk_bytes)} of that disk space, and beside that memory one layer of the model in "

@@ -201,7 +201,7 @@ def test_wrong_types_are_named(source, arguments, message):
     ("call", "error", "message"),
     [
         (lambda source, out: pqweights.plan(source, threads=0), OptionError, "`threads`: expected 1 to 256"),
-        (lambda source, out: pqweights.plan(source, awq_any_codec=True), OptionError, "`awq`"),
+        (lambda source, out: pqweights.plan(source, calibration_tokens=4096), OptionError, "`awq`"),
         (lambda source, out: pqweights.plan(source, target_size=1e5 + 0.5), OptionError, "whole number of bytes"),
         (lambda source, out: pqweights.plan(source, keep=["nothing*"]), RecipeError, "nothing"),
         (lambda source, out: pqweights.quantize(source, out, max_shard_size="many"), OptionError, "max_shard_size"),

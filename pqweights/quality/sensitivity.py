@@ -153,10 +153,12 @@ def measure(
 
     Raises SourceError, EvaluationError, OutputError, MissingDependencyError.
     """
-    ids, file = sample.ids(work, threads), work / "sensitivity.safetensors"
+    file, model = work / "sensitivity.safetensors", None
     if not file.exists():
         with slow_step("loading transformers"):
             model = LayeredModel(sample.checkpoint, sample.source, remedy="choose bits without `calibrate`")
+    ids = sample.ids(work, threads)
+    if model is not None:
         folder = work / PASSES
         folder.mkdir(exist_ok=True)
         check_space(folder, states_bytes(sample.checkpoint.config, ids.numel(), more=2), {})

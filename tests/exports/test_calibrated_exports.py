@@ -18,7 +18,7 @@ from export_decoders import export_weight
 from pqweights.checkpoint.source import open_local
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.rewrite.quantizing import quantize
+from pqweights.rewrite.quantizing import Learned, quantize
 from pqweights.rewrite.ready import ReadyWeights
 
 Floats = npt.NDArray[np.float32]
@@ -32,7 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Floa
     source = language_models.with_tokenizer(families.build(families.FAMILIES["llama"], folder / "src"))
     names = [tensor.name for tensor in open_local(source).tensors if tensor.name.endswith("proj.weight")]
     decoded = column_writer.write_codes(source, folder / "ready", names, rate=4.0)
-    quantize(source, folder / "master", load_recipe("q6"), ready=ReadyWeights.open(folder / "ready"))
+    quantize(source, folder / "master", load_recipe("q6"), learned=Learned(ready=ReadyWeights.open(folder / "ready")))
     return folder / "master", decoded
 
 

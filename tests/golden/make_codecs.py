@@ -33,7 +33,7 @@ from independent_reader import Stored, Tensor
 from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.planning.recipe import parse_recipe
-from pqweights.rewrite.quantizing import quantize
+from pqweights.rewrite.quantizing import Learned, quantize
 from pqweights.rewrite.ready import CodeMeasures, ReadyWeights, write_ready
 from pqweights.rewrite.task import RunOptions
 
@@ -201,7 +201,7 @@ class GoldenOfReadyCodes(Golden):
             measured = CodeMeasures(relative_mse=0.1, energy=float((exact.astype(np.float64) ** 2).sum()))
             write_ready(folder / f"{short}.safetensors", {name: (codes, measured)})
         recipe, ready = parse_recipe(self.recipe, "golden"), ReadyWeights.open(folder)
-        quantize(source, out, recipe, run=RunOptions(threads=threads), ready=ready)
+        quantize(source, out, recipe, run=RunOptions(threads=threads), learned=Learned(ready=ready))
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,6 @@ CASES = [
     generating(
         "tokenizer-missing",
         "expected a tokenizer",
-        "--tokenizer",
         without=("model/tokenizer.json", "model/tokenizer_config.json"),
     ),
     generating("weight-missing", "lacks 1 weight", "lm_head.weight", weights=without_tensor("lm_head.weight")),

@@ -37,6 +37,7 @@ from restated import restate_hashes
 
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
+from pqweights.rewrite.quantizing import Learned
 from pqweights.rewrite.quantizing import quantize as quantize_source
 from pqweights.rewrite.ready import ReadyWeights
 
@@ -80,7 +81,12 @@ def _made_of_codes(weights: dict[str, Stored], *coded: str, transposed: tuple[st
     def make(folder: Path) -> None:
         write(folder, {FILE: stored(weights | {GATE: WEIGHT, NORM: VECTOR}), CONFIG: {"model_type": "llama"}})
         write_codes(folder / "src", folder / "ready", coded, rate=2.0, transposed=transposed)
-        quantize_source(folder / "src", folder / "master", load_recipe("q5"), ready=ReadyWeights.open(folder / "ready"))
+        quantize_source(
+            folder / "src",
+            folder / "master",
+            load_recipe("q5"),
+            learned=Learned(ready=ReadyWeights.open(folder / "ready")),
+        )
         shutil.rmtree(folder / "src")
         shutil.rmtree(folder / "ready")
 

@@ -19,7 +19,7 @@ import pqweights
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import MasterError
 from pqweights.planning.recipe import load_recipe
-from pqweights.rewrite.quantizing import quantize
+from pqweights.rewrite.quantizing import Learned, quantize
 from pqweights.rewrite.ready import ReadyWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -45,7 +45,7 @@ def master_of_columns(base: Path, name: str, folder: Path) -> tuple[Path, dict[s
     stacks = [name for name in shapes if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]  # transposed
     names = stacks or [name for name in shapes if name.endswith("proj.weight")]
     decoded = column_writer.write_codes(source, folder / "ready", names, rate=4.0, transposed=stacks)
-    quantize(source, folder / "master", load_recipe("q6"), ready=ReadyWeights.open(folder / "ready"))
+    quantize(source, folder / "master", load_recipe("q6"), learned=Learned(ready=ReadyWeights.open(folder / "ready")))
     return folder / "master", decoded
 
 

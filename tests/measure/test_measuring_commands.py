@@ -32,7 +32,9 @@ def measure(what: str, source: Path, out: Path, progress: Progress = lambda *_: 
     text = source.with_name("text.txt")
     text.write_text(" ".join(f"w{number}" for number in TOKENS))
     asked: dict[str, Any] = {key: text if value == "TEXT" else value for key, value in ASKED[what].items()}
-    pqweights.quantize(source, out, RECIPE, calibration_tokens=2048, threads=1, calibration_progress=progress, **asked)
+    pqweights.api.quantize(
+        source, out, RECIPE, calibration_tokens=2048, threads=1, calibration_progress=progress, **asked
+    )
 
 
 def flags(what: str, text: Path) -> list[object]:

@@ -22,7 +22,7 @@ from pqweights.errors import MasterError, OutputError, SourceChangedError, Sourc
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.rewrite.manifest import read_manifest
-from pqweights.rewrite.quantizing import quantize
+from pqweights.rewrite.quantizing import Learned, quantize
 from pqweights.rewrite.ready import ReadyWeights, write_ready
 from pqweights.rewrite.results.inspect import inspect
 from pqweights.rewrite.results.verify import verify
@@ -58,7 +58,7 @@ def run(folder: Path, out: str = "master", **options: Any) -> RewriteReport:
         load_recipe("q5"),
         options=QuantizeOptions(max_shard_size=20_000),
         run=RunOptions(threads=2, **options),
-        ready=ready,
+        learned=Learned(ready=ready),
     )
 
 
