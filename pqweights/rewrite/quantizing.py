@@ -113,7 +113,7 @@ def plan_quantize(
     if recipe.target is not None:
         fitted = _fitted(checkpoint, recipe.target, planner, learned.sensitivity, options.max_shard_bytes)
     if awq is not None:
-        planner = replace(planner, scaled=awq.scaled)
+        planner = rate_planner(checkpoint, recipe, awq.scaled)
     tensors = planner.planned({} if fitted is None else fitted.rates)
     if ready is not None:  # what a fit says of calibrated weights does not hold
         tensors, fitted = ready.planned(tensors), None
