@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from pqweights.common.units import counted, size_text
-from pqweights.planning.options import DEFAULT_MAX_SHARD_SIZE, DEFAULT_SAMPLE_TOKENS
+from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS
 
 from . import options, output, report
 from .report import integer_form_lines
@@ -69,7 +69,7 @@ def command(
     allow_pickle: options.AllowPickle = False,
     include_files: options.IncludeFiles = None,
     low_disk: options.LowDisk = False,
-    max_shard_size: options.MaxShardSize = DEFAULT_MAX_SHARD_SIZE,
+    max_shard_size: options.MaxExportedSize = None,
     ray: options.Ray = None,
     threads: options.Threads = None,
     overwrite: options.Overwrite = False,

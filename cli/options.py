@@ -129,6 +129,15 @@ Overwrite = Annotated[
     ),
 ]
 MaxShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of an output file, e.g. 5GB.")]
+MaxExportedSize = Annotated[
+    str | None,
+    typer.Option(
+        "--max-shard-size",
+        metavar="SIZE",
+        show_default="2GB, for gguf 45GB",
+        help="Maximum size of an output file, e.g. 5GB.",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan without writing anything.")]
 
 # Recipes, and what changes them

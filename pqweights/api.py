@@ -280,7 +280,7 @@ def export(
     allow_pickle: bool = False,
     include_files: str | Sequence[str] = (),
     low_disk: bool = False,
-    max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    max_shard_size: int | str | None = None,
     ray: str | None = None,
     threads: int | None = None,
     overwrite: bool = False,
@@ -292,8 +292,9 @@ def export(
     """Export a checkpoint or a master to what a runtime loads, continuing an interrupted run of the same call.
 
     source: a checkpoint or a master: a folder, a file, ORG/NAME on the Hub, or an address
-    out, leave_out, allow_pickle, include_files, low_disk, max_shard_size, ray, threads, overwrite, revision, token,
-        progress, tell: those of `quantize`
+    out, leave_out, allow_pickle, include_files, low_disk, ray, threads, overwrite, revision, token, progress, tell:
+        those of `quantize`
+    max_shard_size: as in `quantize`, but for gguf by default what makes one file of nearly every model, 45 GB
     target: "bf16", "torchao", "mlx", "gguf" or "vllm"; each takes some of the options below
     bits, group_size: of integers: bits of a code, by default 4, and weights that share a scale, by default 128 or 64
     qparams: how scales and offsets are chosen: by least squares (best), or as the runtime's converter does (minmax)
@@ -345,7 +346,8 @@ def export(
         token=token,
         tell=tell,
     )
-    most_bytes, given = shard_bytes(max_shard_size), located("source", source)
+    most_bytes = None if max_shard_size is None else shard_bytes(max_shard_size)
+    given = located("source", source)
     store = open_store(located("out", out))
     with _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run:
         local = given

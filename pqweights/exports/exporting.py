@@ -17,7 +17,7 @@ from pqweights.planning.choice import with_weights
 from pqweights.planning.decisions import without
 from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import ExportOptions, SourceOptions
-from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, total
+from pqweights.planning.plan import total
 from pqweights.rewrite.conversion import MASTER
 from pqweights.rewrite.convert import convert
 from pqweights.rewrite.listed_files import open_result
@@ -80,7 +80,7 @@ def export(
     target: str,
     *,
     options: ExportOptions = ExportOptions(),
-    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
     run: RunOptions = RunOptions(),
     inputs: KnownInputs | None = None,
 ) -> RewriteReport:
@@ -88,6 +88,7 @@ def export(
 
     out: a folder or an address in object storage, new, empty, or written by an earlier run
     target: a key of EXPORTS, or of ALIASES
+    max_shard_bytes: after how many bytes of data a new file begins; None for what is usual for the target
     inputs: what is known of the inputs of its weights
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, StorageError or MissingDependencyError.
     """
@@ -105,7 +106,7 @@ def export(
         manifest=manifest,
         inputs=inputs,
         rounding=GPTQ if is_compensated(options) else PLAIN,
-        max_shard_bytes=max_shard_bytes,
+        max_shard_bytes=max_shard_bytes or to.max_shard_bytes,
     )
     conversion = replace(
         to.plan(source, settings),

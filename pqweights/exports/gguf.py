@@ -71,6 +71,8 @@ from pqweights.rewrite.conversion import Conversion, SmallFiles
 from pqweights.storage.addresses import is_repository_id
 
 MODELFILE = "Modelfile"
+# One file of nearly every model, as llama.cpp's programs and Ollama like them; the Hub takes files of up to 50 GB.
+MAX_SHARD_BYTES = 45_000_000_000
 # Between the type of a file and the names of its tensors, where a result has several files.
 TYPE_END = "/"
 # llama.cpp and others take a file of that name for the tower of the model beside it.
@@ -372,6 +374,7 @@ TARGET = ExportTarget(
     plan=_plan,
     check=_check,
     load_section=load_section,
+    max_shard_bytes=MAX_SHARD_BYTES,
     library="gguf",
     unchecked="if llama.cpp has its tokenizer",
     choices=tuple(

@@ -100,6 +100,7 @@ class ExportTarget(Generic[Settings]):
     account: keys of the manifest's account besides options
     unchecked: what `check` leaves open, for a message; None if it leaves nothing open
     choices: its formats, of which memory.py proposes those that fit
+    max_shard_bytes: after how many bytes of data a new file begins, unless the user says otherwise
     plain_roles: of the weights that it stores in 16 bits, whatever the format
     """
 
@@ -115,6 +116,7 @@ class ExportTarget(Generic[Settings]):
     account: tuple[str, ...] = ()
     unchecked: str | None = None
     choices: tuple[FormatChoice, ...] = ()
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
     plain_roles: tuple[str, ...] = ()
 
     def settings(self, asked: ExportOptions) -> Settings:
