@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 NATIVE = Path("pqweights", "kernels", "native")
 # [text](target) with a relative target
-RELATIVE_LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)")
+RELATIVE_LINK = re.compile(r"!?\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)")
 
 spec = importlib.util.spec_from_file_location("build_kernels", ROOT / "tools" / "build_kernels.py")
 assert spec is not None and spec.loader is not None

@@ -98,7 +98,7 @@ def test_every_page_is_in_the_navigation_and_the_overview():
 @pytest.mark.parametrize("page", ["README.md", "docs/README.md", "docs/memory.md"])
 def test_commands_of_the_first_pages_have_flags_that_exist(page):
     sections = dict(re.findall(r"(?ms)^## (\w+)\n(.*?)(?=^## |\Z)", (DOCS / "commands.md").read_text(encoding="utf-8")))
-    lines = re.findall(r"(?m)^ +pqweights (\w+) (.*)", (ROOT / page).read_text(encoding="utf-8"))
+    lines = re.findall(r"(?m)^(?: +|.*\| `)pqweights (\w+) ([^`\n]*)", (ROOT / page).read_text(encoding="utf-8"))
     assert len(lines) >= 4
     for command, rest in lines:
         flags = re.findall(r"(?<!\S)--?[a-z][\w-]*", rest.partition("  #")[0])
@@ -140,7 +140,7 @@ def test_generated_parts_are_between_whole_markers(page):
 
 def test_readme_is_short_and_has_one_table_of_the_usual_choices():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= 120
     table = lines[lines.index("<!-- begin peers-short -->") + 1 : lines.index("<!-- end peers-short -->")]
     assert len([line for line in table if line.startswith("|")]) == 2 + 10
 
