@@ -7,17 +7,7 @@ from collections.abc import Sequence
 from pqweights.common import parameters as checks
 from pqweights.common.parameters import Options, StrPath, option, options
 from pqweights.inference.options import DEVICES, MODEL_DTYPES
-from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS, FEWEST_SAMPLE_TOKENS, MOST_THREADS, SELF
-
-
-@options
-class SamplingOptions(Options):
-    """On which tokens a model is measured, and where the result may go."""
-
-    text: StrPath = option(checks.location, default=SELF)
-    tokens: int = option(default=DEFAULT_SAMPLE_TOKENS, least=FEWEST_SAMPLE_TOKENS)
-    threads: int | None = option(least=1, most=MOST_THREADS, default=None)
-    overwrite: bool = False
+from pqweights.planning.options import MOST_THREADS
 
 
 @options
