@@ -116,7 +116,7 @@ def _warnings(
     weights: Mapping[int, Sequence[CalibratedWeight]],
     ready: ReadyWeights,
 ) -> tuple[str, ...]:
-    """Return lines about the weights that a calibration did not encode, and those of which it left little.
+    """Return lines about the weights that a calibration did not encode, and those whose outputs it mostly lost.
 
     left: those of the trellis that it did not encode
     wanted: those that it was to encode
@@ -138,8 +138,8 @@ def _warnings(
     lost = {name for name, weight in ready.weights.items() if (weight.weighed_mse or 0) > LOST}
     if lost:
         lines.append(
-            f"tensor {min(lost)!r}{_more(lost)}: so few bits leave little of what it does, since the calibration gave "
-            "them to weights that matter more; give more bits"
+            f"tensor {min(lost)!r}{_more(lost)}: more than {LOST:.0%} of its output energy is lost, because the "
+            "calibration gave its bits to weights that matter more; use more bits"
         )
     return tuple(lines)
 
