@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.gguf.views import InterleavedTensor, RenamedTensor
+from pqweights.checkpoint.gguf.views import InterleavedTensor, RenamedTensor, SourceTensor
 from pqweights.checkpoint.native import NativeTensor
 from pqweights.checkpoint.packed import Aspect, DecodedTensor, PackedSourceTensor, read_scales
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
@@ -175,7 +175,7 @@ def _with_leaves(tensor: LogicalTensor, leaf: Callable[[LogicalTensor], LogicalT
             return None
         segments: Any = tuple(replace(segment, tensor=sources[segment.tensor.name]) for segment in tensor.segments)
         return replace(tensor, segments=segments, cache=MatrixCache())
-    if type(tensor) in (RenamedTensor, InterleavedTensor) and is_dataclass(tensor):
+    if type(tensor) in (RenamedTensor, InterleavedTensor, SourceTensor) and is_dataclass(tensor):
         source = _with_leaves(tensor.source, leaf)
         return None if source is None else replace(tensor, source=source)
     return _with_leaves(tensor.tensor, leaf) if isinstance(tensor, ReadTogether) else leaf(tensor)

@@ -24,6 +24,7 @@ from gguf_files import converted, metadata, write_gguf, write_llama
 from helpers import Tensor, write_checkpoint
 from tiny_gguf import edited
 
+import pqweights
 from pqweights.checkpoint.gguf.contents import MetadataList
 from pqweights.checkpoint.gguf.file import open_gguf, whole_metadata
 from pqweights.checkpoint.gguf.model import architecture_name
@@ -350,6 +351,27 @@ def test_a_master_of_a_file_alone_is_whole(llama: Path, tmp_path: Path) -> None:
     for key, field in first.items():
         if not key.startswith(("GGUF.", "general.")):
             assert found[key].contents() == field.contents(), key
+
+
+@pytest.mark.parametrize("target", ["vllm", "mlx"])
+def test_weights_of_a_file_alone_are_rounded_like_those_of_its_checkpoint(target: str, tmp_path: Path) -> None:
+    """Weights and roles go by the names of transformers, not by those of llama.cpp."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    tokenizer = trained.KINDS["llama3"]()
+    trained.save(tokenizer, checkpoint)
+    tokens = tokenizer.get_vocab_size()
+    write_llama(checkpoint, rows=tokens, sizes=sizes, config={"vocab_size": tokens})
+    file = alone(write_gguf(checkpoint, "Q8_0"), tmp_path / "file")
+    (checkpoint / "model-Q8_0.gguf").unlink()
+    done("export", checkpoint, tmp_path / "of checkpoint", "--target", target)
+    done("export", file, tmp_path / "of file", "--target", target)
+    expected, rows = (pqweights.inspect(tmp_path / made).tensors for made in ("of checkpoint", "of file"))
+    assert {row.role for row in rows if row.bits} >= {"attention", "mlp"}
+    assert {(row.name, row.role, row.action, row.bits) for row in rows} == {
+        (row.name, row.role, row.action, row.bits) for row in expected
+    }
 
 
 def test_all_parts_of_a_split_model_are_one_source(llama: Path, lonely: Path, tmp_path: Path) -> None:

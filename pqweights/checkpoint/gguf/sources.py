@@ -33,7 +33,7 @@ from pqweights.checkpoint.gguf.settings import Settings, read_settings, unused_p
 from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
 from pqweights.checkpoint.gguf.tokenizer_files import tokenizer_files
 from pqweights.checkpoint.gguf.tokens import FAST
-from pqweights.checkpoint.gguf.views import ConstantTensor, RenamedTensor
+from pqweights.checkpoint.gguf.views import ConstantTensor, RenamedTensor, SourceTensor
 from pqweights.checkpoint.gguf.vocabulary import OTHERS
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.models import described
@@ -113,6 +113,7 @@ def open_gguf_source(stored_in: Storage, file: str = "", include: Sequence[str] 
     check_layers(config, [tensor.name for tensor in contents.tensors])
     stored = {tensor.name: _stored(tensor) for tensor in contents.tensors}
     tensors, left_out = _model_tensors(storage, contents, stored, config)
+    tensors = [SourceTensor.of(tensor.name, tensor) for tensor in tensors]
     checked = checked_config(storage, tensors, config)
     if checked.config == config and (head := tied_head(tensors, config)) is not None:
         tensors = [tensor for tensor in tensors if tensor.name != head]

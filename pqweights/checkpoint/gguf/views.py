@@ -60,6 +60,24 @@ class RenamedTensor:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class SourceTensor(RenamedTensor):
+    """A tensor of a source in GGUF, under the name of transformers.
+
+    What is made of it knows it by that name, not by those of llama.cpp: roles, weights, rules and inputs go by it.
+    """
+
+    @property
+    def sources(self) -> tuple[LogicalTensor, ...]:
+        """Nothing: it is a tensor of the checkpoint."""
+        return ()
+
+    def runs_of_matrix(self, number: int) -> list[Segment] | None:
+        """Return its own rows; see View."""
+        height = self.shape[-2]
+        return [Segment(tensor=self, first=number * height, step=1, count=height)]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class InterleavedTensor(RenamedTensor):
     """A matrix or a bias whose rows are those of heads, with the rows of the two halves of each head alternating.
 
