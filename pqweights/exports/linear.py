@@ -211,7 +211,7 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
             free[key] = possible
     rules.assignment.check_used(used, [tensor.name for tensor in checkpoint.tensors])
     if not chosen:
-        why = next(iter([*removable, *plain.values()]), "the master quantizes no linear layer")
+        why = next(iter([*removable, *plain.values()]), "none of its weights is a linear layer that quantize encodes")
         raise ExportError(f"no weight of this model can become integers for {rules.target}: {why}")
     warnings = fused_warnings(fused_with)
     result = LinearWeights(model=model, formats=rules.formats, chosen=chosen, plain=plain, warnings=warnings)
