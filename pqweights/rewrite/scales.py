@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import save
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.names import awq_name
@@ -36,6 +35,8 @@ def write_scales(path: Path, reports: Mapping[str, Any], scales: Mapping[str, Fl
 
     Raises OutputError.
     """
+    from safetensors.numpy import save
+
     values = {awq_name(name): of.astype("<f2") for name, of in scales.items()}
     digest = hashlib.sha256(b"".join(of.tobytes() for of in values.values())).hexdigest()
     told = json.dumps({"weights": reports, "sha256": digest})

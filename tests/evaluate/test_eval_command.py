@@ -166,7 +166,7 @@ def test_tokenizer_may_be_read_from_another_folder(work, copy):
     bare = copy("bf16")
     for path in bare.glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(SourceError, match="expected a tokenizer, found none; `tokenizer`"):
+    with pytest.raises(SourceError, match="expected a tokenizer, found none; put its files there"):
         evaluate([bare], TEXT)
     found, expected = evaluate([bare], TEXT, tokenizer=work / "source"), evaluate([work / "bf16"], TEXT)
     assert found.rows[0].scores == expected.rows[0].scores

@@ -95,7 +95,7 @@ class GgufTokenizer:
         weakref.finalize(self, self._llama.llama_model_free, model)
         self._vocabulary = self._llama.llama_model_get_vocab(model)
         if self._llama.llama_vocab_type(self._vocabulary) == NO_VOCABULARY:
-            raise SourceError(f"{path}: expected a tokenizer, found none; `tokenizer` names a folder that has it")
+            raise SourceError(f"{path}: expected a tokenizer, found none; eval takes --tokenizer DIR")
 
     @property
     def bos_token_id(self) -> int | None:
