@@ -54,8 +54,6 @@ UNTRUSTED: dict[str, tuple[int, ...]] = {
     "prepare": (0, 1),
     "rotate": (0,),
     "prepare_f32": (0, 1),
-    "multiply": (0, 1, 2),
-    "squares": (0, 1),
     "fit_by_importance": (0, 1, 3, 4),
     "factor": (0,),
     "compensate": (0, 1, 2, 3, 4),

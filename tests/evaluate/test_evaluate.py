@@ -112,7 +112,11 @@ def test_transforms_of_inputs_are_refused(exported, tmp_path):
     for stated, refuses in (({}, False), ({"config_groups": {"hadamard": {"type": "hadamard"}}}, True)):
         config["quantization_config"]["transform_config"] = stated
         (folder / "config.json").write_text(json.dumps(config))
-        with pytest.raises(SourceError, match="transformers does not transform the inputs") if refuses else contextlib.nullcontext():
+        with (
+            pytest.raises(SourceError, match="transformers does not transform the inputs")
+            if refuses
+            else contextlib.nullcontext()
+        ):
             read_folder(folder)
 
 

@@ -103,6 +103,7 @@ REMARKS = {
     "kimi_vl": "linear interpolation",
     "step3p7": "smooths",
     "llava": "leaves the first patch of an image out",
+    "minimax_m3_vl": "texts of at most 2048 tokens",
 }
 NORMALIZED = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.25, 0.5, 0.5]}
 

@@ -442,7 +442,7 @@ def test_what_is_left_out_is_left_out_of_the_calibration(
         ({"recipe": "t4", "calibrate": "self", "low_disk": True}, PqweightsError, "`low_disk`: a calibration reads"),
         ({"recipe": "t4", "calibrate": "self", "awq": "FILE"}, PqweightsError, "leave out `awq` or `calibrate`"),
         ({"recipe": "t4", "calibrate": "missing.txt"}, EvaluationError, "missing.txt: expected a text, or a folder"),
-        ({"recipe": "t4", "calibration_tokens": 4096}, PqweightsError, "expected `calibrate` as well"),
+        ({"recipe": "t4", "calibration_tokens": 4096}, PqweightsError, "expected `calibrate` or `awq` as well"),
         ({"recipe": "t4", "calibrate": "self", "calibration_tokens": 100}, PqweightsError, "expected at least 2048"),
     ],
 )

@@ -67,7 +67,7 @@ def test_json_in_pieces_is_that_of_the_report(tmp_path: Path) -> None:
     same = bf16(gaussian(64, 128, seed=1))
     names = ['a."%s".weight', "a.\\1.weight", "a.{}.ä.weight", "a.norm.weight", "b.norm.weight", "c.weight"]
     folder = write_checkpoint(tmp_path / "model", dict.fromkeys(names, same))
-    report = report_plan(folder, QuantizeOptions(recipe="q5", set_bits={"c.*": 3}), threads=1)
+    report = report_plan(folder, Q5, QuantizeOptions(set_bits={"c.*": 3}), threads=1)
     assert b"".join(report.to_pieces()) == json_bytes(report.to_json())
     assert sorted(tensor["name"] for tensor in json.loads(b"".join(report.to_pieces()))["tensors"]) == sorted(names)
 

@@ -45,14 +45,16 @@ ODD: list[Any] = [
 ]
 
 
-class MemoryFiles(Storage):
-    """A folder in memory."""
-
-    def __init__(self, files: Files) -> None:
-        super().__init__(Path("memory"), (), made=files)
+class NowhereFiles(Storage):
+    """A folder that is not on this machine."""
 
     def local_folder(self) -> None:
         return None
+
+
+def memory_files(files: Files) -> Storage:
+    """Return a folder in memory."""
+    return NowhereFiles(Path("memory"), ()).with_made(files)
 
 
 def place_in(value: Any, rng: Random) -> tuple[Any, Any] | None:
@@ -138,7 +140,7 @@ STEP = [1]  # of which models are made, every n-th one
 
 def read_model(folder: Path) -> tuple[dict[str, Any], list[StoredTensor]]:
     """Return the configuration and the stored tensors of a checkpoint."""
-    storage = MemoryFiles({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
+    storage = memory_files({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
     checkpoint = open_checkpoint(storage)
     assert checkpoint.config is not None
     return checkpoint.config, list(checkpoint.stored)
@@ -157,7 +159,7 @@ def config(rng: Random) -> None:
 
 def use_config(changed: Any, tensors: list[StoredTensor], rng: Random) -> None:
     """Check a configuration, and read everything from it that needs nothing but headers."""
-    storage = MemoryFiles({})
+    storage = memory_files({})
     checked_config(changed, CONFIG_FILE)
     names = {tensor.name: tensor for tensor in tensors}
     check_layers(changed, names)
@@ -216,7 +218,7 @@ def header(rng: Random) -> None:
         files = damaged_files(files, rng, [name])
     else:
         files[name] = damaged_header(files[name], rng)
-    read_all(open_checkpoint(MemoryFiles(files)))
+    read_all(open_checkpoint(memory_files(files)))
 
 
 def read_all(checkpoint: Checkpoint) -> None:
@@ -251,7 +253,7 @@ def master(rng: Random) -> None:
         files[name] = damaged_header(files[name], rng)
     else:
         files = damaged_files(files, rng, [CONFIG_FILE, CONFIG_FILE, MANIFEST_FILE, INDEX_FILE])
-    storage = MemoryFiles(files)
+    storage = memory_files(files)
     read_all(open_result(storage, find_manifest(storage)))
 
 
@@ -547,11 +549,11 @@ def tokenizer(rng: Random) -> None:
            "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")},
         **{f"model.layers.0.{name}.weight": (width,) for name in ("input_layernorm", "post_attention_layernorm")},
     }  # fmt: skip
-    tensors = [PlainTensor.of(MemoryFiles({}), StoredTensor(n, "BF16", s, "x", 0, 0)) for n, s in shapes.items()]
+    tensors = [PlainTensor.of(memory_files({}), StoredTensor(n, "BF16", s, "x", 0, 0)) for n, s in shapes.items()]
     llama = {"model_type": "llama", "hidden_size": width, "intermediate_size": 8, "num_attention_heads": 1,
              "num_hidden_layers": 1, "vocab_size": rows, "max_position_embeddings": 64, "bos_token_id": 1}  # fmt: skip
     checkpoint = Checkpoint(
-        storage=MemoryFiles(files), config=llama, stored=(), tensors=tuple(tensors), weight_files=(),
+        storage=memory_files(files), config=llama, stored=(), tensors=tuple(tensors), weight_files=(),
         companions=tuple(files), left_out={}, is_master=False,
     )  # fmt: skip
     model = gguf_model(checkpoint, name=None)
