@@ -74,5 +74,5 @@ def command(
         cache = "" if done.kv_cache is None else f", KV cache at {done.kv_cache.bits_per_coordinate:.2f} bits"
         output.note(
             f"{done.prompt_tokens} tokens read and {len(done.token_ids)} chosen in {done.seconds:.1f} s "
-            f"({len(done.token_ids) / done.seconds:.1f}/s); {done.dtype}, {done.runtime}{cache}"
+            f"({done.generated_tokens_per_second:.1f}/s); {done.dtype}, {done.runtime}{cache}"
         )

@@ -58,10 +58,20 @@ class Generation:
     packed: bool
     kv_cache: CacheFigures | None
 
+    @property
+    def generated_tokens_per_second(self) -> float:
+        """How many tokens were chosen in a second, with the time that the prompt took."""
+        return len(self.token_ids) / self.seconds
+
     def to_json(self) -> dict[str, Any]:
         """Return what `generate --json` prints."""
         cache = None if self.kv_cache is None else self.kv_cache.to_json()
-        return vars(self) | {"token_ids": list(self.token_ids), "kv_cache": cache}
+        rate = self.generated_tokens_per_second
+        return vars(self) | {
+            "token_ids": list(self.token_ids),
+            "generated_tokens_per_second": rate,
+            "kv_cache": cache,
+        }
 
 
 def continued(
