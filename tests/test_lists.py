@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,16 @@ def test_every_kernel_and_codec_has_a_reference() -> None:
     python = {path.stem for folder in ("kernels", "codecs") for path in (package / folder).glob("*.py")}
     modules = python | {path.stem for path in (package / "kernels" / "native").glob("*.[ch]pp")}
     assert len(named) == len(set(named)) and set(named) == modules
+
+
+def test_packages_that_are_installed_are_those_there_are() -> None:
+    listed = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
+        "packages"
+    ]
+    package = TESTS.parent / "pqweights"
+    folders = {path.parent.relative_to(TESTS.parent) for path in package.rglob("*.py")}
+    expected = {".".join(folder.parts) for folder in folders} | {"pqweights_cli", "pqweights_recipes"}
+    assert len(listed) == len(set(listed)) and set(listed) == expected
 
 
 def test_tests_that_are_named_exist() -> None:
