@@ -347,7 +347,7 @@ CalibrateInputs = Annotated[
     typer.Option(
         "--calibrate",
         metavar=SAMPLES,
-        help="For --rounding, --fold and --target-size: learn the inputs of weights, and which matter more, layer by "
+        help="For --rounding and --target-size: learn the inputs of weights, and which matter more, layer by "
         "layer, on text as in quantize: self is sampled from the model itself.",
     ),
 ]
