@@ -123,7 +123,7 @@ def test_text_is_cut_as_for_transformers(work):
 
 def test_file_without_a_tokenizer_is_refused(work, tmp_path):
     path = llama_gguf(work / "source", tmp_path / "a.gguf", tokenizer=False)
-    with pytest.raises(SourceError, match="expected a tokenizer, found none; `tokenizer` names"):
+    with pytest.raises(SourceError, match="expected a tokenizer, found none; eval takes --tokenizer"):
         load_tokenizer(path)
     assert open_model(path).logits(IDS, 1).shape == (1, 384)
 
