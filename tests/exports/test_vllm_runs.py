@@ -7,6 +7,7 @@ weights large enough that the predictions of one token differ.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,10 @@ FORMATS = {
 }
 LEAST_OF_INT4 = 0.1  # what INT4 makes the log probabilities of a token differ by, on average: 0.25
 # vLLM rounds what layers read, too.
-ROUNDED_INPUTS = {"int8": "int8", "fp8": "fp8", "nvfp4": "nvfp4", "nvfp4-modelopt": "nvfp4"}
+PROCESSOR = Path("/proc/cpuinfo")
+HAS_VNNI = PROCESSOR.exists() and "vnni" in PROCESSOR.read_text() and "ONEDNN_MAX_CPU_ISA" not in os.environ
+INT8 = "int8" if HAS_VNNI else "int8 without VNNI"
+ROUNDED_INPUTS = {"int8": INT8, "fp8": "fp8", "nvfp4": "nvfp4", "nvfp4-modelopt": "nvfp4"}
 CODES = np.random.default_rng(4).integers(0, 16, (64, 96))  # [K, N]
 TOKENS = [np.random.default_rng(seed).integers(3, VOCABULARY - 12, 48).tolist() for seed in range(4)]
 

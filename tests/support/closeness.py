@@ -55,6 +55,8 @@ ROUNDED = {
     "vLLM, BF16 on average": 0.011,
     "vLLM, int8": 0.08,  # here and below it rounds what layers read, too
     "vLLM, int8 on average": 0.021,
+    "vLLM, int8 without VNNI": 0.27,  # oneDNN's products of integers are less exact on processors without VNNI
+    "vLLM, int8 without VNNI on average": 0.066,
     "vLLM, fp8": 0.21,
     "vLLM, fp8 on average": 0.06,
     "vLLM, nvfp4": 0.74,
