@@ -171,7 +171,7 @@ def mlx(task: Task, method: str, **how: Any) -> None:
         model.set_dtype(mx.float32)
     if method == "awq":
         if config["model_type"] not in awq.AWQ_MODEL_CONFIGS:
-            raise NotImplementedError(f"AWQ support for {config['model_type']} models NYI.")
+            raise NotImplementedError(f"mlx-lm has no AWQ for models of type {config['model_type']}")
         through_numpy()
         about = awq.AWQ_MODEL_CONFIGS[config["model_type"]]
         awq.awq_quantize(model, data, about, **form, embed_bits=BITS, embed_group_size=task.group_size)

@@ -187,8 +187,8 @@ def quantize(
     codec, bits, effort: what the recipe gives where no rule does: codec, bit width, work that goes into encoding
     keep: shell-style patterns of the names of tensors that are kept; they come before set_bits and before all rules
     set_bits: bit widths by pattern; the first that matches decides, before the rules of the recipe
-    target_size: choose bit widths so that the safetensors files take at most so many bytes, or "9GB"
-    target_bpw: choose them so that the weights take at most so many bits in the mean, all overhead counted
+    target_size: the most bytes that the safetensors files may take, or "9GB"; bit widths are chosen to fit
+    target_bpw: the most bits that a weight may take on average, all overhead counted; likewise
     leave_out: patterns of the names of tensors that the result does not get
     strict: fail if the error of a tensor is above the limit of its codec, even after it is rescued
     awq: scale input channels before quantizing, with scales that are searched on a sample of text, as for `calibrate`
@@ -310,8 +310,8 @@ def export(
     name: for gguf: the name of the model
     recipe: a YAML file that says which format each weight gets
     set_format: formats by pattern of names, or of a role as in role:expert; the first that matches counts
-    target_size: choose formats so that the files of weights take at most so many bytes, or "5GB": by a rule of thumb,
-        or with `calibrate` by how much each weight matters there
+    target_size: the most bytes that the files of weights may take, or "5GB"; formats are chosen to fit, by a rule of
+        thumb, or with `calibrate` by how much each weight matters there
 
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
