@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 import comparison_codecs
 
 import pqweights
-from pqweights.codecs import get_codec
+from pqweights.convert.task import RunOptions
 from pqweights.errors import ExportError, MissingDependencyError
-from pqweights.exports.exporting import export, open_exported
-from pqweights.inference.runtimes.models import Model, open_model
-from pqweights.inference.runtimes.packages import package
-from pqweights.inference.runtimes.texts import Ids
+from pqweights.formats import get_codec
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import Recipe
-from pqweights.quality.protocol import Estimate, Scores, Windows, compare, perplexity_change
-from pqweights.rewrite.results.inspect import inspect
-from pqweights.rewrite.task import RunOptions
+from pqweights.results.inspect import inspect
+from pqweights.runtime.models import Model, open_model
+from pqweights.runtime.packages import package
+from pqweights.runtime.protocol import Estimate, Scores, Windows, compare, perplexity_change
+from pqweights.runtime.texts import Ids
+from pqweights.targets.exporting import export, open_exported
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from weight_errors import relative_mse

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from pqweights.inference.kv.cache import KVCache, PackedLayer
+from pqweights.runtime.kv.cache import KVCache, PackedLayer
 
 MEASURED = "pqweights_measured"
 

@@ -33,15 +33,15 @@ from harness import PQWEIGHTS, Cell, Document, argument_parser, machine, measure
 from quality import measures, number, remembering
 from safetensors.numpy import save_file
 
+from pqweights.calibrate.options import TextOptions
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import open_local
-from pqweights.inference.runtimes.folders import read_folder
-from pqweights.inference.runtimes.models import Model, open_model
-from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.kernels.groups import unpack_bits
-from pqweights.quality.evaluation import choose_windows
-from pqweights.quality.options import TextOptions
-from pqweights.quality.protocol import Windows, compare
+from pqweights.runtime.evaluation import choose_windows
+from pqweights.runtime.folders import read_folder
+from pqweights.runtime.models import Model, open_model
+from pqweights.runtime.protocol import Windows, compare
+from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from export_decoders import Floats, Stored, export_weight

@@ -18,13 +18,13 @@ from collections.abc import Callable
 import numpy as np
 from harness import Document, argument_parser, machine, now, publish, table
 
-from pqweights.codecs import get_codec
-from pqweights.codecs.column_encoding import ColumnMeasures, InputFactors, encode_columns, moment_blocks
-from pqweights.codecs.columns import ColumnCodes
-from pqweights.codecs.trellis_tables import decode_tables
+from pqweights.convert.task import usable_cores
+from pqweights.formats import get_codec
+from pqweights.formats.column_encoding import ColumnMeasures, InputFactors, encode_columns, moment_blocks
+from pqweights.formats.columns import ColumnCodes
+from pqweights.formats.trellis_tables import decode_tables
 from pqweights.kernels import columns
 from pqweights.kernels.trellis import STATES
-from pqweights.rewrite.task import usable_cores
 
 BITS, STEP = 3.0, 0.42
 Work = Callable[[], object]

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pqweights.codecs import CODECS, lloyd_max
-from pqweights.codecs.lloyd_max import HadamardLloydMax, ScalarCoder
-from pqweights.codecs.protocol import Bytes, Codec, Doubles, Floats, State
-from pqweights.codecs.scalar import ScalarState
 from pqweights.common.dtypes import FINITE_RANGES, from_float32, item_bytes, to_float32
+from pqweights.formats import CODECS, lloyd_max
+from pqweights.formats.lloyd_max import HadamardLloydMax, ScalarCoder
+from pqweights.formats.protocol import Bytes, Codec, Doubles, Floats, State
+from pqweights.formats.scalar import ScalarState
 from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, BlockCoding, EncodedArrays, EncodeStats
 from pqweights.kernels.codebook import Codebook, codebook_from_levels
 from pqweights.kernels.reference import unpack

@@ -29,18 +29,18 @@ import numpy as np
 from safetensors.numpy import load_file
 
 import pqweights
-from pqweights.codecs.column_encoding import InputFactors, encode_columns
-from pqweights.codecs.lloyd_max import codebook
-from pqweights.exports import mlx, torchao
-from pqweights.exports.formats import BlockRule, Rounding
-from pqweights.exports.schemes import SCHEMES, SchemeFormat
-from pqweights.exports.target import GroupSize
-from pqweights.inference.kv.polar_transform import LEVELS
+from pqweights.formats.column_encoding import InputFactors, encode_columns
+from pqweights.formats.lloyd_max import codebook
 from pqweights.kernels.compensation import MomentsFactor, compensate, empty_matrix, factorize, order_of
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.kernels.trellis import STATES
 from pqweights.planning.options import ExportOptions
+from pqweights.runtime.kv.polar_transform import LEVELS
+from pqweights.targets import mlx, torchao
+from pqweights.targets.formats import BlockRule, Rounding
+from pqweights.targets.schemes import SCHEMES, SchemeFormat
+from pqweights.targets.target import GroupSize
 
 ROWS, COLUMNS = 128, 512
 SHAPE = (ROWS, COLUMNS)

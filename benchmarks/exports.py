@@ -37,16 +37,16 @@ import peers
 from harness import Cell, Document, argument_parser, gigabytes, machine, now, publish, table
 from safetensors.numpy import save_file
 
+from pqweights.convert.manifest import read_manifest
 from pqweights.errors import MissingDependencyError, SourceError
-from pqweights.exports.exporting import export, open_exported
-from pqweights.inference.runtimes.models import open_model
-from pqweights.inference.runtimes.texts import Ids, tokenize
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.protocol import Loss, Windows, change, compare, perplexity
-from pqweights.rewrite.manifest import read_manifest
-from pqweights.rewrite.quantizing import quantize
-from pqweights.rewrite.results.inspect import inspect
+from pqweights.results.inspect import inspect
+from pqweights.runtime.models import open_model
+from pqweights.runtime.protocol import Loss, Windows, change, compare, perplexity
+from pqweights.runtime.texts import Ids, tokenize
+from pqweights.targets.exporting import export, open_exported
+from pqweights.targets.master import quantize
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from export_decoders import export_weight

@@ -27,20 +27,20 @@ import numpy as np
 from harness import Cell, Document, argument_parser, machine, now, publish, table
 from quality import remembering
 
-from pqweights.inference.runtimes.folders import read_folder
-from pqweights.inference.runtimes.models import Model, open_model
-from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
+from pqweights.calibrate.options import TextOptions
+from pqweights.calibrate.sensitivity import measured
+from pqweights.convert.task import RunOptions, usable_cores
 from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS, SELF, QuantizeOptions
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe, Rule, SizeTarget, load_recipe
 from pqweights.planning.sensitivity import Sensitivity, alphas_for, groups_of
-from pqweights.quality.evaluation import choose_windows
-from pqweights.quality.options import TextOptions
-from pqweights.quality.protocol import Windows, compare, perplexity
-from pqweights.quality.sensitivity import measured
-from pqweights.rewrite.quantizing import Learned, plan_quantize, quantize
-from pqweights.rewrite.results.inspect import inspect
-from pqweights.rewrite.task import RunOptions, usable_cores
+from pqweights.results.inspect import inspect
+from pqweights.runtime.evaluation import choose_windows
+from pqweights.runtime.folders import read_folder
+from pqweights.runtime.models import Model, open_model
+from pqweights.runtime.protocol import Windows, compare, perplexity
+from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
+from pqweights.targets.master import Learned, plan_quantize, quantize
 
 UNIFORM = (2, 3, 4, 5, 6)
 TARGETS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)

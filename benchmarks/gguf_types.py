@@ -35,18 +35,18 @@ import quality
 from harness import Document, argument_parser, keep_rates, machine, measured_with, now, publish, table
 
 import pqweights
+from pqweights.calibrate.sampled_inputs import inputs_of
 from pqweights.checkpoint.gguf.mixes import MIXES
 from pqweights.checkpoint.gguf.model import gguf_model
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.views import View
-from pqweights.inference.runtimes.models import Model, open_model
-from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
+from pqweights.convert.task import usable_cores
 from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.planning.options import ExportOptions
-from pqweights.quality.protocol import Windows, compare
-from pqweights.quality.sampled_inputs import inputs_of
-from pqweights.rewrite.task import usable_cores
+from pqweights.runtime.models import Model, open_model
+from pqweights.runtime.protocol import Windows, compare
+from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.storage import open_store
 
 BLOCKS, MODELS = "blocks", "models"

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pqweights.inference.kv.codes import halves, pack, unpack
-from pqweights.inference.kv.polar_rope import affine_codes
-from pqweights.inference.kv.polar_transform import ANGLE_BITS, GROUP, LEVELS, directions, transform
-from pqweights.inference.kv.rotated import SEED, RotatedScalar, angle_codes_of, rotation
-from pqweights.inference.kv.schemes import SCHEMES, WINDOWS, Hadamard, LayerModel, Polar, Scheme, digits
-from pqweights.inference.kv.states import TOKENS_TOGETHER, Parts, StateQuantizer
+from pqweights.runtime.kv.codes import halves, pack, unpack
+from pqweights.runtime.kv.polar_rope import affine_codes
+from pqweights.runtime.kv.polar_transform import ANGLE_BITS, GROUP, LEVELS, directions, transform
+from pqweights.runtime.kv.rotated import SEED, RotatedScalar, angle_codes_of, rotation
+from pqweights.runtime.kv.schemes import SCHEMES, WINDOWS, Hadamard, LayerModel, Polar, Scheme, digits
+from pqweights.runtime.kv.states import TOKENS_TOGETHER, Parts, StateQuantizer
 
 
 class Groups(StateQuantizer):

@@ -29,11 +29,11 @@ from harness import Cell, Document, argument_parser, machine, now, publish, tabl
 from recall import Case, States, fill, read_cases, read_states, recalled
 from transformers import AutoModelForCausalLM, AutoTokenizer, QuantizedCache
 
-from pqweights.inference.kv.cache import KVCache, kv_cache
-from pqweights.inference.kv.states import tensor_bytes
-from pqweights.inference.runtimes.models import Model
-from pqweights.inference.runtimes.texts import Ids, read_text, tokenize
-from pqweights.quality.protocol import Scores, Windows, compare
+from pqweights.runtime.kv.cache import KVCache, kv_cache
+from pqweights.runtime.kv.states import tensor_bytes
+from pqweights.runtime.models import Model
+from pqweights.runtime.protocol import Scores, Windows, compare
+from pqweights.runtime.texts import Ids, read_text, tokenize
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -31,10 +31,10 @@ from kv_baselines import angles_of
 from recall import read_states
 from transformers import AutoModelForCausalLM
 
-from pqweights.inference.kv.polar_rope import RopePairs, rope_pairs
-from pqweights.inference.kv.polar_transform import ANGLE_BITS, GROUP, transform
-from pqweights.inference.kv.rotated import rotation
-from pqweights.inference.runtimes.texts import read_text, tokenize
+from pqweights.runtime.kv.polar_rope import RopePairs, rope_pairs
+from pqweights.runtime.kv.polar_transform import ANGLE_BITS, GROUP, transform
+from pqweights.runtime.kv.rotated import rotation
+from pqweights.runtime.texts import read_text, tokenize
 
 Doubles = npt.NDArray[np.float64]
 

@@ -19,7 +19,7 @@ import torch
 from harness import Cell, Document, argument_parser, machine, now, publish, table, usable_cores
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from pqweights.inference.kv.cache import KVCache, PackedLayer, kv_cache
+from pqweights.runtime.kv.cache import KVCache, PackedLayer, kv_cache
 
 SPECS = (
     "none",

@@ -53,13 +53,13 @@ from harness import (
 )
 from safetensors.numpy import load_file
 
-from pqweights.codecs import get_codec
-from pqweights.codecs.hadamard_trellis import HadamardTrellis
-from pqweights.codecs.protocol import Bytes, Coder, Measures
-from pqweights.codecs.weight import PassTotals, block_count, encode_chunk
+from pqweights.convert.task import usable_cores
+from pqweights.formats import get_codec
+from pqweights.formats.hadamard_trellis import HadamardTrellis
+from pqweights.formats.protocol import Bytes, Coder, Measures
+from pqweights.formats.weight import PassTotals, block_count, encode_chunk
 from pqweights.kernels.gguf_encoding import encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.rewrite.task import usable_cores
 
 PIECE_WEIGHTS = 1 << 20
 TIMED_SECONDS = 0.1  # a timing repeats the encoding until it takes at least this long

@@ -44,7 +44,7 @@ PHASES = {
     "encode": ("pqweights.kernels.cpu", None, ("encode",)),
     "decode": ("pqweights.kernels.cpu", None, ("decode",)),
     "hash": ("pqweights.checkpoint.digests", "PieceHasher", ("add",)),
-    "sums of errors": ("pqweights.rewrite.jobs", "EncodeJob", ("collect",)),
+    "sums of errors": ("pqweights.convert.jobs", "EncodeJob", ("collect",)),
     "write to the disk": ("pqweights.checkpoint.shard_file", "ShardFile", ("write", "finish")),
 }
 

@@ -32,25 +32,25 @@ from harness import Cell, Document, argument_parser, machine, measured_with, now
 from safetensors.numpy import save_file
 
 import pqweights
+from pqweights.calibrate.collecting import HELD_BACK_OF
+from pqweights.calibrate.options import TextOptions
+from pqweights.calibrate.sample import WINDOW
+from pqweights.calibrate.scale_search import FEWEST_WINDOWS
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.codecs.hadamard_trellis import HadamardTrellis
-from pqweights.codecs.lloyd_max import HadamardLloydMax
-from pqweights.inference.runtimes.folders import read_folder
-from pqweights.inference.runtimes.models import Model, open_model
-from pqweights.inference.runtimes.texts import Ids, load_tokenizer, read_text, tokenize
+from pqweights.convert.task import usable_cores
+from pqweights.formats.hadamard_trellis import HadamardTrellis
+from pqweights.formats.lloyd_max import HadamardLloydMax
 from pqweights.planning import fit
 from pqweights.planning.options import SELF
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe, SizeTarget, load_recipe
-from pqweights.quality.collecting import HELD_BACK_OF
-from pqweights.quality.evaluation import choose_windows
-from pqweights.quality.options import TextOptions
-from pqweights.quality.protocol import Scores, Windows, compare
-from pqweights.quality.sample import WINDOW
-from pqweights.quality.scale_search import FEWEST_WINDOWS
-from pqweights.rewrite.quantizing import rate_planner
-from pqweights.rewrite.results.inspect import inspect
-from pqweights.rewrite.task import usable_cores
+from pqweights.results.inspect import inspect
+from pqweights.runtime.evaluation import choose_windows
+from pqweights.runtime.folders import read_folder
+from pqweights.runtime.models import Model, open_model
+from pqweights.runtime.protocol import Scores, Windows, compare
+from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
+from pqweights.targets.master import rate_planner
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from export_decoders import values_of

@@ -103,10 +103,10 @@ def random_packed(chance: Any, bits: int) -> Any:
     import numpy as np
     import torch
 
-    from pqweights.codecs import DEFAULT_CODEC, get_codec
-    from pqweights.inference.loading.packed import PackedTensor
-    from pqweights.inference.loading.packed_rows import Factor, PackedRows
+    from pqweights.formats import DEFAULT_CODEC, get_codec
     from pqweights.kernels import BLOCK_SIZE
+    from pqweights.runtime.loading.packed import PackedTensor
+    from pqweights.runtime.loading.packed_rows import Factor, PackedRows
 
     (rows, columns), coder = SHAPE, get_codec(DEFAULT_CODEC).coder(bits)
     blocks = rows * columns // BLOCK_SIZE

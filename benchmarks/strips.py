@@ -21,9 +21,9 @@ import torch
 import transformers
 from harness import Cell, Document, argument_parser, machine, now, publish, table
 
-from pqweights.codecs import get_codec
-from pqweights.codecs.column_encoding import InputFactors, best_damping, encode_columns
-from pqweights.codecs.columns import decode_columns
+from pqweights.formats import get_codec
+from pqweights.formats.column_encoding import InputFactors, best_damping, encode_columns
+from pqweights.formats.columns import decode_columns
 
 WINDOW, WINDOWS, HELD_EVERY = 256, 48, 12
 STATES = 8

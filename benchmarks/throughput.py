@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from harness import Document, argument_parser, machine, now, publish, table
 
-from pqweights.codecs import get_codec
-from pqweights.codecs.lloyd_max import codebook
-from pqweights.codecs.protocol import Coder
+from pqweights.convert.task import usable_cores
+from pqweights.formats import get_codec
+from pqweights.formats.lloyd_max import codebook
+from pqweights.formats.protocol import Coder
 from pqweights.kernels import BLOCK_SIZE, BlockCoding, EncodedArrays, load_backend
-from pqweights.rewrite.task import usable_cores
 
 CHUNK_WEIGHTS = 1 << 20
 CHUNK_BLOCKS = CHUNK_WEIGHTS // BLOCK_SIZE

@@ -2,7 +2,7 @@
 
     python benchmarks/trellis_model.py [--weights 1048576]
 
-The model (pqweights/codecs/trellis_tables.py) takes both parities of a number to be equally likely. In classes of
+The model (pqweights/formats/trellis_tables.py) takes both parities of a number to be equally likely. In classes of
 small variance the search prefers to stay where it can code zeros. Here a plain Viterbi search in numpy, with 8 states,
 codes N(0,1) in blocks of equal length, and the bits of the class's own tables are counted. Prints one line for each
 class: its exponent, the bits that were taken, those that the model would expect without a correction, and the
@@ -17,7 +17,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.codecs.trellis_tables import EXPONENTS, SAVED, TABLE_BITS, buckets, expected_length, frequencies
+from pqweights.formats.trellis_tables import EXPONENTS, SAVED, TABLE_BITS, buckets, expected_length, frequencies
 
 STATES, BY_PARITY, BY_BIT = 8, 0o13 >> 1, 0o04 >> 1
 SEQUENCE = 4096

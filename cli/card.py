@@ -29,9 +29,9 @@ def command(
     pqweights does not write. A README.md that pqweights did not write is refused.
     """
     with output.errors(quiet=quiet):
+        from pqweights.convert.manifest import read_manifest
         from pqweights.publish.card import make_card, read_card, write_card
         from pqweights.publish.options import CardOptions, model_id
-        from pqweights.rewrite.manifest import read_manifest
 
         if shown and json:
             raise typer.BadParameter("expected either --print or --json, found both")
@@ -46,7 +46,7 @@ def command(
 
 def _show(card: Card, folder: Path, json: bool) -> None:
     from pqweights.checkpoint.names import CARD_FILE
-    from pqweights.rewrite.results.evaluation_record import FEWEST_TOKENS_FOR_CARD
+    from pqweights.results.evaluation_record import FEWEST_TOKENS_FOR_CARD
 
     written = folder / CARD_FILE
     if json:

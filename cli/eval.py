@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pqweights.calibrate.options import EvaluationOptions
 from pqweights.common.units import counted
 from pqweights.planning.options import path_of
-from pqweights.quality.options import EvaluationOptions
 
 from . import options, output
 
 if TYPE_CHECKING:
-    from pqweights.quality.report import EvaluationReport, EvaluationSettings, ModelScores
-    from pqweights.rewrite.results.evaluation_record import EvaluationRecord, Place
+    from pqweights.results.evaluation_record import EvaluationRecord, Place
+    from pqweights.runtime.report import EvaluationReport, EvaluationSettings, ModelScores
     from pqweights.storage.sources import Access, Fetched
 
 WIKITEXT = "wikitext"
@@ -53,8 +53,8 @@ def command(
     """
     with output.errors(quiet=quiet):
         from pqweights.errors import OptionError
-        from pqweights.inference.runtimes.texts import read_text, wikitext
-        from pqweights.quality.evaluation import evaluate
+        from pqweights.runtime.evaluation import evaluate
+        from pqweights.runtime.texts import read_text, wikitext
 
         if (text is None) == (dataset is None) or dataset not in (None, WIKITEXT):
             raise OptionError(f"expected either `text` or `dataset` {WIKITEXT}")
@@ -105,7 +105,7 @@ def _record_all(
     reference: str | None,
 ) -> None:
     """Write the figures of each model beside it; not those of a quantized cache, which are not the folder's."""
-    from pqweights.quality.report import make_record
+    from pqweights.runtime.report import make_record
     from pqweights.storage.addresses import repository_id
 
     base = None if reference is None else repository_id(reference)
@@ -116,7 +116,7 @@ def _record_all(
 
 def _place(model: Fetched) -> Place | None:
     """Return where to record the figures of a model, if anywhere: not in the cache of the Hub."""
-    from pqweights.rewrite.results.evaluation_record import find_place
+    from pqweights.results.evaluation_record import find_place
 
     return None if model.origin else find_place(model.path)
 
@@ -131,7 +131,7 @@ def _show(done: EvaluationReport, json: bool) -> None:
 def _record(place: Place, record: EvaluationRecord) -> None:
     """Write figures beside their model; a failure is only a note, because the figures are printed already."""
     from pqweights.errors import MasterError, OutputError
-    from pqweights.rewrite.results.evaluation_record import FEWEST_TOKENS_FOR_CARD, write_record
+    from pqweights.results.evaluation_record import FEWEST_TOKENS_FOR_CARD, write_record
 
     too_few = (
         f"; too few tokens for the model card, which shows evaluations that score at least {FEWEST_TOKENS_FOR_CARD}"
@@ -176,7 +176,7 @@ def _runtime_lines(rows: Sequence[ModelScores]) -> list[str]:
 
 
 def _settings_line(settings: EvaluationSettings) -> str:
-    from pqweights.quality.report import beginning, masked_tokens
+    from pqweights.runtime.report import beginning, masked_tokens
 
     windows = counted(settings.windows, "window")
     return (

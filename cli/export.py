@@ -14,7 +14,7 @@ from . import options, output, report
 from .report import integer_form_lines
 
 if TYPE_CHECKING:
-    from pqweights.rewrite.task import RewriteReport
+    from pqweights.convert.task import RewriteReport
 
 
 class Command(TyperCommand):
@@ -22,7 +22,7 @@ class Command(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the targets below the usage."""
-        from pqweights.exports import ALIASES, EXPORTS
+        from pqweights.targets import ALIASES, EXPORTS
 
         short = {name: f" (or {alias})" for alias, name in ALIASES.items()}
         summaries = [
@@ -33,7 +33,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; a missing target is an error that lists the targets."""
-        from pqweights.exports import EXPORTS
+        from pqweights.targets import EXPORTS
 
         try:
             return super().parse_args(ctx, args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from pqweights.inference.options import DEFAULT_MAX_TOKENS
+from pqweights.runtime.options import DEFAULT_MAX_TOKENS
 
 from . import options, output
 
@@ -34,7 +34,7 @@ def command(
     shown = ["\n"]
     with output.errors(quiet=quiet), contextlib.ExitStack() as waiting:
         from pqweights.api import generate
-        from pqweights.inference.runtimes.texts import decoded
+        from pqweights.runtime.texts import decoded
 
         text = prompt
         if text is None:

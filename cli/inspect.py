@@ -15,10 +15,10 @@ from .tables import table
 if TYPE_CHECKING:
     from pqweights.checkpoint.gguf.contents import MetadataValue
     from pqweights.checkpoint.storage import Storage
+    from pqweights.convert.manifest import Manifest
+    from pqweights.convert.records import TensorRecord
     from pqweights.planning.plan import TensorPlan
-    from pqweights.rewrite.manifest import Manifest
-    from pqweights.rewrite.records import TensorRecord
-    from pqweights.rewrite.results.inspect import GgufInspection, Inspection, TypeTotal
+    from pqweights.results.inspect import GgufInspection, Inspection, TypeTotal
 
 # A list of more items in the metadata of a GGUF file, and a text of more characters, is cut.
 ITEMS_SHOWN, CHARACTERS_SHOWN = 8, 60
@@ -38,7 +38,7 @@ def command(
     """
     with output.errors(quiet=quiet):
         from pqweights.checkpoint.names import MANIFEST_FILE
-        from pqweights.rewrite.results.inspect import inspect_gguf
+        from pqweights.results.inspect import inspect_gguf
         from pqweights.storage.sources import find_result
 
         access = options.access(revision, token)
@@ -57,7 +57,7 @@ def command(
 
 
 def _show_folder(folder: Path | Storage, *, summary: bool | None, json: bool) -> Inspection:
-    from pqweights.rewrite.results.inspect import inspect
+    from pqweights.results.inspect import inspect
 
     inspection = inspect(folder)
     if json:

@@ -14,7 +14,7 @@ from pqweights.common.units import counted, size_text
 from . import options, output, tables
 
 if TYPE_CHECKING:
-    from pqweights.exports.memory import MemoryAdvice, Proposal
+    from pqweights.targets.memory import MemoryAdvice, Proposal
 
 TITLES = ["runtime", "target", "format", "#bits", "#weights", "#context", "#needs"]
 # What may be left out on a narrow terminal.
@@ -62,14 +62,14 @@ def _cells(proposal: Proposal) -> list[str]:
 
 def _is_exported(proposal: Proposal) -> bool:
     """Whether it needs an export, and is not the model as it is or its master."""
-    from pqweights.exports import EXPORTS
+    from pqweights.targets import EXPORTS
 
     return proposal.target in EXPORTS
 
 
 def _command(proposal: Proposal, asked: Mapping[str, Any]) -> str:
     """Return the command that makes what is proposed."""
-    from pqweights.exports.memory import SOURCE
+    from pqweights.targets.memory import SOURCE
 
     if not _is_exported(proposal):
         return f"nothing to make: {shlex.quote(asked['source'])}" if proposal.target == SOURCE else _quantize(asked)

@@ -31,11 +31,11 @@ from .report import (
 )
 
 if TYPE_CHECKING:
+    from pqweights.convert.task import ResourceNeeds
     from pqweights.planning.calibration import PlannedCalibration
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import TensorPlan
-    from pqweights.rewrite.results.plan_report import HubTraffic, PlanReport
-    from pqweights.rewrite.task import ResourceNeeds
+    from pqweights.results.plan_report import HubTraffic, PlanReport
     from pqweights.storage import Store
 
 COLUMNS = ["shape", "dtype", "action", "codec", "#bits", "#bytes"]
@@ -95,7 +95,7 @@ def show_plan(
     json: whether to print JSON
     """
     from pqweights.api import planned
-    from pqweights.rewrite.task import thread_count
+    from pqweights.convert.task import thread_count
 
     quantizing, room = options.taken(QuantizeOptions, asked), options.taken(MemoryOptions, asked)
     count = thread_count(asked.get("threads"))

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pqweights.checkpoint.storage import Storage
+    from pqweights.convert.manifest import Manifest
+    from pqweights.convert.records import TensorRecord
+    from pqweights.convert.task import PossibleExport, RewriteReport
     from pqweights.planning.plan import Plan, TensorPlan, Totals
-    from pqweights.rewrite.manifest import Manifest
-    from pqweights.rewrite.records import TensorRecord
-    from pqweights.rewrite.task import PossibleExport, RewriteReport
 
     Pairs = Sequence[tuple[TensorPlan, TensorRecord]]
 
@@ -141,7 +141,7 @@ def warn_of_files_beside(source: str) -> None:
 
 def warn_of_broken_files(folder: Path | Storage, manifest: Manifest) -> None:
     """Warn if files that the manifest of a folder lists are missing, or weight files have another size."""
-    from pqweights.rewrite.listed_files import file_problems
+    from pqweights.convert.listed_files import file_problems
 
     problems = file_problems(folder, manifest)
     if problems:
@@ -230,7 +230,7 @@ def _figures(tensors: Sequence[TensorPlan]) -> list[str]:
 
 def _error(records: Sequence[TensorRecord]) -> str:
     """Return the relative MSE over all tensors of a line; an empty text if none was measured."""
-    from pqweights.rewrite.records import mean_error
+    from pqweights.convert.records import mean_error
 
     error = mean_error(records, "relative_mse")
     return "" if error is None else f"{error:.6f}"
@@ -241,7 +241,7 @@ def quality_lines(pairs: Pairs) -> list[str]:
 
     pairs: the tensors of a result, each with what was measured of it; those without an error do not count.
     """
-    from pqweights.rewrite.records import is_rescued, total_relative_mse
+    from pqweights.convert.records import is_rescued, total_relative_mse
 
     measured = [(tensor, record) for tensor, record in pairs if record.energy is not None]
     if not measured:
@@ -256,7 +256,7 @@ def quality_lines(pairs: Pairs) -> list[str]:
 
 def exceeding_lines(pairs: Pairs) -> list[str]:
     """Return a line for each weight whose error is above its codec's limit: a warning."""
-    from pqweights.rewrite.records import exceeds, promise
+    from pqweights.convert.records import exceeds, promise
 
     return [
         f"{tensor.name}: relative MSE {record.relative_mse:.6f} is above the limit of {promise(tensor):.6f}, however "
@@ -273,7 +273,7 @@ def any_native(pairs: Pairs) -> bool:
 
 def _worst_lines(pairs: Pairs) -> list[str]:
     """Return the weights whose errors are the largest, relative to the largest one that needs no rescue."""
-    from pqweights.rewrite.records import promise
+    from pqweights.convert.records import promise
 
     pairs = [pair for pair in pairs if promise(pair[0]) is not None]
     shares = [(record.relative_mse or 0) / (promise(tensor) or 1) for tensor, record in pairs]
@@ -298,7 +298,7 @@ def _rescued_line(tensor: TensorPlan, record: TensorRecord) -> str:
 
 def type_lines(pairs: Pairs) -> list[str]:
     """Return a line for each type of a result with a file of each: its size and its error; nothing for another one."""
-    from pqweights.rewrite.records import mean_error
+    from pqweights.convert.records import mean_error
 
     by_type: dict[str, list[tuple[TensorPlan, TensorRecord]]] = defaultdict(list)
     for tensor, record in pairs:
@@ -372,7 +372,7 @@ def _rounding_lines(pairs: Pairs) -> list[str]:
 
 
 def _integer_error_lines(records: Sequence[TensorRecord]) -> list[str]:
-    from pqweights.rewrite.records import mean_error
+    from pqweights.convert.records import mean_error
 
     against = "relative MSE against the original"
     added, total, by_master = (mean_error(records, of) for of in ("relative_mse", "total_mse", "master_mse"))

@@ -7,7 +7,7 @@
     model = pqweights.load_model("master/")
 
 After `import pqweights`, transformers loads masters: `AutoModelForCausalLM.from_pretrained("master/")`. The import
-itself loads neither transformers nor torch (inference/loading/autoload.py), and the functions of the API (api.py) on
+itself loads neither transformers nor torch (runtime/loading/autoload.py), and the functions of the API (api.py) on
 first use.
 """
 
@@ -18,11 +18,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from pqweights.errors import PqweightsError
-from pqweights.inference.loading import autoload
+from pqweights.runtime.loading import autoload
 
 if TYPE_CHECKING:
     from pqweights.api import export, generate, inspect, plan, quantize, verify
-    from pqweights.inference.kv.cache import kv_cache
+    from pqweights.runtime.kv.cache import kv_cache
 
 __all__ = [
     "PqweightsError",
@@ -41,7 +41,7 @@ __version__ = "0.2.0"
 # The functions of the API, by the module that has them.
 _FUNCTIONS = {
     **dict.fromkeys(("export", "generate", "inspect", "plan", "quantize", "verify"), "pqweights.api"),
-    "kv_cache": "pqweights.inference.kv.cache",
+    "kv_cache": "pqweights.runtime.kv.cache",
 }
 
 
@@ -57,7 +57,7 @@ def load_model(
 
     Raises SourceError, HubError, MasterError or MissingDependencyError.
     """
-    loading = importlib.import_module("pqweights.inference.loading.transformers")
+    loading = importlib.import_module("pqweights.runtime.loading.transformers")
     return loading.load_model(path, packed=packed, dtype=dtype, device_map=device_map, **options)
 
 

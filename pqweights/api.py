@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Literal
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.common.parameters import StrPath, text
 from pqweights.common.threads import Progress
+from pqweights.convert.distributed.engine import engine_of
+from pqweights.convert.task import RewriteReport, RunOptions, thread_count
 from pqweights.errors import OptionError
-from pqweights.exports import get_target
-from pqweights.exports.exporting import export as export_opened
-from pqweights.exports.exporting import open_exported
-from pqweights.inference.options import DEFAULT_MAX_TOKENS, GenerationOptions
 from pqweights.planning.calibration import check_calibration, measures
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import (
@@ -37,23 +35,25 @@ from pqweights.planning.options import (
     located,
     shard_bytes,
 )
-from pqweights.rewrite.distributed.engine import engine_of
-from pqweights.rewrite.quantizing import Learned
-from pqweights.rewrite.quantizing import quantize as quantize_source
-from pqweights.rewrite.results.inspect import Inspection
-from pqweights.rewrite.results.inspect import inspect as inspect_folder
-from pqweights.rewrite.results.plan_report import PlanReport, report_plan
-from pqweights.rewrite.results.verify import Verification
-from pqweights.rewrite.results.verify import verify as verify_folder
-from pqweights.rewrite.task import RewriteReport, RunOptions, thread_count
+from pqweights.results.inspect import Inspection
+from pqweights.results.inspect import inspect as inspect_folder
+from pqweights.results.plan_report import PlanReport, report_plan
+from pqweights.results.verify import Verification
+from pqweights.results.verify import verify as verify_folder
+from pqweights.runtime.options import DEFAULT_MAX_TOKENS, GenerationOptions
 from pqweights.storage import Store, open_store
 from pqweights.storage.addresses import repository_id
 from pqweights.storage.sources import find_result, local_folder
+from pqweights.targets import get_target
+from pqweights.targets.exporting import export as export_opened
+from pqweights.targets.exporting import open_exported
+from pqweights.targets.master import Learned
+from pqweights.targets.master import quantize as quantize_source
 
 if TYPE_CHECKING:
-    from pqweights.inference.generation import Generation
+    from pqweights.calibrate.sampled_inputs import SampledInputs
     from pqweights.planning.recipe import Recipe
-    from pqweights.quality.sampled_inputs import SampledInputs
+    from pqweights.runtime.generation import Generation
 
 
 def plan(
@@ -140,7 +140,7 @@ def planned(
     """
     recipe, found = choose_recipe(asked.recipe, asked), Learned()
     if measures(recipe, asked):
-        from pqweights.quality.learning import learned_for_plan
+        from pqweights.calibrate.learning import learned_for_plan
 
         check_calibration(asked)
         found = learned_for_plan(source, recipe, asked, threads, progress)
@@ -244,7 +244,7 @@ def quantize(
     with _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run:
         if not learns:
             return quantize_source(where, store, chosen, options=asked, run=run)
-        from pqweights.quality.learning import learned
+        from pqweights.calibrate.learning import learned
 
         fetched = local_folder(where, asked.access, progress=run.progress)
         if fetched.origin is not None:  # the branch may move while the model is calibrated
@@ -378,7 +378,7 @@ def _inputs(
     if asked.calibrate is None:
         yield None
         return
-    from pqweights.quality.sampled_inputs import inputs_of
+    from pqweights.calibrate.sampled_inputs import inputs_of
 
     folder = Path(source)
     store.check_apart(folder)
@@ -416,7 +416,7 @@ def inspect(
     """Return what a master or an export holds according to its manifest: tensors, bits, errors and sizes.
 
     Of a folder on the Hub or in object storage, only the manifest is fetched. For a GGUF file that has no manifest
-    beside it, see pqweights.rewrite.results.inspect.
+    beside it, see pqweights.results.inspect.
 
     folder: a folder, ORG/NAME on the Hub, or an address
     revision, token, tell: those of `quantize`
@@ -463,8 +463,8 @@ def generate(
     Raises SourceError, MasterError, GenerationError, EvaluationError, OptionError, DeviceError, HubError or
     MissingDependencyError.
     """
-    from pqweights.inference.generation import check_prompt, continued
-    from pqweights.inference.runtimes.cached import check_spec
+    from pqweights.runtime.cached import check_spec
+    from pqweights.runtime.generation import check_prompt, continued
 
     options = GenerationOptions(
         no_chat=no_chat,

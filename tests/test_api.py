@@ -153,7 +153,7 @@ def test_rows_have_the_decision_and_the_error(source, master):
 
 
 def test_progress_reaches_the_end(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("pqweights.rewrite.shard.PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr("pqweights.convert.shard.PROGRESS_SECONDS", 0.0)
     seen: list[tuple[int, int, str]] = []
     pqweights.quantize(source, tmp_path / "out", progress=lambda *now: seen.append(now))
     assert seen[-1][0] == seen[-1][1] > 0

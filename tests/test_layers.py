@@ -22,7 +22,7 @@ COMMANDS = Path(pqweights_cli.__file__).parent
 # of its modules, unless one of them is listed itself.
 LAYERS = (
     (
-        "pqweights.inference.loading.autoload",
+        "pqweights.runtime.loading.autoload",
         "pqweights",
         "pqweights.errors",
         "pqweights.kernels.workers",
@@ -35,59 +35,58 @@ LAYERS = (
         "pqweights.common.units",
         "pqweights.common.parameters",
     ),
-    ("pqweights.checkpoint.models",),
+    ("pqweights.models",),
     ("pqweights.kernels",),
-    ("pqweights.codecs",),
+    ("pqweights.formats",),
     ("pqweights.checkpoint",),
     ("pqweights.checkpoint.gguf",),
     ("pqweights.storage",),
     ("pqweights.planning.options", "pqweights.planning"),
-    ("pqweights.rewrite",),
-    ("pqweights.exports", "pqweights.rewrite.quantizing"),
-    ("pqweights.inference.loading", "pqweights.rewrite.results", "pqweights.inference.kv"),
-    ("pqweights.rewrite.distributed",),
-    ("pqweights.inference.runtimes",),
-    ("pqweights.inference.options",),
-    ("pqweights.quality.options",),
-    ("pqweights.quality", "pqweights.inference"),
+    ("pqweights.convert",),
+    ("pqweights.targets",),
+    ("pqweights.runtime.loading", "pqweights.results", "pqweights.runtime.kv"),
+    ("pqweights.convert.distributed",),
+    ("pqweights.runtime.options",),
+    ("pqweights.calibrate.options",),
+    ("pqweights.calibrate", "pqweights.runtime"),
     ("pqweights.publish.options",),
     ("pqweights.publish", "pqweights.api"),
     ("pqweights_cli",),
 )
 # Modules that import no other module of the library.
-LEAVES = ("pqweights.inference.loading.autoload", "pqweights.errors")
+LEAVES = ("pqweights.runtime.loading.autoload", "pqweights.errors")
 # The modules that may import an optional package, below `pqweights`.
 OPTIONAL = {
     "torch": """
-        checkpoint.weight_files codecs.column_encoding codecs.hadamard_trellis codecs.lloyd_max
-        codecs.protocol inference.kv.bases inference.kv.cache inference.kv.codes
-        inference.kv.klt inference.kv.on_codes inference.kv.polar_rope
-        inference.kv.polar_transform inference.kv.rotated inference.kv.states
-        inference.loading.conversion inference.loading.packed inference.loading.packed_products
-        inference.loading.packed_rows inference.loading.packed_states kernels.attention
-        kernels.reference kernels.transform_codes quality.calibrated quality.calibrated_weights
-        quality.calibrated_master quality.collecting quality.layer_passes quality.layer_statistics quality.layered
-        quality.sample quality.scale_finding quality.sensitivity quality.work_folder
+        checkpoint.weight_files formats.column_encoding formats.hadamard_trellis formats.lloyd_max
+        formats.protocol runtime.kv.bases runtime.kv.cache runtime.kv.codes
+        runtime.kv.klt runtime.kv.on_codes runtime.kv.polar_rope
+        runtime.kv.polar_transform runtime.kv.rotated runtime.kv.states
+        runtime.loading.conversion runtime.loading.packed runtime.loading.packed_products
+        runtime.loading.packed_rows runtime.loading.packed_states kernels.attention
+        kernels.reference kernels.transform_codes calibrate.calibrated calibrate.calibrated_weights
+        calibrate.calibrated_master calibrate.collecting calibrate.layer_passes calibrate.layer_statistics
+        calibrate.layered calibrate.sample calibrate.scale_finding calibrate.sensitivity calibrate.work_folder
     """,
     "yaml": "planning.recipe checkpoint.config publish.card.old_card",
     "fsspec": "storage.bucket storage.file_systems",
     "huggingface_hub": "storage.hub",
     "matplotlib": "",
     "transformers": """
-        inference.kv.cache inference.kv.on_codes inference.kv.schemes inference.loading.conversion
-        inference.loading.packed inference.loading.quantizer inference.loading.transformers
-        quality.layered
+        runtime.kv.cache runtime.kv.on_codes runtime.kv.schemes runtime.loading.conversion
+        runtime.loading.packed runtime.loading.quantizer runtime.loading.transformers
+        calibrate.layered
     """,
 }
 HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
 # What options there are is needed for the help of commands.
 LIGHT = {
     "pqweights.common.units",
-    "pqweights.inference.options",
+    "pqweights.runtime.options",
     "pqweights.planning.options",
     "pqweights.common.parameters",
     "pqweights.publish.options",
-    "pqweights.quality.options",
+    "pqweights.calibrate.options",
 }
 BAR = "pqweights_cli.bar"  # it imports rich, and is itself imported where a bar is shown
 
@@ -219,7 +218,7 @@ def loaded_after(statement: str) -> set[str]:
 
 def test_imports_load_no_heavy_package() -> None:
     assert not loaded_after("import pqweights") & {"torch", "triton", "transformers", "numpy", "typer"}
-    modules = "import pqweights.rewrite.quantizing, pqweights.exports.exporting, pqweights.rewrite.results.verify"
+    modules = "import pqweights.targets.master, pqweights.targets.exporting, pqweights.results.verify"
     assert not loaded_after(modules) & {"torch", "triton", "transformers"}
 
 
@@ -248,7 +247,7 @@ def test_messages_name_extras_only_to_those_who_install_pqweights_as_well() -> N
         for extra in re.findall(r"pip install '?pqweights\[(\w+)\]|'pqweights\[(\w+)\]", ast.unparse(tree))
         if any(extra)
     }
-    assert named == {"pqweights.publish.card.text", "pqweights.checkpoint.config", "pqweights.exports.loading"}
+    assert named == {"pqweights.publish.card.text", "pqweights.checkpoint.config", "pqweights.targets.loading"}
     asked = {
         call.args[1].value
         for tree in MODULES.values()

@@ -40,7 +40,7 @@ def test_every_kernel_and_codec_has_a_reference() -> None:
     rows += [line for line in PAGE.splitlines() if line.startswith("No arithmetic of their own")]
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     package = TESTS.parent / "pqweights"
-    python = {path.stem for folder in ("kernels", "codecs") for path in (package / folder).glob("*.py")}
+    python = {path.stem for folder in ("kernels", "formats") for path in (package / folder).glob("*.py")}
     modules = python | {path.stem for path in (package / "kernels" / "native").glob("*.[ch]pp")}
     assert len(named) == len(set(named)) and set(named) == modules
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pqweights.codecs import CODECS
 from pqweights.common.advice import instead, nearest
 from pqweights.common.units import counted, parse_size
 from pqweights.errors import RecipeError
+from pqweights.formats import CODECS
 from pqweights.planning.recipe import RecipeFile, recipe_names
 from pqweights.planning.roles import ROLES
 

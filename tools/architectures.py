@@ -1,4 +1,4 @@
-"""Find the architectures of transformers that need an entry in pqweights/checkpoint/models/traits.py.
+"""Find the architectures of transformers that need an entry in pqweights/models/traits.py.
 
 Each model is built on the meta device from its default configuration. For the weights that an export to integers would
 round, this compares the names in the file with those in memory, and has transformers prepare for compressed-tensors and
@@ -23,8 +23,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from pqweights.checkpoint.models import described
-from pqweights.checkpoint.models.names import names_in_memory
+from pqweights.models import described
+from pqweights.models.names import names_in_memory
 from pqweights.planning.roles import classify
 
 SECONDS = 40  # for each model

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from pqweights_cli.main import app
 
-from pqweights.exports import ALIASES, EXPORTS
+from pqweights.targets import ALIASES, EXPORTS
 
 HEAD = """# Commands
 

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.models.llama_cpp_towers import TOWERS
-from pqweights.checkpoint.models.table import MODELS
-from pqweights.checkpoint.models.traits import TYPES_WITH, Trait
+from pqweights.models.llama_cpp_towers import TOWERS
+from pqweights.models.table import MODELS
+from pqweights.models.traits import TYPES_WITH, Trait
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import yaml
 
-from pqweights.checkpoint.models import text_config, text_model
-from pqweights.checkpoint.models.conventions import DRAFT_PARTS, DRAFTS, PARTS
-from pqweights.checkpoint.models.names import draft_layers, predicts_further
 from pqweights.checkpoint.names import CARD_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.storage import Storage, read_file
+from pqweights.models import text_config, text_model
+from pqweights.models.conventions import DRAFT_PARTS, DRAFTS, PARTS
+from pqweights.models.names import draft_layers, predicts_further
 
 CONFIG_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")

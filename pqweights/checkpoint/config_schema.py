@@ -15,12 +15,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from pqweights.checkpoint.models.conventions import PARTS
 from pqweights.checkpoint.names import CONFIG_FILE, QUANT_METHOD
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.common.documents import Document, as_document
 from pqweights.errors import SourceError
+from pqweights.models.conventions import PARTS
 
 QUANTIZATIONS = ("quantization_config", "compression_config", "quantization")
 OTHER_PARTS = ("linear_attn_config", "attn_config")

@@ -26,8 +26,13 @@ from pqweights.checkpoint.readers import (
     scale_shape,
 )
 from pqweights.checkpoint.storage import Storage
-from pqweights.codecs import DEFAULT_CODEC, MASTER_CODECS, Coding, MasterCodec, native
-from pqweights.codecs.columns import (
+from pqweights.common.advice import instead
+from pqweights.common.documents import Document, Number, Size, as_document
+from pqweights.common.dtypes import DTYPE_BITS, FLOAT_DTYPES, PACKED_DTYPES
+from pqweights.common.strict_json import MAX_ELEMENTS
+from pqweights.errors import MasterError, RecipeError, SourceError
+from pqweights.formats import DEFAULT_CODEC, MASTER_CODECS, Coding, MasterCodec, native
+from pqweights.formats.columns import (
     MOST_STORED_COLUMNS,
     ColumnCoding,
     ColumnCut,
@@ -35,13 +40,8 @@ from pqweights.codecs.columns import (
     Orientation,
     bits_of,
 )
-from pqweights.codecs.protocol import Coder, State, exact_rate
-from pqweights.codecs.weight import block_count
-from pqweights.common.advice import instead
-from pqweights.common.documents import Document, Number, Size, as_document
-from pqweights.common.dtypes import DTYPE_BITS, FLOAT_DTYPES, PACKED_DTYPES
-from pqweights.common.strict_json import MAX_ELEMENTS
-from pqweights.errors import MasterError, RecipeError, SourceError
+from pqweights.formats.protocol import Coder, State, exact_rate
+from pqweights.formats.weight import block_count
 
 # Of the format of masters, docs/format.md.
 FORMAT_VERSION = 1

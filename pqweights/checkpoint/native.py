@@ -20,8 +20,8 @@ from pqweights.checkpoint.digests import Reads
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.packed import DecodedTensor
 from pqweights.checkpoint.readers import EncodedTensor, PlainTensor
-from pqweights.codecs.native import CODED, LENGTHS, REASONS, NativeCoding, item_width
-from pqweights.codecs.weight import damaged_master
+from pqweights.formats.native import CODED, LENGTHS, REASONS, NativeCoding, item_width
+from pqweights.formats.weight import damaged_master
 from pqweights.kernels import lossless
 from pqweights.kernels.lossless import CHUNK_ITEMS
 from pqweights.kernels.workers import scratch

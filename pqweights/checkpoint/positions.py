@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.models import described, has_trait, text_config
-from pqweights.checkpoint.models import rotary as known
-from pqweights.checkpoint.models.llama_cpp import FULL, SLIDING
-from pqweights.checkpoint.models.rotary import DEFAULT_BASE
-from pqweights.checkpoint.models.traits import Trait
 from pqweights.errors import ExportError
+from pqweights.models import described, has_trait, text_config
+from pqweights.models import rotary as known
+from pqweights.models.llama_cpp import FULL, SLIDING
+from pqweights.models.rotary import DEFAULT_BASE
+from pqweights.models.traits import Trait
 
 # Names that older configurations have for kinds of scaling.
 OLD_KINDS = {"su": "longrope", "none": "default", "mrope": "default"}

@@ -14,15 +14,15 @@ import numpy as np
 from blake3 import blake3
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.models import text_config, text_model
-from pqweights.checkpoint.models.conventions import EMBEDDINGS_OF, HEADS
-from pqweights.checkpoint.models.description import stated_or_default
-from pqweights.checkpoint.models.names import is_embedding, role_name
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor, element_count
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.structure import differences
 from pqweights.common.dtypes import DTYPE_BITS
 from pqweights.common.threads import Progress
+from pqweights.models import text_config, text_model
+from pqweights.models.conventions import EMBEDDINGS_OF, HEADS
+from pqweights.models.description import stated_or_default
+from pqweights.models.names import is_embedding, role_name
 
 TIED = "tie_word_embeddings"
 # So much is looked at in each of so many places; then it is read in runs.

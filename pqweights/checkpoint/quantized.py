@@ -24,13 +24,10 @@ from pqweights.checkpoint.config import quantization_settings
 from pqweights.checkpoint.foreign import refuse_codes, refuse_foreign, refuse_method
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.mlx_stacks import with_single_experts
-from pqweights.checkpoint.models import has_trait
-from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.packed import Aspect, DecodedTensor, read_columns, read_scales
 from pqweights.checkpoint.packed_sources import packed_tensors, plain_settings, scales_of
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import ByteReads
-from pqweights.codecs import CODECS, MASTER_CODECS
 from pqweights.common.dtypes import (
     FLOAT4_VALUES,
     FLOAT8_DTYPES,
@@ -41,7 +38,10 @@ from pqweights.common.dtypes import (
 )
 from pqweights.common.units import counted, first_names
 from pqweights.errors import SourceError
+from pqweights.formats import CODECS, MASTER_CODECS
 from pqweights.kernels.workers import kept, scratch
+from pqweights.models import has_trait
+from pqweights.models.traits import Trait
 
 # What the scales of activations, and of keys and values in a cache, are called in a module: by transformers,
 # compressed-tensors, ModelOpt, FBGEMM and vLLM. In some files the name of a weight and an underscore are before it.

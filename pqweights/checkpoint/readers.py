@@ -20,12 +20,12 @@ from pqweights.checkpoint.digests import Reads
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import ByteReads
-from pqweights.codecs import Coding
-from pqweights.codecs.columns import ColumnCodes, ColumnCoding, ColumnCut, Orientation, decode_codes
-from pqweights.codecs.protocol import VALUE_DTYPES, Coder, DamagedBlock, State
-from pqweights.codecs.weight import damaged_error, damaged_master
 from pqweights.common.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
 from pqweights.errors import SourceError
+from pqweights.formats import Coding
+from pqweights.formats.columns import ColumnCodes, ColumnCoding, ColumnCut, Orientation, decode_codes
+from pqweights.formats.protocol import VALUE_DTYPES, Coder, DamagedBlock, State
+from pqweights.formats.weight import damaged_error, damaged_master
 from pqweights.kernels import BLOCK_SIZE
 from pqweights.kernels.workers import scratch
 

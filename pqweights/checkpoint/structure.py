@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pqweights.checkpoint.models import has_trait, text_config
-from pqweights.checkpoint.models.conventions import DRAFT_PARTS, DRAFTS, LM_HEAD, TEXT_LAYERS
-from pqweights.checkpoint.models.names import is_embedding, tower_of
-from pqweights.checkpoint.models.parts import FINAL_NORM, IN_LAYERS
-from pqweights.checkpoint.models.traits import Trait
 from pqweights.common.units import counted, first_names
+from pqweights.models import has_trait, text_config
+from pqweights.models.conventions import DRAFT_PARTS, DRAFTS, LM_HEAD, TEXT_LAYERS
+from pqweights.models.names import is_embedding, tower_of
+from pqweights.models.parts import FINAL_NORM, IN_LAYERS
+from pqweights.models.traits import Trait
 
 Config = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]

@@ -10,9 +10,9 @@ from typing import Any
 from pqweights.checkpoint.header import TensorSpec, entry_bytes
 from pqweights.checkpoint.master import column_specs
 from pqweights.checkpoint.readers import scale_shape
-from pqweights.codecs.columns import MOST_STORED_COLUMNS, ColumnCut
-from pqweights.codecs.hadamard_trellis import HadamardTrellis
 from pqweights.errors import OptionError, RecipeError
+from pqweights.formats.columns import MOST_STORED_COLUMNS, ColumnCut
+from pqweights.formats.hadamard_trellis import HadamardTrellis
 from pqweights.planning.context_memory import layers_and_width
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import QUANTIZE, TensorPlan

@@ -7,10 +7,10 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from pqweights.checkpoint.models import text_model
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.codecs import checked_rate, get_codec
 from pqweights.errors import OptionError, RecipeError
+from pqweights.formats import checked_rate, get_codec
+from pqweights.models import text_model
 from pqweights.planning.decisions import decide
 from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import Recipe, Rule, load_recipe, make_target

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pqweights.checkpoint.models import described
-from pqweights.checkpoint.models.description import stated_or_default
 from pqweights.checkpoint.positions import kept_tokens
+from pqweights.models import described
+from pqweights.models.description import stated_or_default
 
 # What the parts of models call the configuration of the part that generates text.
 _TEXT = ("thinker_config", "text_config", "llm_config", "language_config", "decoder", "attn_config")

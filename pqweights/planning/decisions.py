@@ -13,15 +13,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pqweights.checkpoint.master import encoded_specs
-from pqweights.checkpoint.models.description import UNKNOWN, ModelDescription
-from pqweights.checkpoint.models.names import is_behind, without_numbers
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.codecs import get_codec, nearest_rate
 from pqweights.common.advice import nearest
 from pqweights.common.dtypes import item_bytes
 from pqweights.common.units import counted
 from pqweights.errors import RecipeError
+from pqweights.formats import get_codec, nearest_rate
+from pqweights.models.description import UNKNOWN, ModelDescription
+from pqweights.models.names import is_behind, without_numbers
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe, Rule
 from pqweights.planning.roles import Role, classify

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from pqweights.checkpoint.header import entry_bytes
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.codecs import get_codec
 from pqweights.common.strict_json import rounded
 from pqweights.errors import RecipeError
+from pqweights.formats import get_codec
 from pqweights.planning.decisions import RatePlanner, Rates
 from pqweights.planning.knapsack import Choice, Solution, cheapest, solve
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of

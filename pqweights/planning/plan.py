@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, encode_header, in_file_order, stored_tensors
 from pqweights.checkpoint.names import INDEX_FILE, awq_name, shard_name
-from pqweights.codecs import UNRATED, Coding, get_codec
-from pqweights.codecs.native import Native
-from pqweights.codecs.protocol import Coder
 from pqweights.common.dtypes import FLOAT8_DTYPES, PACKED_DTYPES
+from pqweights.formats import UNRATED, Coding, get_codec
+from pqweights.formats.native import Native
+from pqweights.formats.protocol import Coder
 
 DEFAULT_MAX_SHARD_BYTES = 2_000_000_000
 # What becomes of a tensor: it is encoded with a codec, kept as it is, decoded to a plain weight, or rounded to

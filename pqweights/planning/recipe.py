@@ -20,11 +20,11 @@ import yaml
 
 from pqweights.checkpoint.config import load_yaml
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.codecs import DEFAULT_CODEC, checked_effort, checked_rate, get_codec, nearest_rate
 from pqweights.common.advice import instead
 from pqweights.common.documents import ClosedDocument, Number, as_document
 from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, PqweightsError, RecipeError
+from pqweights.formats import DEFAULT_CODEC, checked_effort, checked_rate, get_codec, nearest_rate
 from pqweights.planning.roles import ROLES, Role
 
 Item = TypeVar("Item")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pqweights.checkpoint.models.description import UNKNOWN, ModelDescription
-from pqweights.checkpoint.models.names import role_name
+from pqweights.models.description import UNKNOWN, ModelDescription
+from pqweights.models.names import role_name
 
 
 @dataclass(frozen=True)

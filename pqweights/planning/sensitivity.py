@@ -2,7 +2,7 @@
 
 The linearity theorem (Malinovskii et al., HIGGS, arXiv:2411.17525, section 3): for small errors the expected rise of
 the loss is a sum over layers of alpha * t^2, where t^2 is the relative squared error of the layer's weights. alpha
-is measured (quality/sensitivity.py), or comes from a rule of thumb, without a forward pass: from role, module, layer
+is measured (calibrate/sensitivity.py), or comes from a rule of thumb, without a forward pass: from role, module, layer
 and the number of layers. The rule was derived from measurements of small models, and predicts less well than measuring.
 docs/fit.md has the method and a comparison.
 
@@ -20,10 +20,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.checkpoint.models import text_config, text_model
-from pqweights.checkpoint.models.description import UNKNOWN, ModelDescription
-from pqweights.checkpoint.models.names import TIED_EMBEDDINGS, fused_layer
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.models import text_config, text_model
+from pqweights.models.description import UNKNOWN, ModelDescription
+from pqweights.models.names import TIED_EMBEDDINGS, fused_layer
 
 # The alpha of a group in a model with one layer; groups in layers get it divided by the number of layers.
 EMBEDDING, HEAD, TIED = 0.5, 1.0, 1.5

@@ -12,14 +12,14 @@ from pqweights.checkpoint.config import MAX_CARD_BYTES
 from pqweights.checkpoint.gguf.file import SUFFIX as GGUF_SUFFIX
 from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE
 from pqweights.common.units import counted
+from pqweights.convert.conversion import EXPORT
+from pqweights.convert.manifest import Manifest, evaluations_of, manifest_beside, parse_manifest, shards_of
 from pqweights.errors import HubError, MasterError
-from pqweights.exports import target_name
 from pqweights.publish.card import MAIN, card_text, check_branch
-from pqweights.rewrite.conversion import EXPORT
-from pqweights.rewrite.manifest import Manifest, evaluations_of, manifest_beside, parse_manifest, shards_of
 from pqweights.storage.addresses import RepositoryName, is_repository_id, repository_named
 from pqweights.storage.hub import Hub
 from pqweights.storage.repository import Repository, open_repository
+from pqweights.targets import target_name
 
 MAX_MANIFEST_BYTES = 256_000_000  # what a larger manifest on the Hub lists is not looked at
 _COMMIT = re.compile(r"[0-9a-fA-F]{40}")

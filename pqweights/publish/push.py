@@ -16,6 +16,8 @@ from typing import Any
 
 from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE
 from pqweights.common.units import counted
+from pqweights.convert.manifest import Manifest, evaluations_of, manifest_beside, read_manifest, shards_of
+from pqweights.convert.task import usable_cores
 from pqweights.errors import HubError, HubUnavailableError, MasterError
 from pqweights.publish.card import Card, make_card, read_card
 from pqweights.publish.destination import (
@@ -31,9 +33,7 @@ from pqweights.publish.destination import (
     find_destination,
 )
 from pqweights.publish.options import CardOptions, PushOptions
-from pqweights.rewrite.manifest import Manifest, evaluations_of, manifest_beside, read_manifest, shards_of
-from pqweights.rewrite.results.verify import verify
-from pqweights.rewrite.task import usable_cores
+from pqweights.results.verify import verify
 from pqweights.storage.hub import Hub
 from pqweights.storage.repository import Repository, open_repository, pieces_of
 from pqweights.storage.sources import Access

@@ -104,7 +104,7 @@ def open_master(folder: Path, **options: Any) -> Any:
 
 def memory(model: Any) -> tuple[int, int]:
     """Return the bytes of packed and of ordinary parameters and buffers."""
-    from pqweights.inference.loading.packed import PackedTensor
+    from pqweights.runtime.loading.packed import PackedTensor
 
     tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}.values()
     packed = sum(tensor.stored_bytes for tensor in tensors if isinstance(tensor, PackedTensor))
@@ -124,7 +124,7 @@ def stored_bytes(folder: Path) -> int:
 
 def check_packed(about: Architecture, folder: Path, decoded: Any, expected: Array) -> None:
     """Every quantized weight stays packed, and the output is that of the decoded model."""
-    from pqweights.inference.loading.packed import PackedTensor
+    from pqweights.runtime.loading.packed import PackedTensor
 
     packed = open_master(folder, dtype="float32", packed=True)
     in_codes, plain = memory(packed)

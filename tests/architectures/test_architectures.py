@@ -32,10 +32,10 @@ from known_architectures import (
 )
 from safetensors.torch import load_file, save_file
 
-from pqweights.checkpoint.models import has_trait
-from pqweights.checkpoint.models.traits import Trait
 from pqweights.errors import ExportError
-from pqweights.inference.runtimes.models import open_model
+from pqweights.models import has_trait
+from pqweights.models.traits import Trait
+from pqweights.runtime.models import open_model
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 

@@ -9,7 +9,7 @@ from calls import make_card
 from cards import BASE, change_manifest
 from commands import invoke
 
-from pqweights.rewrite.results.verify import verify
+from pqweights.results.verify import verify
 
 
 def test_command_writes_the_card_and_prints_a_summary(master: Path) -> None:

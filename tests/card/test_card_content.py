@@ -19,13 +19,13 @@ from helpers import run_command, small_checkpoint
 
 from pqweights.checkpoint.source import open_local
 from pqweights.common.markdown import words
+from pqweights.convert.manifest import read_manifest
+from pqweights.convert.records import mean_error
 from pqweights.errors import MasterError
 from pqweights.planning.plan import Safetensors
-from pqweights.rewrite.manifest import read_manifest
-from pqweights.rewrite.records import mean_error
-from pqweights.rewrite.results import evaluation_record
-from pqweights.rewrite.results.inspect import inspect
-from pqweights.rewrite.results.verify import verify
+from pqweights.results import evaluation_record
+from pqweights.results.inspect import inspect
+from pqweights.results.verify import verify
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
@@ -205,7 +205,7 @@ def test_left_out_tensors_are_listed_and_an_unknown_target_is_refused(base: Path
 
 
 def evaluate_and_record(folder: Path, text: str, name: str = "the text", **options: Any) -> Any:
-    from pqweights.quality.report import make_record
+    from pqweights.runtime.report import make_record
 
     report = evaluate([folder], text, name=name, **options)
     place = evaluation_record.find_place(folder)

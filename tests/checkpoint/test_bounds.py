@@ -24,10 +24,10 @@ from pqweights.checkpoint.master import logical_tensors
 from pqweights.checkpoint.mlx_stacks import with_single_experts
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import Storage
-from pqweights.codecs.columns import MOST_STORED_COLUMNS, ColumnCut
 from pqweights.common.documents import Document, as_document
 from pqweights.common.strict_json import parse_json
 from pqweights.errors import MasterError, PqweightsError, SourceError
+from pqweights.formats.columns import MOST_STORED_COLUMNS, ColumnCut
 from pqweights.planning.recipe import parse_recipe
 
 
@@ -145,7 +145,7 @@ def test_units_of_columns_are_bounded_when_a_master_is_opened(transposed: bool) 
 
 def test_transposed_columns_are_the_same_in_bands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pqweights.checkpoint.readers import ColumnTensor
-    from pqweights.codecs.columns import ColumnCoding, Orientation, bits_of
+    from pqweights.formats.columns import ColumnCoding, Orientation, bits_of
 
     shape = (2, 800, 400)
     codes = column_writer.encoded(gaussian(*shape, seed=8), 1.5, transposed=True)

@@ -30,7 +30,7 @@ from pqweights.checkpoint.packed import TableTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import SourceError
 from pqweights.planning.recipe import load_recipe
-from pqweights.rewrite.results.verify import verify
+from pqweights.results.verify import verify
 
 AFFINE = [(bits, group) for bits in (1, 2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
 SHORT_FLOATS = {"mxfp4": (4, 32, "MXFP4"), "mxfp8": (8, 32, "F8_E4M3"), "nvfp4": (4, 16, "NVFP4")}

@@ -16,15 +16,15 @@ from golden import make
 from hard_weights import norm_ties
 
 from pqweights.checkpoint.source import open_local
-from pqweights.codecs import get_codec
-from pqweights.codecs import lloyd_max as codebook
-from pqweights.codecs.protocol import RESCUE_FACTOR
-from pqweights.codecs.weight import encode_weight
+from pqweights.formats import get_codec
+from pqweights.formats import lloyd_max as codebook
+from pqweights.formats.protocol import RESCUE_FACTOR
+from pqweights.formats.weight import encode_weight
 from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, SIGN_BITS, BlockCoding, load_backend, reference
 from pqweights.kernels.codebook import codebook_from_levels
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import load_recipe, parse_recipe
-from pqweights.rewrite.results.verify import verify
+from pqweights.results.verify import verify
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 CODEC = get_codec("hadamard-lloyd-max")

@@ -16,7 +16,7 @@ from commands import refused
 from golden import make, make_codecs
 
 from pqweights.planning.options import ExportOptions
-from pqweights.rewrite.results.verify import verify
+from pqweights.results.verify import verify
 
 TRELLIS, COLUMNS = make_codecs.TRELLIS, make_codecs.COLUMNS
 COLUMN_CODEC = "hadamard-trellis-columns"

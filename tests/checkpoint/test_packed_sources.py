@@ -34,7 +34,7 @@ from pqweights.checkpoint.packed import PackedSourceTensor, TransposedTensor
 from pqweights.common.dtypes import PACKED_DTYPES
 from pqweights.errors import SourceError
 from pqweights.planning.recipe import load_recipe
-from pqweights.rewrite.results.verify import verify
+from pqweights.results.verify import verify
 
 # --- compressed-tensors ---
 

@@ -14,8 +14,6 @@ import pytest
 from closeness import F32_SUM, F64_SUM, approx, each_near
 from huggingface_hub.errors import StrictDataclassError
 
-from pqweights.checkpoint.models.rotary import WINDOWS_EVERYWHERE, WITHOUT
-from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.positions import (
     frequencies,
     layer_types,
@@ -25,6 +23,8 @@ from pqweights.checkpoint.positions import (
     windows,
 )
 from pqweights.errors import ExportError
+from pqweights.models.rotary import WINDOWS_EVERYWHERE, WITHOUT
+from pqweights.models.table import MODELS
 
 SIZES = {"num_hidden_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 512}
 DEFAULT = {"rope_type": "default", "rope_theta": 7e4}

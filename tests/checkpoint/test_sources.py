@@ -126,7 +126,7 @@ def test_fp8_is_decoded_as_value_times_scale(layout: tuple[Any, ...], tmp_path: 
     assert read(tensor_of(save(tmp_path / "plain", {UP: weight}), UP)) == raw_bytes(weight.float())
 
 
-# DeepSeek-V4 and V4.1 as published: names and shapes of inference/convert.py beside the weights
+# DeepSeek-V4 and V4.1 as published: names and shapes of runtime/convert.py beside the weights
 # (https://huggingface.co/deepseek-ai/DeepSeek-V4-Flash); tables of engrams have scales by rows.
 V4 = [
     ("layers.0.attn.wq_a", "F8_E4M3", (256, 384), (2, 3), 128),
@@ -312,7 +312,7 @@ def test_mxfp4_source_and_decoded_source_give_the_same_master(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks end inside a row of groups, and blocks and scales lie in different shards."""
-    monkeypatch.setattr("pqweights.rewrite.jobs.CHUNK_WEIGHTS", chunk)
+    monkeypatch.setattr("pqweights.convert.jobs.CHUNK_WEIGHTS", chunk)
     blocks, scales = mxfp4(2, 90, 3)
     source = save(tmp_path / "src", {EXPERTS + "_blocks": blocks}, {EXPERTS + "_scales": scales}, config=MXFP4_CONFIG)
     plain = save(tmp_path / "plain", {EXPERTS: decoded_mxfp4(blocks, scales)})

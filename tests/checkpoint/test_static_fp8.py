@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from pqweights.checkpoint.quantized import NOT_A_WEIGHT
 from pqweights.checkpoint.source import open_local
+from pqweights.convert.manifest import read_manifest
 from pqweights.errors import SourceError
 from pqweights.planning.recipe import load_recipe
-from pqweights.rewrite.manifest import read_manifest
-from pqweights.rewrite.results.verify import verify
+from pqweights.results.verify import verify
 
 FLOAT_8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 COMPRESSED = {

@@ -14,11 +14,11 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from pqweights.checkpoint.models import text_config
-from pqweights.checkpoint.models.conventions import DRAFTS, TEXT_LAYERS
-from pqweights.checkpoint.models.names import is_embedding
-from pqweights.checkpoint.models.parts import IN_LAYERS
 from pqweights.checkpoint.structure import EXPERTS, LAYERS, differences
+from pqweights.models import text_config
+from pqweights.models.conventions import DRAFTS, TEXT_LAYERS
+from pqweights.models.names import is_embedding
+from pqweights.models.parts import IN_LAYERS
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -146,7 +146,7 @@ def test_unexpected_errors_keep_their_traceback(source: Path, monkeypatch: pytes
     def broken(*arguments: Any, **keywords: Any) -> None:
         raise ValueError("our own mistake")
 
-    monkeypatch.setattr("pqweights.rewrite.results.plan_report.plan_quantize", broken)
+    monkeypatch.setattr("pqweights.results.plan_report.plan_quantize", broken)
     result = CliRunner().invoke(app, ["plan", str(source)])
     assert isinstance(result.exception, ValueError)
 

@@ -13,7 +13,7 @@ import typer
 from helpers import folder_bytes, run_command, small_checkpoint
 from pqweights_cli import interrupts, options, output
 
-from pqweights.quality.work_folder import folder_beside
+from pqweights.calibrate.work_folder import folder_beside
 from pqweights.storage import open_store
 
 AGAIN = "interrupted; run the same command again to continue where it stopped\n"
@@ -79,7 +79,7 @@ def told(out: Path) -> str:
 
 # While the library is imported, headers are read, tensors are read, and the result is written.
 MOMENTS = [
-    ("import", "pqweights.rewrite.quantizing"),
+    ("import", "pqweights.targets.master"),
     ("import", "pqweights.kernels.native"),
     ("open", "model-00002-of-00002.safetensors"),
     ("open", "model-00001-of-00001.safetensors.json.partial"),
@@ -110,8 +110,8 @@ COMMANDS = [
     ("export MASTER OUT --target bf16", "open", "model-00001-of-00001.safetensors", NOTHING),
     ("push MASTER me/model --dry-run", "open", "pqweights.json", ENDED),
     ("generate SOURCE --prompt Hi", "open", "config.json", ENDED),
-    ("eval SOURCE --text TEXT", "import", "pqweights.quality.evaluation", ENDED),
-    ("quantize SOURCE OUT --awq TEXT", "import", "pqweights.quality.learning", "interrupted; no results were kept\n"),
+    ("eval SOURCE --text TEXT", "import", "pqweights.runtime.evaluation", ENDED),
+    ("quantize SOURCE OUT --awq TEXT", "import", "pqweights.calibrate.learning", "interrupted; no results were kept\n"),
 ]
 
 

@@ -15,9 +15,9 @@ from tasks_here import RayError, RayHere, use_tasks_here
 
 import pqweights
 from pqweights import __version__
+from pqweights.convert.distributed import engine, worker
+from pqweights.convert.distributed.worker import LOOK, MAKE, VERSIONS, ShardWork, remote_call
 from pqweights.errors import ClusterError, SourceError
-from pqweights.rewrite.distributed import engine, worker
-from pqweights.rewrite.distributed.worker import LOOK, MAKE, VERSIONS, ShardWork, remote_call
 
 NAME = r"^node host \(1\.2\.3\.4, abcdefgh\): "
 

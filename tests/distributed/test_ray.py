@@ -20,16 +20,16 @@ from remote_server import SECRETS, ObjectServer
 
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
+from pqweights.convert.conversion import Conversion
+from pqweights.convert.convert import convert
+from pqweights.convert.distributed import cluster as clusters
+from pqweights.convert.distributed.engine import engine_of
+from pqweights.convert.task import RunOptions
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError, StorageError
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.rewrite.conversion import Conversion
-from pqweights.rewrite.convert import convert
-from pqweights.rewrite.distributed import cluster as clusters
-from pqweights.rewrite.distributed.engine import engine_of
-from pqweights.rewrite.quantizing import plan_quantize
-from pqweights.rewrite.task import RunOptions
 from pqweights.storage import open_store
+from pqweights.targets.master import plan_quantize
 
 LAYERS, SHARD = 8, 45_000  # a shard for each layer
 
@@ -114,9 +114,9 @@ def test_a_command_that_is_killed_is_continued(
     code = f"""
 from pathlib import Path
 from test_ray import faulty_run
-from pqweights.rewrite.distributed.engine import engine_of
-from pqweights.rewrite.convert import convert
-from pqweights.rewrite.task import RunOptions
+from pqweights.convert.distributed.engine import engine_of
+from pqweights.convert.convert import convert
+from pqweights.convert.task import RunOptions
 from pqweights.storage import open_store
 marker = Path({str(tmp_path / "marker")!r})
 conversion = faulty_run(Path({str(source)!r}), marker, "hang")
@@ -216,7 +216,7 @@ LOSING = """
 import sys, time
 from pathlib import Path
 
-from pqweights.rewrite.distributed.cluster import connected
+from pqweights.convert.distributed.cluster import connected
 
 with connected(sys.argv[1], cores=1) as ray:
 

@@ -10,17 +10,17 @@ from typing import Any
 import families
 import language_models
 import pytest
+from converting import finished, killed_after
 from helpers import folder_bytes
 from memory_storage import objects, put
-from rewriting import finished, killed_after
 from tasks_here import use_tasks_here
 
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
+from pqweights.convert.distributed import worker
+from pqweights.convert.finished_shards import FinishedShards
 from pqweights.errors import OutputError, PqweightsError, SourceChangedError, StrictError
-from pqweights.rewrite import quantizing
-from pqweights.rewrite.distributed import worker
-from pqweights.rewrite.finished_shards import FinishedShards
+from pqweights.targets import master
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
@@ -109,8 +109,8 @@ def test_runs_in_tasks_and_plain_ones_continue_each_other(
     out, made = tmp_path / "out", []
     killed_after(monkeypatch, shards, lambda: quantize(base, out, first))
     known = finished(out)
-    job = quantizing.EncodeJob
-    monkeypatch.setattr(quantizing, "EncodeJob", lambda p, t, **more: made.append(p.name) or job(p, t, **more))
+    job = master.EncodeJob
+    monkeypatch.setattr(master, "EncodeJob", lambda p, t, **more: made.append(p.name) or job(p, t, **more))
     assert quantize(base, out, then).resumed == len(known) >= shards
     assert made and not known & set(made)
     assert folder_bytes(out) == folder_bytes(base / "master")
@@ -140,13 +140,13 @@ def test_a_strict_run_refuses_in_tasks_as_in_a_plain_run(
     """What it makes itself, leaving nothing, and what an earlier run finished, before it begins."""
     made, out = use_tasks_here(monkeypatch).made, tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("pqweights.rewrite.quantizing.exceeds", lambda planned, record: planned.codec is not None)
+        patch.setattr("pqweights.targets.master.exceeds", lambda planned, record: planned.codec is not None)
         with pytest.raises(StrictError, match=r"^tensor '.*': `strict`: relative error"):
             quantize(base, out, ray, strict=True)
         assert not out.exists()
         killed_after(monkeypatch, 3, lambda: quantize(base, out, "here"))
         made.clear()
-        patch.setattr(quantizing, "EncodeJob", lambda planned, tensor, **given: made.append(0))
+        patch.setattr(master, "EncodeJob", lambda planned, tensor, **given: made.append(0))
         with pytest.raises(StrictError, match="`strict`"):
             quantize(base, out, ray, strict=True)
     assert not made

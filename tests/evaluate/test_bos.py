@@ -16,11 +16,11 @@ from commands import done, refused
 from language_models import BEGIN, babbler
 from tiny_gguf import llama_gguf
 
+from pqweights.calibrate import sample
 from pqweights.checkpoint.source import open_local
-from pqweights.inference.runtimes.texts import encode, load_tokenizer, token_before_texts, tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality import sample
-from pqweights.rewrite.results.evaluation_record import read_records
+from pqweights.results.evaluation_record import read_records
+from pqweights.runtime.texts import encode, load_tokenizer, token_before_texts, tokenize
 
 TEXT = " ".join(f"word{number}" for number in range(250))
 SHORT = {"window": 32, "stride": 16, "max_tokens": 80}

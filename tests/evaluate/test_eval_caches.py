@@ -15,14 +15,14 @@ from commands import done, invoke, refused
 from families import ATTENTION, FAMILIES, Family, build
 from test_eval_command import LLAMA, TEXT
 
+from pqweights.calibrate.options import EvaluationOptions
 from pqweights.errors import EvaluationError, OptionError
-from pqweights.inference.runtimes import cached
-from pqweights.inference.runtimes.cached import CachedRun
-from pqweights.inference.runtimes.models import open_model
-from pqweights.inference.runtimes.texts import tokenize
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.options import EvaluationOptions
-from pqweights.quality.protocol import Windows
+from pqweights.runtime import cached
+from pqweights.runtime.cached import CachedRun
+from pqweights.runtime.models import open_model
+from pqweights.runtime.protocol import Windows
+from pqweights.runtime.texts import tokenize
 
 SHORT = {"window": 100, "stride": 10, "max_tokens": 130}
 COMMAND = ("--window", 100, "--stride", 10, "--max-tokens", 130)
@@ -119,7 +119,7 @@ def test_a_hybrid_model_has_packed_layers(work, tmp_path):
 
 
 def test_progress_counts_every_cache(work):
-    from pqweights.quality.evaluation import evaluate
+    from pqweights.runtime.evaluation import evaluate
 
     seen: list[tuple[int, int]] = []
     options = EvaluationOptions(**SHORT, kv_caches=("none", "hadamard"))
@@ -135,7 +135,7 @@ def test_progress_counts_every_cache(work):
 
 
 def test_a_bad_spec_is_refused_before_anything_is_read(work, monkeypatch):
-    from pqweights.quality import evaluation
+    from pqweights.runtime import evaluation
 
     monkeypatch.setattr(evaluation, "read_model", lambda path: pytest.fail("it is read"))
     with pytest.raises(OptionError, match="no method is called 'hadamar'; the nearest is 'hadamard'"):

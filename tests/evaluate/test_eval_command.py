@@ -22,10 +22,10 @@ from families import ATTENTION, Family, build
 
 from pqweights.common.threads import listening
 from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, OptionError, SourceError
-from pqweights.inference.runtimes.models import open_model
-from pqweights.inference.runtimes.texts import tokenize, wikitext
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.protocol import Windows, compare
+from pqweights.runtime.models import open_model
+from pqweights.runtime.protocol import Windows, compare
+from pqweights.runtime.texts import tokenize, wikitext
 
 CONTEXT, VOCABULARY = 128, 512
 LLAMA = {
@@ -175,7 +175,7 @@ def test_tokenizer_may_be_read_from_another_folder(work, copy):
 def test_at_most_two_models_are_in_memory(work, monkeypatch):
     import weakref
 
-    from pqweights.quality import evaluation as package
+    from pqweights.runtime import evaluation as package
 
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0

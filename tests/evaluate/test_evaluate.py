@@ -20,10 +20,10 @@ from families import ATTENTION, TEXT, VOCABULARY, Family, build
 
 from pqweights.common.advice import pip_install
 from pqweights.errors import MissingDependencyError, PqweightsWarning, SourceError
-from pqweights.inference.runtimes.folders import read_folder
-from pqweights.inference.runtimes.models import open_model
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
+from pqweights.runtime.folders import read_folder
+from pqweights.runtime.models import open_model
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 

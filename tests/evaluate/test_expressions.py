@@ -11,9 +11,9 @@ import pytest
 from compressed_tensors.utils.match import match_name
 
 from pqweights.errors import SourceError
-from pqweights.exports.linear import patterns
-from pqweights.inference.runtimes.expressions import slow_expression
-from pqweights.inference.runtimes.folders import read_folder
+from pqweights.runtime.expressions import slow_expression
+from pqweights.runtime.folders import read_folder
+from pqweights.targets.linear import patterns
 
 NAME = "model.layers.11.mlp.experts.127.down_proj" * 2
 # As llm-compressor, GPTQModel and exports have them.

@@ -19,10 +19,10 @@ from language_models import END, llama_config, tokenizer_files
 from tiny_gguf import llama_gguf
 
 from pqweights.errors import SourceError
-from pqweights.inference.runtimes import llama_cpp
-from pqweights.inference.runtimes.folders import LLAMA_CPP, size
-from pqweights.inference.runtimes.models import Model, open_model
-from pqweights.inference.runtimes.texts import load_tokenizer, tokenize
+from pqweights.runtime import llama_cpp
+from pqweights.runtime.folders import LLAMA_CPP, size
+from pqweights.runtime.models import Model, open_model
+from pqweights.runtime.texts import load_tokenizer, tokenize
 
 IDS = np.random.default_rng(0).integers(0, 256, 100)
 HARD = "Zé€😀\t1 <s>hello  world\n\n </s> 漢字 1234 \x00é"

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.errors import EvaluationError
-from pqweights.inference.runtimes.models import Floats, Model
-from pqweights.inference.runtimes.texts import Ids
-from pqweights.quality.protocol import (
+from pqweights.runtime.models import Floats, Model
+from pqweights.runtime.protocol import (
     LOGITS_AT_ONCE,
     Loss,
     Windows,
@@ -24,6 +23,7 @@ from pqweights.quality.protocol import (
     perplexity,
     perplexity_change,
 )
+from pqweights.runtime.texts import Ids
 
 VOCABULARY = 37
 IDS = np.random.default_rng(3).integers(0, VOCABULARY, 160)

@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 
 import pqweights
 from pqweights.errors import GenerationError, MasterError, OptionError, PqweightsError
-from pqweights.inference import generation
-from pqweights.inference.generation import Generation
 from pqweights.planning.recipe import load_recipe
+from pqweights.runtime import generation
+from pqweights.runtime.generation import Generation
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 

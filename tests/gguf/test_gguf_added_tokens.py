@@ -13,7 +13,7 @@ import trained_tokenizers as trained
 from gguf_files import converted, metadata, write_gguf, write_llama
 
 from pqweights.errors import ExportError, SourceError
-from pqweights.inference.runtimes.llama_library import GgufTokenizer
+from pqweights.runtime.llama_library import GgufTokenizer
 
 CONTROL, ADDED, UNUSED = (int(gguf.TokenType[name]) for name in ("CONTROL", "USER_DEFINED", "UNUSED"))
 CHAT, TOOL = ("<|im_start|>", "<|im_end|>"), "<tool>"

@@ -28,11 +28,11 @@ import pqweights
 from pqweights.checkpoint.gguf.contents import MetadataList
 from pqweights.checkpoint.gguf.file import open_gguf, whole_metadata
 from pqweights.checkpoint.gguf.model import architecture_name
-from pqweights.checkpoint.models.llama_cpp_names import CLASSES, TEXT_PARTS
-from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.errors import SourceError
+from pqweights.models.llama_cpp_names import CLASSES, TEXT_PARTS
+from pqweights.models.table import MODELS
 from pqweights.storage.sources import Access, open_source
 
 FAMILIES = (

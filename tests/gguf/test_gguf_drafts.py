@@ -16,9 +16,9 @@ from helpers import Tensor, as_float32, f32, gaussian, read_all, write_checkpoin
 
 from pqweights.checkpoint.gguf.model import gguf_model
 from pqweights.checkpoint.gguf.sources import open_local_source
-from pqweights.checkpoint.models.conventions import DRAFTS
 from pqweights.checkpoint.source import open_local
-from pqweights.inference.runtimes.models import open_model
+from pqweights.models.conventions import DRAFTS
+from pqweights.runtime.models import open_model
 
 # What a layer has beside one of the model, as DeepSeek and GLM publish it behind the last one, and Qwen below `mtp`.
 BEHIND = {

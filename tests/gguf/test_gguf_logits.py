@@ -14,9 +14,9 @@ from closeness import assert_near, assert_within, bound, distance
 from gguf_cases import CASES, Case
 from gguf_files import write_gguf
 
-from pqweights.inference.runtimes.models import open_model
 from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.runtime.models import open_model
 
 # How names begin -> a kind of closeness.py; all others compute as transformers does.
 KINDS = {

@@ -18,8 +18,8 @@ from gguf_files import (
 
 from pqweights.checkpoint.gguf.model import MetadataEntry
 from pqweights.checkpoint.gguf.settings import OTHER_NAMES
-from pqweights.checkpoint.models.llama_cpp import SETTINGS, Architecture
-from pqweights.checkpoint.models.table import MODELS
+from pqweights.models.llama_cpp import SETTINGS, Architecture
+from pqweights.models.table import MODELS
 
 UINT32, FLOAT32, STRING, ARRAY = (
     int(gguf.GGUFValueType[name]) for name in ("UINT32", "FLOAT32", "STRING", "ARRAY")

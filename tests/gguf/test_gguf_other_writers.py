@@ -23,7 +23,7 @@ from tiny_gguf import edited
 from pqweights.checkpoint.gguf.tokenizer_files import SAME_PRE
 from pqweights.checkpoint.storage import read_file
 from pqweights.errors import SourceError
-from pqweights.inference.runtimes.llama_library import GgufTokenizer
+from pqweights.runtime.llama_library import GgufTokenizer
 from pqweights.storage.sources import Access, open_source
 
 # What llama.cpp's own converter writes otherwise, without another meaning.

@@ -22,8 +22,8 @@ from gguf_files import converted, metadata, write_gguf
 from helpers import Array, run_command
 
 from pqweights.errors import ExportError, SourceError
-from pqweights.inference.runtimes.llama_library import GgufTokenizer
-from pqweights.inference.runtimes.models import open_model
+from pqweights.runtime.llama_library import GgufTokenizer
+from pqweights.runtime.models import open_model
 
 MEAN = "pooling_mode_mean_tokens"
 

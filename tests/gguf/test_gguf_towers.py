@@ -25,9 +25,9 @@ from tiny_gguf import finish
 from pqweights.checkpoint.gguf.model import GgufModel
 from pqweights.checkpoint.gguf.towers import BESIDE as STATED_BESIDE
 from pqweights.errors import SourceError
-from pqweights.exports.gguf_types import tower_type
 from pqweights.planning.recipe import parse_recipe
-from pqweights.rewrite.results.verify import verify
+from pqweights.results.verify import verify
+from pqweights.targets.gguf_types import tower_type
 
 VIT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 VIT |= {"image_size": 32, "patch_size": 4}

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from pqweights.checkpoint.gguf.vocabulary import KNOWN_ENDS
 from pqweights.errors import ExportError, SourceError
-from pqweights.inference.runtimes import llama_library
-from pqweights.inference.runtimes.llama_library import GgufTokenizer
+from pqweights.runtime import llama_library
+from pqweights.runtime.llama_library import GgufTokenizer
 
 NORMAL, CONTROL, ADDED, UNUSED, BYTE = (int(gguf.TokenType[name]) for name in (
     "NORMAL", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE"

@@ -27,12 +27,12 @@ from pqweights.checkpoint.gguf.mixes import (
     role_of,
 )
 from pqweights.checkpoint.source import open_local
-from pqweights.codecs import CODECS
-from pqweights.codecs.lloyd_max import HadamardLloydMax
 from pqweights.errors import OptionError
-from pqweights.exports.gguf_types import TypeOptions, chosen_types
-from pqweights.inference.runtimes import llama_library
+from pqweights.formats import CODECS
+from pqweights.formats.lloyd_max import HadamardLloydMax
 from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.runtime import llama_library
+from pqweights.targets.gguf_types import TypeOptions, chosen_types
 
 VOCABULARY, WIDTH, INNER = 64, 256, 512
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from calls import quantize
 from commands import done
 
-from pqweights.codecs.lloyd_max import HadamardLloydMax
+from pqweights.formats.lloyd_max import HadamardLloydMax
 from pqweights.planning.recipe import parse_recipe
 
 HERE = Path(__file__).parent

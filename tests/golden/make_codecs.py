@@ -30,12 +30,12 @@ from commands import done
 from golden.make import HERE, mixed_scales, weights, write_by_command, write_golden
 from independent_reader import Stored, Tensor
 
-from pqweights.codecs.hadamard_trellis import HadamardTrellis
-from pqweights.codecs.lloyd_max import HadamardLloydMax
+from pqweights.convert.ready import CodeMeasures, ReadyWeights, write_ready
+from pqweights.convert.task import RunOptions
+from pqweights.formats.hadamard_trellis import HadamardTrellis
+from pqweights.formats.lloyd_max import HadamardLloydMax
 from pqweights.planning.recipe import parse_recipe
-from pqweights.rewrite.quantizing import Learned, quantize
-from pqweights.rewrite.ready import CodeMeasures, ReadyWeights, write_ready
-from pqweights.rewrite.task import RunOptions
+from pqweights.targets.master import Learned, quantize
 
 Sources = dict[str, helpers.Tensor]
 

@@ -35,11 +35,11 @@ from hostile.case import (
 )
 from restated import restate_hashes
 
+from pqweights.convert.ready import ReadyWeights
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.rewrite.quantizing import Learned
-from pqweights.rewrite.quantizing import quantize as quantize_source
-from pqweights.rewrite.ready import ReadyWeights
+from pqweights.targets.master import Learned
+from pqweights.targets.master import quantize as quantize_source
 
 SHARD = "model-00001-of-00002.safetensors"
 LAST_SHARD = "model-00002-of-00002.safetensors"

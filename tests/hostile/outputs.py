@@ -29,7 +29,7 @@ def foreign_name(folder: Path) -> None:
 
 def interrupted(folder: Path) -> None:
     """What a run leaves that is interrupted before its first shard is finished."""
-    from pqweights.rewrite.finished_shards import FinishedShards
+    from pqweights.convert.finished_shards import FinishedShards
 
     def die(self: FinishedShards, *given: object) -> None:
         raise RuntimeError

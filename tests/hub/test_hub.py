@@ -27,8 +27,8 @@ from loopback_faults import Fault, Request, Run, Stall
 from loopback_hub import LoopbackHub
 
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.rewrite.jobs import Sink
-from pqweights.rewrite.quantizing import EncodeJob
+from pqweights.convert.jobs import Sink
+from pqweights.targets.master import EncodeJob
 
 # The official client's upload of large files.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")

@@ -16,7 +16,7 @@ from hub_cases import SOURCE, TARGET, Client, files_of, write_source
 from loopback_faults import Cut, Drop, Fault, Status
 from loopback_hub import LoopbackHub
 
-from pqweights.rewrite.results.verify import Verification, verify
+from pqweights.results.verify import Verification, verify
 
 # The official client's upload of large files.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")

@@ -9,7 +9,7 @@ import trellis_decoder
 from closeness import F32_MATRIX, F32_SOLVED, F32_SUM, each_near
 from independent_reader import hadamard
 
-from pqweights.codecs.trellis_tables import encode_model
+from pqweights.formats.trellis_tables import encode_model
 from pqweights.kernels import columns
 
 STRIPS, COLUMNS, STEP = 3, 37, 1.25

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from pqweights.codecs import get_codec
-from pqweights.codecs.lloyd_max import codebook
-from pqweights.codecs.trellis_tables import decode_tables, encode_model
+from pqweights.formats import get_codec
+from pqweights.formats.lloyd_max import codebook
+from pqweights.formats.trellis_tables import decode_tables, encode_model
 from pqweights.kernels import BlockCoding, columns, trellis
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, fit_groups, round_groups
 from pqweights.kernels.products import InputBasis, PreparedInputs, Product

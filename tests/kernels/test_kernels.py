@@ -31,7 +31,7 @@ from hard_weights import one_hot_norms
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pqweights.codecs.lloyd_max import DISTORTION, codebook
+from pqweights.formats.lloyd_max import DISTORTION, codebook
 from pqweights.kernels import load_backend, reference
 from pqweights.kernels.codebook import codebook_from_levels
 

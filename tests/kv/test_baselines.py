@@ -14,7 +14,7 @@ from caches import decoded, gaussian, relative_error
 from closeness import ORTHOGONAL, approx
 from test_schemes import affine, half, same
 
-from pqweights.inference.kv.schemes import SCHEMES
+from pqweights.runtime.kv.schemes import SCHEMES
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, "path", [str(Path(__file__).parents[2] / "benchmarks"), *sys.path])  # only here: names clash

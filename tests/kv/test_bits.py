@@ -1,4 +1,4 @@
-"""Codes in bytes: the layout of inference/kv/codes.py, written again in numpy."""
+"""Codes in bytes: the layout of runtime/kv/codes.py, written again in numpy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import Array
 
-from pqweights.inference.kv.codes import fields, pack, packed_bytes, padded, unpack
+from pqweights.runtime.kv.codes import fields, pack, packed_bytes, padded, unpack
 
 FIELDS = {1: [1], 2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [8]}
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from pqweights.inference.kv import cache as module
-from pqweights.inference.kv.cache import PackedLayer, kv_cache
+from pqweights.runtime.kv import cache as module
+from pqweights.runtime.kv.cache import PackedLayer, kv_cache
 
 SPECS = ("klt:4", "hadamard:4", "polar", "polar-rope:residual=0", "polar-rope")
 FAMILIES = ("llama", "gemma3", "qwen3_5")

@@ -12,7 +12,7 @@ import torch
 from caches import decoded, gaussian, store
 from torch import Tensor
 
-from pqweights.inference.kv.schemes import SCHEMES
+from pqweights.runtime.kv.schemes import SCHEMES
 
 CPU = torch.device("cpu")
 

@@ -13,13 +13,13 @@ from closeness import ALIKE, F32_MATRIX, F32_SOLVED, F32_SUM, F64_SUM, each_near
 from torch import Tensor
 
 import pqweights
-from pqweights.inference.kv import bases as module
-from pqweights.inference.kv.bases import LEAST_SHARE, model_bases
-from pqweights.inference.kv.cache import kv_cache
-from pqweights.inference.kv.klt import ERRORS, KarhunenLoeve, LayerBases, StateBasis, allocated
-from pqweights.inference.kv.rotated import RotatedScalar
-from pqweights.inference.kv.schemes import cached_model, parse_spec
-from pqweights.inference.kv.states import PackedStates
+from pqweights.runtime.kv import bases as module
+from pqweights.runtime.kv.bases import LEAST_SHARE, model_bases
+from pqweights.runtime.kv.cache import kv_cache
+from pqweights.runtime.kv.klt import ERRORS, KarhunenLoeve, LayerBases, StateBasis, allocated
+from pqweights.runtime.kv.rotated import RotatedScalar
+from pqweights.runtime.kv.schemes import cached_model, parse_spec
+from pqweights.runtime.kv.states import PackedStates
 
 KLT = parse_spec("klt")
 # Norms of 1 + weight or with biases, norms of each head's queries and keys, joint projections, and gates.

@@ -13,8 +13,8 @@ from closeness import assert_near, deviation
 from torch import Tensor
 
 from pqweights.errors import OptionError
-from pqweights.inference.kv.cache import KVCache, kv_cache
-from pqweights.inference.kv.on_codes import NAME, PAST
+from pqweights.runtime.kv.cache import KVCache, kv_cache
+from pqweights.runtime.kv.on_codes import NAME, PAST
 
 PROMPT, NEXT = 180, 4
 # Entries of the look-up tables of polar-rope are integers; the other products are in float32.
@@ -216,7 +216,7 @@ def test_a_model_of_which_transformers_replaces_no_attention_restores():
 
 def test_sinks_and_masks_of_heads_restore(llama, monkeypatch):
     """What a model says to the attention beyond keys, values and a plain mask."""
-    from pqweights.inference.kv import on_codes
+    from pqweights.runtime.kv import on_codes
 
     kv_cache(llama, "hadamard:8", on_codes=True)  # asks the model whether it can
     calls = []

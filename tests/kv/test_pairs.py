@@ -10,9 +10,9 @@ from caches import decoded, gaussian, model, relative_error, store
 from closeness import F32_MATRIX, F32_SUM, approx, each_near
 from torch import Tensor
 
-from pqweights.inference.kv.cache import kv_cache
-from pqweights.inference.kv.codes import unpack
-from pqweights.inference.kv.polar_rope import PolarPairs, RopePairs, rope_pairs
+from pqweights.runtime.kv.cache import kv_cache
+from pqweights.runtime.kv.codes import unpack
+from pqweights.runtime.kv.polar_rope import PolarPairs, RopePairs, rope_pairs
 
 # Size, how many coordinates RoPE rotates, and whether neighbours are pairs.
 ROTATED = {

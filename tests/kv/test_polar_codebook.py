@@ -8,7 +8,7 @@ import mpmath
 import pytest
 from closeness import F64_FEW, approx, decimals
 
-from pqweights.inference.kv.polar_transform import (
+from pqweights.runtime.kv.polar_transform import (
     LEVELS,
     angle_boundaries,
 )

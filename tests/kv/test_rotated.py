@@ -11,9 +11,9 @@ from caches import decoded, gaussian, relative_error
 from closeness import F32_FEW, F32_SUM, ROUNDED_ONCE_MORE, approx, each_near
 from test_polar_codebook import RELATIVE_MSE
 
-from pqweights.inference.kv.polar_transform import LEVELS
-from pqweights.inference.kv.rotated import RecursivePolar
-from pqweights.inference.kv.rotated import rotation as matrix
+from pqweights.runtime.kv.polar_transform import LEVELS
+from pqweights.runtime.kv.rotated import RecursivePolar
+from pqweights.runtime.kv.rotated import rotation as matrix
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from closeness import F32_FEW, F32_SOLVED, F32_SUM, F64_SUM, SAMPLE, SMALL_SAMPL
 from helpers import Array
 from torch import Tensor
 
-from pqweights.codecs.lloyd_max import codebook
-from pqweights.inference.kv.schemes import SCHEMES
+from pqweights.formats.lloyd_max import codebook
+from pqweights.runtime.kv.schemes import SCHEMES
 
 # The mean squared errors of Lloyd and Max's levels for Gaussian numbers (Max, 1960, Table I, up to 5 bits).
 LLOYD_MAX = {2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}

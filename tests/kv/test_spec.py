@@ -10,8 +10,8 @@ import transformers
 from caches import TEXT, made, model
 
 from pqweights.errors import OptionError
-from pqweights.inference.kv.cache import kv_cache
-from pqweights.inference.kv.schemes import SCHEMES, parse_spec
+from pqweights.runtime.kv.cache import kv_cache
+from pqweights.runtime.kv.schemes import SCHEMES, parse_spec
 
 WRONG = {
     "polr": "no method is called 'polr'; the nearest is 'polar'; expected klt, hadamard, polar-rope, polar, none",

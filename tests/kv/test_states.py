@@ -10,7 +10,7 @@ from caches import gaussian, relative_error, store
 from closeness import F32_FEW, F32_SUM, each_near
 from torch import Tensor
 
-from pqweights.inference.kv.states import PackedStates, used_rows
+from pqweights.runtime.kv.states import PackedStates, used_rows
 
 # What these decode a token to does not depend on the tokens beside it.
 TOKEN_WISE = ("polar", "hadamard:3,centred=0", "polar-rope:residual=0")

@@ -57,7 +57,7 @@ def test_no_damaged_tensor_reaches_a_model(name, load, master):
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_tensor_of_the_model_is_checked(packed, family, base, monkeypatch):
     """Stacks of experts, transposed ones included."""
-    from pqweights.inference.loading import conversion
+    from pqweights.runtime.loading import conversion
 
     made: list[Any] = []
     original = conversion.checked_reads

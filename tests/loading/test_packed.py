@@ -28,8 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 import torch  # noqa: E402
 
-from pqweights.inference.loading import packed_rows as module  # noqa: E402
-from pqweights.inference.loading.packed import PackedTensor, pack  # noqa: E402
+from pqweights.runtime.loading import packed_rows as module  # noqa: E402
+from pqweights.runtime.loading.packed import PackedTensor, pack  # noqa: E402
 
 IDS = torch.tensor(families.IDS)
 

@@ -17,17 +17,17 @@ from restated import restate_hashes
 
 import pqweights
 from pqweights.checkpoint.source import open_local
+from pqweights.convert.ready import ReadyWeights
 from pqweights.errors import MasterError
 from pqweights.planning.recipe import load_recipe
-from pqweights.rewrite.quantizing import Learned, quantize
-from pqweights.rewrite.ready import ReadyWeights
+from pqweights.targets.master import Learned, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 import torch  # noqa: E402
 
-from pqweights.inference.loading.packed import PackedTensor  # noqa: E402
-from pqweights.inference.loading.packed_rows import PackedColumns  # noqa: E402
+from pqweights.runtime.loading.packed import PackedTensor  # noqa: E402
+from pqweights.runtime.loading.packed_rows import PackedColumns  # noqa: E402
 
 IDS = torch.tensor(families.IDS)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 import torch  # noqa: E402
 
-from pqweights.inference.loading.packed import PackedTensor, rebuild  # noqa: E402
+from pqweights.runtime.loading.packed import PackedTensor, rebuild  # noqa: E402
 
 MASTERS = ["llama", "llama-tied", "qwen3_moe", "gpt2", "scaled", "trellis", "columns of llama", "columns of gpt_oss"]
 
@@ -95,7 +95,7 @@ def test_tied_weights_and_stacks_are_saved_once(folder_of: Callable[[str], Path]
 def test_it_is_enough_to_import_the_module_that_loads(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     model = pqweights.load_model(folder_of("llama"), packed=True)
     torch.save(model.state_dict(), tmp_path / "state.pt")
-    script = "import sys, torch, pqweights.inference.loading.packed; print(len(torch.load(sys.argv[1], mmap=True)))"
+    script = "import sys, torch, pqweights.runtime.loading.packed; print(len(torch.load(sys.argv[1], mmap=True)))"
     command = [sys.executable, "-W", "ignore", "-c", script, tmp_path / "state.pt"]
     assert int(subprocess.run(command, check=True, capture_output=True).stdout) == len(model.state_dict())
 

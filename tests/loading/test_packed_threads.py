@@ -14,9 +14,9 @@ from helpers import bf16, gaussian, run_command, write_checkpoint
 
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
-from pqweights.inference.loading import packed_rows
-from pqweights.inference.loading.packed import PackedTensor, pack
-from pqweights.inference.loading.packed_rows import share
+from pqweights.runtime.loading import packed_rows
+from pqweights.runtime.loading.packed import PackedTensor, pack
+from pqweights.runtime.loading.packed_rows import share
 
 ROWS, COLUMNS = 512, 256
 

@@ -13,20 +13,20 @@ from gguf_files import CONFIG, converted, llama_tensors, metadata
 from helpers import Tensor, as_float32, bf16, gaussian, run_command, write_checkpoint
 from integer_exports import integer_names
 
-from pqweights.checkpoint.models import llama_cpp
-from pqweights.checkpoint.models.conventions import FUSED, FusedLayer
-from pqweights.checkpoint.models.description import ModelDescription
-from pqweights.checkpoint.models.table import MODELS
-from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.source import Checkpoint, open_local
+from pqweights.convert.manifest import read_manifest
 from pqweights.errors import ExportError
-from pqweights.exports.compensation import sources_of
-from pqweights.exports.linear import FUSED_WITH_KEPT
 from pqweights.kernels.groups import BEST, GroupRule
+from pqweights.models import llama_cpp
+from pqweights.models.conventions import FUSED, FusedLayer
+from pqweights.models.description import ModelDescription
+from pqweights.models.table import MODELS
+from pqweights.models.traits import Trait
 from pqweights.planning.recipe import load_recipe
 from pqweights.planning.sensitivity import groups_of
-from pqweights.rewrite.manifest import read_manifest
-from pqweights.rewrite.quantizing import rate_planner
+from pqweights.targets.compensation import sources_of
+from pqweights.targets.linear import FUSED_WITH_KEPT
+from pqweights.targets.master import rate_planner
 
 NAME = "quokka"
 # Its modules, and what Llama calls them.

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import transformers
 
-from pqweights.checkpoint.models import described
 from pqweights.errors import ExportError
-from pqweights.exports.architectures import check_computed
+from pqweights.models import described
+from pqweights.targets.architectures import check_computed
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("KimiLinearConfig", {

@@ -32,19 +32,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from independent_reader import read_master
 
+from pqweights.calibrate import scale_search
+from pqweights.calibrate.scale_search import Inputs, Matrix, output_errors, search
 from pqweights.checkpoint.readers import EncodedTensor, divide_scales, multiply_scales, scale_shape
 from pqweights.checkpoint.source import open_local
-from pqweights.codecs import get_codec
-from pqweights.codecs.weight import encode_weight
+from pqweights.convert.manifest import read_manifest
+from pqweights.convert.scales import write_scales
 from pqweights.errors import MasterError, SourceError
-from pqweights.inference.loading.packed import pack
+from pqweights.formats import get_codec
+from pqweights.formats.weight import encode_weight
 from pqweights.planning.recipe import SizeTarget, load_recipe
-from pqweights.quality import scale_search
-from pqweights.quality.scale_search import Inputs, Matrix, output_errors, search
-from pqweights.rewrite.manifest import read_manifest
-from pqweights.rewrite.results.inspect import inspect
-from pqweights.rewrite.results.verify import verify
-from pqweights.rewrite.scales import write_scales
+from pqweights.results.inspect import inspect
+from pqweights.results.verify import verify
+from pqweights.runtime.loading.packed import pack
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 

@@ -21,14 +21,14 @@ from commands import invoke
 from helpers import Tensor, bf16, f32, folder_bytes, gaussian, write_checkpoint
 from pqweights_cli.plan import fit_lines
 
-from pqweights.codecs import get_codec
 from pqweights.errors import OutputError, RecipeError
+from pqweights.formats import get_codec
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, Plan
 from pqweights.planning.recipe import Recipe, load_recipe, make_target, parse_recipe
 from pqweights.planning.sensitivity import Sensitivity
-from pqweights.rewrite.quantizing import Learned
-from pqweights.rewrite.results.verify import verify
+from pqweights.results.verify import verify
+from pqweights.targets.master import Learned
 
 LAYERS = 3
 MATRICES = {

@@ -22,7 +22,7 @@ from pqweights.errors import SourceError
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import DEFAULT_METADATA, KEEP, Plan, Safetensors, TensorPlan, stored_bytes
 from pqweights.planning.recipe import load_recipe
-from pqweights.rewrite.results.plan_report import report_plan
+from pqweights.results.plan_report import report_plan
 
 SHARD_BYTES = 20_000
 Q5 = load_recipe("q5")

@@ -7,10 +7,10 @@ import re
 import pytest
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.models import conventions, text_model
-from pqweights.checkpoint.models.names import without_numbers
-from pqweights.checkpoint.models.table import MODELS
 from pqweights.checkpoint.readers import PlainTensor
+from pqweights.models import conventions, text_model
+from pqweights.models.names import without_numbers
+from pqweights.models.table import MODELS
 from pqweights.planning.decisions import decide
 from pqweights.planning.recipe import Recipe, parse_recipe
 from pqweights.planning.roles import ROLES, classify

@@ -10,8 +10,8 @@ import pytest
 from closeness import approx
 from helpers import bf16, gaussian, write_checkpoint
 
-from pqweights.checkpoint.models.names import TIED_EMBEDDINGS
 from pqweights.checkpoint.source import open_local
+from pqweights.models.names import TIED_EMBEDDINGS
 from pqweights.planning.roles import classify
 from pqweights.planning.sensitivity import (
     Sensitivity,

@@ -23,9 +23,9 @@ from pqweights.checkpoint.source import open_local
 from pqweights.common.documents import as_json
 from pqweights.errors import MasterError, OutputError
 from pqweights.planning.recipe import load_recipe
-from pqweights.quality.report import make_record
-from pqweights.rewrite.results.evaluation_record import Figure, find_place, read_records, write_record
-from pqweights.rewrite.results.verify import verify
+from pqweights.results.evaluation_record import Figure, find_place, read_records, write_record
+from pqweights.results.verify import verify
+from pqweights.runtime.report import make_record
 
 FILE = "pqweights-eval.json"
 TEXT = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0, 500, 300))

@@ -25,9 +25,9 @@ from helpers import (
     write_checkpoint,
 )
 
-from pqweights.inference.runtimes.folders import size
-from pqweights.rewrite.records import TensorRecord, total_relative_mse
-from pqweights.rewrite.results.inspect import inspect
+from pqweights.convert.records import TensorRecord, total_relative_mse
+from pqweights.results.inspect import inspect
+from pqweights.runtime.folders import size
 
 HEAVY = (np.random.default_rng(9).standard_t(3, size=(96, 128)) * 0.02).astype(np.float32)
 WEIGHTS = {

@@ -14,7 +14,7 @@ from tiny_gguf import TYPES, small_gguf
 
 import pqweights
 from pqweights.errors import MasterError
-from pqweights.rewrite.results.inspect import inspect_gguf
+from pqweights.results.inspect import inspect_gguf
 
 BYTES = {"F32": 384, "F16": 192, "BF16": 192, "Q8_0": 102, "Q4_0": 54}  # of 3 rows of 32
 
@@ -86,7 +86,7 @@ def test_damaged_file_gives_one_line(model: Path, tmp_path: Path) -> None:
 
 def test_inspect_needs_neither_gguf_nor_llama_cpp(model: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from pqweights.rewrite.results.inspect import inspect_gguf; "
+        "import sys; from pathlib import Path; from pqweights.results.inspect import inspect_gguf; "
         f"inspect_gguf(Path({str(model)!r})); print(*sorted(sys.modules))"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

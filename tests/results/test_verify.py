@@ -16,7 +16,7 @@ from helpers import bf16, folder_bytes, gaussian, run_command, small_checkpoint,
 from safetensors import safe_open
 
 from pqweights.errors import MasterError, PqweightsError
-from pqweights.rewrite.results.verify import verify
+from pqweights.results.verify import verify
 
 SHARD_BYTES = 20_000
 
@@ -250,7 +250,7 @@ def test_interrupt_does_not_hash_the_rest(damaged: Path, monkeypatch: pytest.Mon
     def interrupt(done: int, total: int, name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pqweights.rewrite.results.verify.pieces_of", slow)
+    monkeypatch.setattr("pqweights.results.verify.pieces_of", slow)
     with pytest.raises(KeyboardInterrupt):
         verify(damaged, threads=1, progress=interrupt)
     assert len(hashed) <= 3

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, settings
 
-from pqweights.codecs.lloyd_max import codebook
-from pqweights.codecs.protocol import NormRange
-from pqweights.codecs.scalar import norm_exponent_for
+from pqweights.formats.lloyd_max import codebook
+from pqweights.formats.protocol import NormRange
+from pqweights.formats.scalar import norm_exponent_for
 from pqweights.kernels import BACKENDS, BlockCoding, EncodedArrays, EncodeStats, load_backend
 from pqweights.kernels.codebook import Codebook
 

@@ -9,10 +9,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from pqweights.inference.kv.klt import LayerBases, StateBasis
-from pqweights.inference.kv.polar_rope import RopePairs
-from pqweights.inference.kv.schemes import LayerModel, parse_spec
-from pqweights.inference.kv.states import PackedStates
+from pqweights.runtime.kv.klt import LayerBases, StateBasis
+from pqweights.runtime.kv.polar_rope import RopePairs
+from pqweights.runtime.kv.schemes import LayerModel, parse_spec
+from pqweights.runtime.kv.states import PackedStates
 
 VOCABULARY = 96
 TEXT: dict[str, Any] = {

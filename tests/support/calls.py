@@ -8,20 +8,19 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pqweights.exports import exporting
+from pqweights.calibrate import sensitivity as measuring
+from pqweights.calibrate.options import EvaluationOptions
+from pqweights.convert.conversion import Conversion
+from pqweights.convert.scales import AwqScales
+from pqweights.convert.task import RewriteReport, RunOptions
 from pqweights.planning.options import ExportOptions, QuantizeOptions, SourceOptions
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.publish import card
 from pqweights.publish.options import CardOptions
-from pqweights.quality import evaluation
-from pqweights.quality import sensitivity as measuring
-from pqweights.quality.options import EvaluationOptions
-from pqweights.quality.report import EvaluationReport
-from pqweights.rewrite import quantizing
-from pqweights.rewrite.conversion import Conversion
-from pqweights.rewrite.scales import AwqScales
-from pqweights.rewrite.task import RewriteReport, RunOptions
+from pqweights.runtime import evaluation
+from pqweights.runtime.report import EvaluationReport
+from pqweights.targets import exporting, master
 
 
 def options_of(kind: Any, keywords: dict[str, Any]) -> Any:
@@ -37,17 +36,17 @@ def quantize_options(keywords: dict[str, Any]) -> QuantizeOptions:
 
 
 def quantize(source: str | Path, out: str | Path, recipe: Recipe, **keywords: Any) -> RewriteReport:
-    learned = keywords.pop("learned", quantizing.Learned())
+    learned = keywords.pop("learned", master.Learned())
     options, run = quantize_options(keywords), options_of(RunOptions, keywords)
     assert not keywords, keywords
-    return quantizing.quantize(source, out, recipe, options=options, run=run, learned=learned)
+    return master.quantize(source, out, recipe, options=options, run=run, learned=learned)
 
 
 def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> Conversion:
-    learned = keywords.pop("learned", quantizing.Learned())
+    learned = keywords.pop("learned", master.Learned())
     options = quantize_options(keywords)
     assert not keywords, keywords
-    return quantizing.plan_quantize(source, recipe, options, learned)
+    return master.plan_quantize(source, recipe, options, learned)
 
 
 def export(
@@ -87,6 +86,6 @@ def measure_sensitivity(
         return measuring.measured(source, work or Path(folder), recipe, asked, **keywords)
 
 
-def learned_scales(path: Path) -> quantizing.Learned:
+def learned_scales(path: Path) -> master.Learned:
     """What a search found that left the scales of a file."""
-    return quantizing.Learned(awq=AwqScales.open([path], {}))
+    return master.Learned(awq=AwqScales.open([path], {}))

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from pqweights.common.strict_json import json_bytes
-from pqweights.rewrite.manifest import ManifestFile, read_manifest
+from pqweights.convert.manifest import ManifestFile, read_manifest
 
 BASE = {
     "id": "org/base",

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from export_decoders import values_of
 
 from pqweights.checkpoint.source import open_local
-from pqweights.codecs.columns import ColumnCodes, ColumnCut
-from pqweights.codecs.trellis_tables import decode_tables, encode_model
+from pqweights.convert.ready import CodeMeasures, write_ready
+from pqweights.formats.columns import ColumnCodes, ColumnCut
+from pqweights.formats.trellis_tables import decode_tables, encode_model
 from pqweights.kernels import trellis
-from pqweights.rewrite.ready import CodeMeasures, write_ready
 
 Floats = npt.NDArray[np.float32]
 STRIP = 128

@@ -28,12 +28,12 @@ from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, open_checkpoint
 from pqweights.checkpoint.storage import Storage, read_file
+from pqweights.convert.listed_files import open_result
+from pqweights.convert.manifest import find_manifest
 from pqweights.errors import PqweightsError
-from pqweights.inference.runtimes.folders import read_folder
 from pqweights.planning.context_memory import context_bytes, most_context
-from pqweights.rewrite.listed_files import open_result
-from pqweights.rewrite.manifest import find_manifest
-from pqweights.rewrite.results.inspect import inspect_gguf
+from pqweights.results.inspect import inspect_gguf
+from pqweights.runtime.folders import read_folder
 
 Files = dict[str, bytes]
 Random = random.Random

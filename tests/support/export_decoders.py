@@ -14,10 +14,10 @@ from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.storage import Storage, read_bytes, read_file
 from pqweights.common.dtypes import to_float32
+from pqweights.convert.listed_files import open_result
+from pqweights.convert.manifest import find_manifest
 from pqweights.errors import SourceError
-from pqweights.inference.runtimes.folders import refuse_transforms
-from pqweights.rewrite.listed_files import open_result
-from pqweights.rewrite.manifest import find_manifest
+from pqweights.runtime.folders import refuse_transforms
 
 Floats = Array
 Tensors = Mapping[str, Tensor]

@@ -24,11 +24,11 @@ from shared import skip_flushes
 from pqweights.checkpoint import shard_file
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
-from pqweights.exports import torchao
+from pqweights.convert import jobs, shard
+from pqweights.convert.task import RewriteReport
 from pqweights.planning.options import SELF, ExportOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.rewrite import jobs, shard
-from pqweights.rewrite.task import RewriteReport
+from pqweights.targets import torchao
 
 Array = npt.NDArray[Any]
 Tensor = tuple[str, Array]  # safetensors dtype, and values whose bytes are stored (BF16 as uint16)

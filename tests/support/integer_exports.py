@@ -11,7 +11,7 @@ import families
 import numpy as np
 from helpers import Array, as_float32, bf16, f32, gaussian, read_all, run_command, write_checkpoint
 
-from pqweights.rewrite.manifest import read_manifest
+from pqweights.convert.manifest import read_manifest
 
 
 def quantization(folder: Path) -> dict[str, Any]:

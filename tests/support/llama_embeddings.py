@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.inference.runtimes.llama_library import library, load
+from pqweights.runtime.llama_library import library, load
 
 # llama_pooling_type; by default that of the file.
 OF_FILE, NONE = -1, 0

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from converting import Killed
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers import folder_bytes, run_command
-from rewriting import Killed
 
-from pqweights.rewrite.finished_shards import ShardMark
-from pqweights.rewrite.task import RewriteReport
+from pqweights.convert.finished_shards import ShardMark
+from pqweights.convert.task import RewriteReport
 
 CHANGES = ("pipe_file", "put_file", "cp_file", "rm_file")
 READS = ("find", "info", "cat_file")

@@ -40,7 +40,7 @@ def saved(folder: Path, stated: dict[str, Any]) -> Any:
 
 def read_by_mlx(folder: Path) -> Any:
     """What the export reads off mlx-lm's model."""
-    from pqweights.exports.mlx_model import QuantizedModule, read_model
+    from pqweights.targets.mlx_model import QuantizedModule, read_model
 
     checkpoint = open_local(folder)
     return read_model(

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from closeness import ROUNDED_BY, rounding
 
-from pqweights.codecs.lloyd_max import codebook
 from pqweights.common.dtypes import from_float32, to_float32
+from pqweights.formats.lloyd_max import codebook
 from pqweights.kernels import BlockCoding, products
 from pqweights.kernels.products import MOST_INPUT, MOST_LEVEL
 

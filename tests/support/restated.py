@@ -8,7 +8,7 @@ from pathlib import Path
 from pqweights.checkpoint.digests import digests_of_pieces, hash_of_pieces, parts_of, pieces_of
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import Storage
-from pqweights.rewrite.manifest import read_manifest
+from pqweights.convert.manifest import read_manifest
 
 
 def restate_hashes(master: Path) -> Path:

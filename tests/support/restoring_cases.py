@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from attention_cases import Bytes, Floats, unpacked
 
-from pqweights.codecs.lloyd_max import codebook
+from pqweights.formats.lloyd_max import codebook
 from pqweights.kernels.transform_codes import CodeTables, code_tables
 
 # How many coefficients a run has, and their bits.

@@ -29,10 +29,10 @@ import restoring_cases
 import torch
 import trellis_writer
 
-from pqweights.codecs.hadamard_trellis import STEP_POWERS, HadamardTrellis, TrellisCoder, TrellisState
-from pqweights.codecs.lloyd_max import codebook
-from pqweights.codecs.protocol import Bytes
-from pqweights.codecs.trellis_tables import decode_tables, encode_model
+from pqweights.formats.hadamard_trellis import STEP_POWERS, HadamardTrellis, TrellisCoder, TrellisState
+from pqweights.formats.lloyd_max import codebook
+from pqweights.formats.protocol import Bytes
+from pqweights.formats.trellis_tables import decode_tables, encode_model
 from pqweights.kernels import (
     BlockCoding,
     EncodedArrays,

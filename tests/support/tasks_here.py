@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from pqweights import api
-from pqweights.rewrite.distributed.engine import RayEngine
-from pqweights.rewrite.distributed.worker import MAKE
+from pqweights.convert.distributed.engine import RayEngine
+from pqweights.convert.distributed.worker import MAKE
 
 NODE = "abcdefghij"
 

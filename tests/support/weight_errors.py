@@ -11,12 +11,12 @@ import numpy as np
 from export_decoders import Floats, export_weight, master_weight, values_of
 
 from pqweights.checkpoint.source import open_local, read_config
+from pqweights.convert.manifest import read_manifest
 from pqweights.errors import SourceError
-from pqweights.exports import get_target, target_name
-from pqweights.exports.target import MLX
-from pqweights.inference.runtimes.packages import package, quiet
 from pqweights.planning.plan import DECODE, INTEGER, QUANTIZE
-from pqweights.rewrite.manifest import read_manifest
+from pqweights.runtime.packages import package, quiet
+from pqweights.targets import get_target, target_name
+from pqweights.targets.target import MLX
 
 
 class RelativeError(NamedTuple):

@@ -21,13 +21,13 @@ from pqweights.checkpoint.gguf.model import add_hyper_parameters, architecture_n
 from pqweights.checkpoint.gguf.restated import name_deepseek_v4, name_kimi_linear, name_step
 from pqweights.checkpoint.gguf.rope import Factors, add_rope, read_rope, rope_parameters
 from pqweights.checkpoint.gguf.settings import MOST_OF_ANY, Settings, settings_of
-from pqweights.checkpoint.models import described
-from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
-from pqweights.checkpoint.models.llama_cpp import FULL, LAYERS, LINEAR_ATTENTION, RMS, SLIDING, Architecture, Setting
-from pqweights.checkpoint.models.llama_cpp_names import CLASSES, MLP_TYPES, NATIVE_KEYS, PRESENT
-from pqweights.checkpoint.models.rotary import NEW_KEYS_ALONE, WITHOUT
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.errors import ExportError
+from pqweights.models import described
+from pqweights.models.description import ModelDescription, stated_or_default
+from pqweights.models.llama_cpp import FULL, LAYERS, LINEAR_ATTENTION, RMS, SLIDING, Architecture, Setting
+from pqweights.models.llama_cpp_names import CLASSES, MLP_TYPES, NATIVE_KEYS, PRESENT
+from pqweights.models.rotary import NEW_KEYS_ALONE, WITHOUT
 
 # What llama.cpp assumes of keys that a file lacks is put in their place first; these may stay away.
 ASSUMED = ("key_length", "value_length", "head_count_kv", "decoder_block_count", "token_type_count")

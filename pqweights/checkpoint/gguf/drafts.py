@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from pqweights.checkpoint.models.conventions import BELOW_MTP, LAYER
-from pqweights.checkpoint.models.names import predicts_further
+from pqweights.models.conventions import BELOW_MTP, LAYER
+from pqweights.models.names import predicts_further
 
 # What such a layer has beside a layer of the model, and the tensor of gguf.MODEL_TENSOR that it is.
 NEXTN = {

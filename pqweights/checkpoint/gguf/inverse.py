@@ -33,13 +33,13 @@ from pqweights.checkpoint.gguf.views import (
     ScaledTensor,
 )
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.models.conventions import LAYER, STACKED_EXPERTS
-from pqweights.checkpoint.models.llama_cpp import Cut
-from pqweights.checkpoint.models.llama_cpp_names import names_in_layers, names_of_drafts, names_outside
-from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.errors import SourceError
+from pqweights.models.conventions import LAYER, STACKED_EXPERTS
+from pqweights.models.llama_cpp import Cut
+from pqweights.models.llama_cpp_names import names_in_layers, names_of_drafts, names_outside
+from pqweights.models.traits import Trait
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,12 +31,12 @@ from pqweights.checkpoint.gguf.tokens import Vocabulary
 from pqweights.checkpoint.gguf.towers import gguf_tower
 from pqweights.checkpoint.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
 from pqweights.checkpoint.header import aligned
-from pqweights.checkpoint.models.llama_cpp import SLIDING, Architecture
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.views import sources_of
 from pqweights.errors import ExportError
+from pqweights.models.llama_cpp import SLIDING, Architecture
 
 TEMPLATES = "tokenizer.chat_template"
 # What llama.cpp assumes unless a file says otherwise.

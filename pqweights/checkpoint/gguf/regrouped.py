@@ -16,12 +16,12 @@ import numpy as np
 
 from pqweights.checkpoint.gguf.settings import Settings
 from pqweights.checkpoint.gguf.views import ReorderedTensor
-from pqweights.checkpoint.models.conventions import LAYER, OF_ALTUP, OF_EXPERT, STACKED_EXPERTS
-from pqweights.checkpoint.models.llama_cpp import Architecture, Cut, Tiled
-from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.errors import ExportError
+from pqweights.models.conventions import LAYER, OF_ALTUP, OF_EXPERT, STACKED_EXPERTS
+from pqweights.models.llama_cpp import Architecture, Cut, Tiled
+from pqweights.models.traits import Trait
 
 T = TypeVar("T")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
-from pqweights.checkpoint.models import text_config
-from pqweights.checkpoint.models.llama_cpp import FULL, LINEAR_ATTENTION, SLIDING
-from pqweights.checkpoint.models.rotary import DEFAULT_WINDOWS
 from pqweights.checkpoint.positions import model_type_of, rope_parameters
+from pqweights.models import text_config
+from pqweights.models.llama_cpp import FULL, LINEAR_ATTENTION, SLIDING
+from pqweights.models.rotary import DEFAULT_WINDOWS
 
 # The letters of hybrid_override_pattern.
 BLOCKS = {"M": LINEAR_ATTENTION, "*": FULL, "-": "mlp", "E": "moe"}

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.settings import Settings, is_positive, windowed_layers
-from pqweights.checkpoint.models.llama_cpp import FULL, LAYERS, SLIDING, Architecture
-from pqweights.checkpoint.models.rotary import DEFAULT_BASE
 from pqweights.checkpoint.positions import attention_factor, llama3_divisors, yarn_scale
 from pqweights.errors import ExportError
+from pqweights.models.llama_cpp import FULL, LAYERS, SLIDING, Architecture
+from pqweights.models.rotary import DEFAULT_BASE
 
 # The numbers of rotations between which llama.cpp turns from interpolation to extrapolation, unless it is told others.
 YARN_BETAS = {"beta_fast": 32, "beta_slow": 1}

@@ -10,14 +10,14 @@ from typing import Any, TypeGuard
 
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.restated import first_class, restated
-from pqweights.checkpoint.models import described, has_trait, text_model
-from pqweights.checkpoint.models.description import ModelDescription, stated_or_default
-from pqweights.checkpoint.models.llama_cpp import FULL, LAYERS, SETTINGS, SLIDING, Architecture, Setting
-from pqweights.checkpoint.models.table import MODELS
-from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.positions import windows
 from pqweights.errors import ExportError
+from pqweights.models import described, has_trait, text_model
+from pqweights.models.description import ModelDescription, stated_or_default
+from pqweights.models.llama_cpp import FULL, LAYERS, SETTINGS, SLIDING, Architecture, Setting
+from pqweights.models.table import MODELS
+from pqweights.models.traits import Trait
 
 # Other names of the same key, in other types and versions of transformers.
 OTHER_NAMES = {

@@ -36,9 +36,6 @@ from pqweights.checkpoint.gguf.tokens import FAST
 from pqweights.checkpoint.gguf.views import ConstantTensor, RenamedTensor, SourceTensor
 from pqweights.checkpoint.gguf.vocabulary import OTHERS
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.models import described
-from pqweights.checkpoint.models.llama_cpp import Architecture
-from pqweights.checkpoint.models.llama_cpp_names import CLASSES, OF_IMAGES, ROBERTAS, TEXT_PARTS
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.promise import checked_config, tied_head, untied
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
@@ -50,6 +47,9 @@ from pqweights.errors import ExportError, SourceError
 from pqweights.kernels.gguf_encoding import decode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.workers import scratch
+from pqweights.models import described
+from pqweights.models.llama_cpp import Architecture
+from pqweights.models.llama_cpp_names import CLASSES, OF_IMAGES, ROBERTAS, TEXT_PARTS
 
 # The types of models whose files are read: those whose tensors have these names.
 MODEL_TYPES = (*CLASSES, *ROBERTAS, "mistral", "mt5")

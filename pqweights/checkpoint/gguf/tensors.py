@@ -36,15 +36,15 @@ from pqweights.checkpoint.gguf.views import (
     RenamedTensor,
     ScaledTensor,
 )
-from pqweights.checkpoint.models.conventions import LAYER, TEXT_PREFIXES
-from pqweights.checkpoint.models.llama_cpp import SHAPES, Shape
-from pqweights.checkpoint.models.names import is_leftover, predicts_further, tower_of
-from pqweights.checkpoint.models.traits import Trait
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.structure import counts_drafts
 from pqweights.checkpoint.views import MovedTensor
 from pqweights.common.dtypes import FLOAT_DTYPES
 from pqweights.errors import ExportError
+from pqweights.models.conventions import LAYER, TEXT_PREFIXES
+from pqweights.models.llama_cpp import SHAPES, Shape
+from pqweights.models.names import is_leftover, predicts_further, tower_of
+from pqweights.models.traits import Trait
 
 SUFFIXES = (".weight", ".bias", ".scale")
 # Tensors that are called a bias, and that are always there.

@@ -18,15 +18,15 @@ from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.settings import Settings, value_of
 from pqweights.checkpoint.gguf.tokens import read_tokenizer
 from pqweights.checkpoint.gguf.views import InterleavedTensor, OffsetTensor, RenamedTensor, ReorderedTensor
-from pqweights.checkpoint.models import text_config
-from pqweights.checkpoint.models.description import ModelDescription
-from pqweights.checkpoint.models.llama_cpp import Architecture
-from pqweights.checkpoint.models.llama_cpp_towers import TOWERS, Tower
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.errors import ExportError
+from pqweights.models import text_config
+from pqweights.models.description import ModelDescription
+from pqweights.models.llama_cpp import Architecture
+from pqweights.models.llama_cpp_towers import TOWERS, Tower
 
 ARCHITECTURE = "clip"
 # Where image processors are stated: alone, and as a part of a processor.

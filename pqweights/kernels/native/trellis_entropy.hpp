@@ -91,7 +91,7 @@ INLINE uint16_t* put_before(uint16_t* end, Unsigned states, uint32_t mask) {
 #endif
 }
 
-// One step of all lanes. entries: those of EncodeTable in codecs/trellis_tables.py, for tables of 2**bits. Writes words
+// One step of all lanes. entries: those of EncodeTable in formats/trellis_tables.py, for tables of 2**bits. Writes words
 // before an address, and one more that does not count; returns where they begin.
 INLINE uint16_t* encode_step(Unsigned& states, Unsigned entries, int bits, uint16_t* end) {
     const Unsigned start = entries & 4095, frequency = (entries >> 12 & 4095) + 1;

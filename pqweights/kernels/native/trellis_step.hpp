@@ -18,7 +18,7 @@ struct ClassModel {
     const double *down{}, *up{};  // weights are multiplied by down / step before the search, numbers by up * step
     const int32_t* reach{};       // the largest magnitude of a number
     const int32_t* zero{};        // [256, 2], and
-    const uint32_t* entries{};    // see EncodeTable in codecs/trellis_tables.py
+    const uint32_t* entries{};    // see EncodeTable in formats/trellis_tables.py
     const double* logarithms{};   // [257]: -log2(i / 256)
     double pace{};                // octaves by which find_step changes the step for a bit per weight
 };

@@ -17,10 +17,8 @@ from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.checkpoint.writer import write_whole
 from pqweights.common.markdown import words
+from pqweights.convert.manifest import Manifest, shards_of
 from pqweights.errors import MasterError, OutputError
-from pqweights.exports import EXPORTS, get_target, target_name
-from pqweights.exports.loading import LoadableModel, read_model
-from pqweights.exports.target import ExportTarget
 from pqweights.publish.card import figures, text
 from pqweights.publish.card.old_card import (
     NOTES_BEGIN,
@@ -32,10 +30,12 @@ from pqweights.publish.card.old_card import (
     read_old_card,
 )
 from pqweights.publish.options import CardOptions
-from pqweights.rewrite.manifest import Manifest, shards_of
-from pqweights.rewrite.results.evaluation_record import read_records
-from pqweights.rewrite.results.inspect import inspect
+from pqweights.results.evaluation_record import read_records
+from pqweights.results.inspect import inspect
 from pqweights.storage.addresses import is_repository_id
+from pqweights.targets import EXPORTS, get_target, target_name
+from pqweights.targets.loading import LoadableModel, read_model
+from pqweights.targets.target import ExportTarget
 
 # Stands for the folder in commands if no repository is known.
 HERE = "DIR"

@@ -6,16 +6,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from pqweights.codecs.native import Native
-from pqweights.codecs.protocol import RESCUE_FACTOR
 from pqweights.common.markdown import code, listed, number, table, words
 from pqweights.common.units import counted
+from pqweights.convert.manifest import Manifest
+from pqweights.convert.records import TensorRecord, is_rescued, mean_error
+from pqweights.formats.native import Native
+from pqweights.formats.protocol import RESCUE_FACTOR
 from pqweights.planning.plan import DECODE, INTEGER, KEEP, TensorPlan
 from pqweights.planning.roles import ROLES
-from pqweights.quality.report import beginning, masked_tokens
-from pqweights.rewrite.manifest import Manifest
-from pqweights.rewrite.records import TensorRecord, is_rescued, mean_error
-from pqweights.rewrite.results.evaluation_record import EvaluationRecord, Figure
+from pqweights.results.evaluation_record import EvaluationRecord, Figure
+from pqweights.runtime.report import beginning, masked_tokens
 
 Item = TypeVar("Item")
 Pair = tuple[TensorPlan, TensorRecord]

@@ -11,19 +11,19 @@ from typing import Any
 
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
-from pqweights.codecs import MASTER_CODECS
 from pqweights.common.markdown import code, fenced, table, words
 from pqweights.common.units import counted, size_text
-from pqweights.exports import EXPORTS, target_name
-from pqweights.exports.loading import LoadableModel, by_pqweights, from_pretrained, shell
-from pqweights.exports.target import ExportTarget
+from pqweights.convert.manifest import Manifest, manifest_beside, shards_of
+from pqweights.formats import MASTER_CODECS
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import INTEGER
 from pqweights.planning.recipe import load_recipe, recipe_names
 from pqweights.publish.card.figures import is_lossless
-from pqweights.rewrite.manifest import Manifest, manifest_beside, shards_of
-from pqweights.rewrite.results.inspect import Inspection
+from pqweights.results.inspect import Inspection
 from pqweights.storage.addresses import is_repository_id
+from pqweights.targets import EXPORTS, target_name
+from pqweights.targets.loading import LoadableModel, by_pqweights, from_pretrained, shell
+from pqweights.targets.target import ExportTarget
 
 HUB = "https://huggingface.co"
 # The papers on what was done before and beside coding, by what says in the manifest that it was done.

@@ -1,0 +1,492 @@
+"""Codes for a master from what its weights are for: a calibration in the memory of one decoder layer.
+
+A sample of tokens goes through the model layer by layer (layered.py), and gradients come back the same way; what a
+layer got, and the gradients before it, lie on the disk between its passes:
+
+1. Forward: the hidden states before each layer.
+2. Backward, from the last layer to the first: each is computed again, now with gradients. Its weights get their g and,
+   from the moments H of their inputs, the scales of their columns; of H nothing else is kept. From how large the scaled
+   weights are follows what they would take at any step, and so the step of the whole model for the wanted size.
+3. Encoding: each layer is computed once more for H, and its weights are encoded with that step.
+
+Each expert of a stack is a matrix of its own. docs/calibration.md has the method. Every layer's part of a pass is a
+file, so an interrupted calibration goes on with the layer at which it stopped.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from torch import Tensor
+
+from pqweights.calibrate.calibrated_weights import (
+    CalibratedWeight,
+    EncodedMatrix,
+    bits_at,
+    described,
+    factors_of,
+    moments_of,
+    stored_moments,
+    together,
+)
+from pqweights.calibrate.layer_passes import LayerPasses
+from pqweights.calibrate.layer_statistics import InputMoments, LayerStatistics, moments_of_inputs
+from pqweights.calibrate.layered import OUTSIDE, LayeredModel
+from pqweights.checkpoint.writer import disk_errors
+from pqweights.common.threads import Progress
+from pqweights.convert.ready import CodeMeasures, write_ready
+from pqweights.convert.shard import LocalEngine
+from pqweights.convert.task import ClusterWork, Engine
+from pqweights.errors import SourceChangedError, SourceError
+from pqweights.formats.column_encoding import (
+    InputFactors,
+    encode_columns,
+    moment_blocks,
+)
+from pqweights.formats.columns import ColumnCodes
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+# How far the size may be from what is wanted before everything is encoded again, and how often that is done.
+_TOLERANCE, _ATTEMPTS = 0.005, 3
+# Of Python, torch and transformers before they do anything.
+PROCESS_BYTES = 1_000_000_000
+Codes = dict[str, tuple[ColumnCodes, CodeMeasures]]  # of weights, by name
+
+# An expert that reads fewer of the sample's tokens is not known well enough: one with a tensor of its own is not
+# calibrated, and one of a stack gets the inputs of the whole stack, as if so many tokens had reached it.
+FEWEST_INPUTS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """What a calibration has encoded.
+
+    folder: of the files with the codes
+    bits, wanted_bits: how many the codes take, and were to take
+    is_met: whether that is close enough
+    """
+
+    folder: Path
+    bits: float
+    wanted_bits: float
+    is_met: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWork(ClusterWork):
+    """The encoding of the layers, of which a task does one.
+
+    step: of the model
+    codes: the file for each layer
+    """
+
+    calibration: LayerwiseCalibration
+    step: float
+    codes: Mapping[int, Path]
+
+    def make(self, number: int) -> None:
+        """Encode a layer, in a file of its own first: a task whose node was only believed lost may do the same."""
+        torch.set_num_threads(self.calibration.threads)
+        path = self.codes[number]
+        own = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        self.calibration.encode_layer(number, self.step, own)
+        with disk_errors(path):
+            own.replace(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerwiseCalibration:
+    """A calibration of some weights of a model.
+
+    model: the model
+    ids: token ids of the sample, [windows, tokens]
+    weights: what is to be encoded, by layer, all matrices of a stack; those outside the layers under OUTSIDE
+    work: a folder for what lies on the disk
+    wanted_bits: how many each tensor is to take, by name, if none gave of its bits to others
+    at_most: whether all together may not take more than that, rather than about as many
+    by_tensor: whether each tensor takes as many as it is to, rather than all together
+    states: of the trellis
+    threads: that encode
+    seed: of the labels that are drawn
+    engine: what has layers encoded
+    files: those of the checkpoint, which a node must see, each with its size
+    check: see LayerPasses
+    """
+
+    model: LayeredModel
+    ids: Tensor
+    weights: Mapping[int, Sequence[CalibratedWeight]]
+    work: Path
+    wanted_bits: Mapping[str, float]
+    states: int
+    at_most: bool = False
+    by_tensor: bool = False
+    threads: int = 1
+    seed: int = 0
+    progress: Progress = lambda done, total, what: None
+    engine: Engine = field(default_factory=LocalEngine)
+    files: tuple[tuple[Path, int], ...] = ()
+    check: Callable[[], None] = lambda: None
+
+    def encode(self) -> Encoded:
+        """Run all passes, and return where the codes are.
+
+        Raises SourceError if the model cannot be run, or computes what is not finite; OutputError.
+        """
+        self._passes.all_forward(lambda layer: self._done(0, layer + 1, f"layer {layer} forward"))
+        self._backward()
+        return self._encode()
+
+    @property
+    def reached(self) -> set[str]:
+        """The names of the tensors that were encoded, which the sample reached in linear layers."""
+        return {self._names[label] for label in self._kept_of("energies")}
+
+    @property
+    def hardly_reached(self) -> Counter[str]:
+        """How many experts of stacks were encoded with the inputs of the whole stack, by tensor."""
+        return Counter(self._names[label] for label in self._kept_of("pooled"))
+
+    @functools.cached_property
+    def _names(self) -> dict[str, str]:
+        return {weight.label: weight.name for weights in self.weights.values() for weight in weights}
+
+    @functools.cached_property
+    def _passes(self) -> LayerPasses:
+        return LayerPasses(model=self.model, ids=self.ids, work=self.work, seed=self.seed, check=self.check)
+
+    def _done(self, passes: int, layer: int, what: str) -> None:
+        self.progress(passes * (self.model.layers + 1) + layer, 3 * (self.model.layers + 1), what)
+
+    # --- the passes ---
+
+    def _backward(self) -> None:
+        """Write the statistics of each layer, and the gradients at its inputs."""
+        passes, last = self._passes, self.model.layers
+        if not passes.file("head", last).exists():
+            passes.head_backward(
+                lambda: self._statistics(OUTSIDE),
+                lambda seen: self._save_statistics("head", last, seen, keep_moments=True),
+            )
+        self._done(1, 1, "head backward")
+        for layer in reversed(range(last)):
+            if not passes.file("statistics", layer).exists():
+                passes.backward(
+                    layer,
+                    functools.partial(self._statistics, layer),
+                    functools.partial(self._save_statistics, "statistics", layer),
+                )
+            passes.file("gradients", layer + 1).unlink(missing_ok=True)
+            self._done(1, last - layer + 1, f"layer {layer} backward")
+        if not passes.file("statistics", last).exists():
+            self._finish_outside()
+
+    def _statistics(self, layer: int) -> LayerStatistics[InputMoments]:
+        parameters, used = self.model.parameters_of(layer), self.weights.get(layer, ())
+        names = {weight.place.matrix.parameter for weight in used}
+        return LayerStatistics({name: parameters[name] for name in names}, moments_of_inputs)
+
+    def _inputs(
+        self, layer: int, seen: LayerStatistics[InputMoments], known: AbstractSet[str], pooled: AbstractSet[str]
+    ) -> Iterator[tuple[list[CalibratedWeight], InputMoments]]:
+        """Yield the weights of a layer that multiply the same inputs, and these.
+
+        known: the labels of those of which enough is known
+        pooled: of those of stacks that come at the end, with the inputs of all matrices of their stack
+        """
+        own = self.weights.get(layer, ())
+        of_stack: dict[str, InputMoments] = {}
+        stacks = {weight.place.matrix.parameter for weight in own if weight.label in pooled}
+        for matrices, read in seen.inputs():
+            for parameter in {matrix.parameter for matrix in matrices} & stacks:
+                of_stack.setdefault(parameter, InputMoments(read.parts)).include(read)
+            if weights := [weight for weight in own if weight.place.matrix in matrices and weight.label in known]:
+                yield weights, read
+        for parameter in sorted(of_stack):
+            rest = [weight for weight in own if weight.place.matrix.parameter == parameter and weight.label in pooled]
+            yield rest, of_stack.pop(parameter)
+
+    def _finish_outside(self) -> None:
+        """Write what is known of the weights outside the layers, now that there are gradients at the embedding.
+
+        An embedding that is the head as well is looked up and multiplied by. A row that is looked up has, of the V
+        tokens, the gradients of its own; each row of the head has its g for all inputs.
+        """
+        last = self.model.layers
+        known = load_file(self._passes.file("head", last))
+        tied = self.model.tied
+        if tied is not None and (blocks := moments_of(tied, known)):
+            gradients = self._passes.load("gradients", 0).flatten(0, 1).float()
+            squares = known[f"{tied}:gradients"]
+            share = float(len(squares) * squares.mean()) * len(gradients)
+            for block, part in zip(blocks, moment_blocks(gradients.shape[1]), strict=True):
+                block += (gradients[:, part].T @ gradients[:, part]).div_(max(share, 1e-30))
+        with self.model.loaded(OUTSIDE):
+            parameters = self.model.parameters_of(OUTSIDE)
+            for weight in self.weights.get(OUTSIDE, ()):
+                if blocks := moments_of(weight.label, known):
+                    inputs = factors_of(blocks, float(known[f"{weight.label}:damping"]))
+                    squares = known[f"{weight.label}:gradients"]
+                    known |= described(weight.label, weight.values(parameters), inputs, squares)
+        self._passes.save("statistics", last, known)
+
+    def _save_statistics(
+        self, kind: str, layer: int, statistics: LayerStatistics[InputMoments], *, keep_moments: bool = False
+    ) -> None:
+        """Write what is kept of the weights of a layer; nothing of those that the sample hardly reached."""
+        number = OUTSIDE if keep_moments else layer
+        parameters, own = self.model.parameters_of(number), self.weights.get(number, ())
+        found = {weight.label: self._gradients(number, weight, statistics) for weight in own}
+        known = {label: gradients for label, gradients in found.items() if gradients is not None}
+        stacks = {weight.name for weight in own if weight.label in known and weight.number is not None}
+        pooled = {weight.label for weight in own if weight.name in stacks and weight.label not in known}
+        result: dict[str, npt.NDArray[Any]] = {}
+        for weights, read in self._inputs(number, statistics, set(known), pooled):
+            damping, moments, count = read.damping(), read.mean(), read.count
+            if weights[0].label in pooled:
+                of_stack = self._gradients_of_stack(number, weights[0].name, statistics, count)
+                known |= {weight.label: of_stack for weight in weights}
+                result |= {f"{weight.label}:pooled": np.array(count) for weight in weights}
+            squares = [known[weight.label] for weight in weights]
+            self._passes.check_finite(number, *moments, *map(torch.from_numpy, squares))
+            inputs = None if keep_moments else factors_of(moments, damping)
+            for weight, gradients in zip(weights, squares, strict=True):
+                result[f"{weight.label}:damping"] = np.array(damping)
+                if inputs is None:
+                    result |= {f"{weight.label}:gradients": gradients, **stored_moments(weight.label, moments)}
+                else:
+                    along_rows = statistics.along_rows(weight.place.matrix.parameter)
+                    values = weight.values(parameters, along_rows=along_rows)
+                    result |= described(weight.label, values, inputs, gradients)
+        self._passes.save(kind, layer, result)
+
+    def _gradients(self, layer: int, weight: CalibratedWeight, seen: LayerStatistics[InputMoments]) -> Doubles | None:
+        """Return the g of a weight, [N]; None if too little is known of it."""
+        matrix = weight.place.matrix
+        read, squares = seen.collected_of(matrix), seen.mean_squares(matrix, self.ids.numel())
+        if read is None or read.count < FEWEST_INPUTS or squares is None:
+            return None
+        return None if layer == OUTSIDE and not seen.along_rows(matrix.parameter) else squares[weight.place.rows]
+
+    def _gradients_of_stack(self, layer: int, name: str, seen: LayerStatistics[InputMoments], count: int) -> Doubles:
+        """Return the mean g of the matrices of a stack, [N], as if few inputs had reached each of them.
+
+        count: of the inputs of all
+        """
+        matrices = [weight.place.matrix for weight in self.weights[layer] if weight.name == name]
+        found = [seen.mean_squares(matrix, self.ids.numel()) for matrix in matrices]
+        total = sum((squares for squares in found if squares is not None), start=np.zeros(1))
+        return total * min(1 / len(matrices), FEWEST_INPUTS / count)
+
+    # --- the step ---
+
+    def _kept_of(self, what: str) -> list[str]:
+        """Return the labels of the weights of which something is kept."""
+        keys: list[str] = []
+        for path in sorted(self.work.glob("statistics-*.safetensors")):
+            with safe_open(path, "numpy") as stored:
+                keys += stored.keys()
+        return [key.rpartition(":")[0] for key in keys if key.endswith(f":{what}")]
+
+    def _step(self, wanted_bits: float) -> float:
+        """Return the step at which all weights are expected to take so many bits."""
+        return _step_for(self._expected_bits, wanted_bits)
+
+    def _expected_bits(self, step: float, layer: int | None = None) -> float:
+        """Return the bits that the weights of a layer, or of all, are expected to take. step: of the model"""
+        return sum(bits(self._step_of(name, step)) for name, bits in self._weights_known(layer))
+
+    def _step_of(self, name: str, step: float) -> float:
+        """Return the step of a tensor: that of the model, unless each has its own. step: of the model"""
+        return step * self._own_steps[name] if self.by_tensor else step
+
+    @functools.cached_property
+    def _own_steps(self) -> dict[str, float]:
+        """The step at which each tensor is expected to take its own bits, by name."""
+        parts: dict[str, list[Callable[[float], float]]] = {}
+        for name, bits in self._weights_known():
+            parts.setdefault(name, []).append(bits)
+
+        def taken(of: Sequence[Callable[[float], float]], step: float) -> float:
+            return sum(bits(step) for bits in of)
+
+        return {name: _step_for(functools.partial(taken, of), self.wanted_bits[name]) for name, of in parts.items()}
+
+    def _weights_known(self, layer: int | None = None) -> Iterator[tuple[str, Callable[[float], float]]]:
+        """Yield the tensor of each weight of a layer, or all, and the function of the step that says what it takes."""
+        pattern = "*" if layer is None else f"{layer:04}"
+        for path in sorted(self.work.glob(f"statistics-{pattern}.safetensors")):
+            with safe_open(path, "numpy") as stored:
+                for key in stored.offset_keys():
+                    label, _, what = key.rpartition(":")
+                    if what == "energies":
+                        energies, spread, shape = (stored.get_tensor(f"{label}:{w}") for w in (what, "spread", "shape"))
+                        yield self._names[label], functools.partial(bits_at, energies, spread, shape.tolist())
+
+    # --- encoding ---
+
+    def _encode(self) -> Encoded:
+        """Encode all layers, again with another step if they miss the size.
+
+        The first step is corrected by what the layer in the middle takes, which is nearly always enough.
+        """
+        aim = sum(self.wanted_bits[name] for name in self.reached)
+        if not aim:
+            raise SourceError(
+                "calibration: the sample reaches no linear layer of the model with a weight as the checkpoint has it; "
+                "quantize it without `calibrate`"
+            )
+        goal, slack = (aim * (1 - _TOLERANCE / 2), _TOLERANCE / 2) if self.at_most else (aim, _TOLERANCE)
+        attempt = max(0, len(list(self.work.glob("step-*.safetensors"))) - 1)
+        while True:
+            step = self._settled(attempt, goal)
+            folder, taken = self._attempted(attempt, step)
+            is_met = abs(taken / goal - 1) <= slack
+            if is_met or attempt + 1 == _ATTEMPTS:
+                return Encoded(folder=folder, bits=taken, wanted_bits=aim, is_met=is_met)
+            attempt += 1
+            corrected = self._step(goal * self._expected_bits(step) / max(taken, 1.0))
+            self._passes.save("step", attempt, {"step": np.array(corrected)})
+
+    def _attempted(self, attempt: int, step: float) -> tuple[Path, float]:
+        """Encode all layers with a step; return the folder of the codes, and the bits that they take."""
+        last, folder = self.model.layers, self.work / f"codes-{attempt}"
+        for old in range(attempt):
+            shutil.rmtree(self.work / f"codes-{old}", ignore_errors=True)
+        with disk_errors(folder):
+            folder.mkdir(exist_ok=True)
+        files = {layer: folder / f"codes-{layer:04}.safetensors" for layer in range(last + 1)}
+        left = [layer for layer, path in files.items() if not path.exists()]
+        work = self._layer_work(step, files)
+        try:
+            for count, (layer, _) in enumerate(self.engine.each(work, left, self._task_bytes), last + 2 - len(left)):
+                self.check()
+                self._done(2, count, f"encoding layer {layer}")
+        except SourceChangedError:
+            for layer in left:
+                files[layer].unlink(missing_ok=True)
+            raise
+        return folder, sum(8.0 * part.nbytes for path in files.values() for part in load_file(path).values())
+
+    def _layer_work(self, step: float, files: Mapping[int, Path]) -> LayerWork:
+        """Return the work of which a task encodes a layer: on its own, since the states before it are known."""
+        threads = self.engine.threads or self.threads
+        own = replace(self, engine=LocalEngine(), progress=_unseen, check=_nothing, threads=threads)
+        shared = files[0].parent
+        return LayerWork(out=f"{shared}", files=self.files, shared=shared, calibration=own, step=step, codes=files)
+
+    @property
+    def _task_bytes(self) -> int:
+        """The memory that encoding a layer takes at most: the layer, all moments, and factors of the largest."""
+        most = 0
+        for layer in (*range(self.model.layers), OUTSIDE):
+            weights = self.model.parameters_of(layer).values()
+            shapes = [(*weight.shape[:-2], weight.shape[-1]) for weight in weights if weight.ndim > 1]
+            moments = [4 * sum((part.stop - part.start) ** 2 for part in moment_blocks(of[-1])) for of in shapes]
+            kept = sum(prod(of[:-1]) * size for of, size in zip(shapes, moments, strict=True))
+            most = max(most, 4 * sum(weight.numel() for weight in weights) + kept + 2 * max(moments, default=0))
+        return PROCESS_BYTES + most
+
+    def encode_layer(self, layer: int, step: float, path: Path) -> None:
+        """Write the codes of a layer, or of what is outside, whose number is that after the last."""
+        codes = self._outside_codes(step) if layer == self.model.layers else self._layer_codes(layer, step)
+        write_ready(path, codes)
+
+    def _settled(self, attempt: int, goal: float) -> float:
+        """Return the step of an attempt; the first one is corrected by what the layer in the middle takes."""
+        if not self._passes.file("step", attempt).exists():
+            step, middle = self._step(goal), self.model.layers // 2
+            tried = self._layer_codes(middle, step)
+            if taken := sum(8.0 * part.nbytes for codes, _ in tried.values() for part in codes.parts):
+                step = self._step(goal * self._expected_bits(step, middle) / taken)
+            self._passes.save("step", attempt, {"step": np.array(step)})
+        return float(load_file(self._passes.file("step", attempt))["step"])
+
+    def _layer_codes(self, layer: int, step: float) -> Codes:
+        known = load_file(self._passes.file("statistics", layer))
+        labels, pooled = (
+            {key.rpartition(":")[0] for key in known if key.endswith(end)} for end in (":energies", ":pooled")
+        )
+        codes = Codes()
+
+        def encode(seen: LayerStatistics[InputMoments]) -> None:
+            parameters, encoded = self.model.parameters_of(layer), dict[str, EncodedMatrix]()
+            for weights, read in self._inputs(layer, seen, labels - pooled, pooled):
+                inputs = factors_of(read.mean(), float(known[f"{weights[0].label}:damping"]))
+                for weight in weights:
+                    along_rows = seen.along_rows(weight.place.matrix.parameter)
+                    values = weight.values(parameters, along_rows=along_rows)
+                    encoded[weight.label] = self._encoded(weight, values, inputs, known, step)
+            for name, group in itertools.groupby(self.weights.get(layer, ()), lambda weight: weight.name):
+                weights = list(group)
+                if all(weight.label in encoded for weight in weights):
+                    transposed = seen.along_rows(weights[0].place.matrix.parameter) == weights[0].transposed
+                    parts = [encoded.pop(weight.label) for weight in weights]
+                    codes[name] = together(parts, is_stack=weights[0].number is not None, transposed=transposed)
+
+        self._passes.forward(layer, lambda: self._statistics(layer), encode)
+        return codes
+
+    def _outside_codes(self, step: float) -> Codes:
+        known = load_file(self._passes.file("statistics", self.model.layers))
+        codes = Codes()
+        with self.model.loaded(OUTSIDE):
+            parameters = self.model.parameters_of(OUTSIDE)
+            for weight in self.weights.get(OUTSIDE, ()):
+                if moments := moments_of(weight.label, known):
+                    inputs = factors_of(moments, float(known[f"{weight.label}:damping"]))
+                    encoded = self._encoded(weight, weight.values(parameters), inputs, known, step)
+                    codes[weight.name] = together([encoded], is_stack=False, transposed=weight.transposed)
+        return codes
+
+    def _encoded(
+        self,
+        weight: CalibratedWeight,
+        values: Floats,
+        inputs: InputFactors,
+        known: Mapping[str, npt.NDArray[Any]],
+        step: float,
+    ) -> EncodedMatrix:
+        """Encode a weight [N, K]. known: of its layer. step: of the model"""
+        codes, measured = encode_columns(
+            values,
+            inputs,
+            gradients=known[f"{weight.label}:gradients"],
+            step=self._step_of(weight.name, step),
+            states=self.states,
+            threads=self.threads,
+        )
+        return EncodedMatrix(codes, measured, float(known[f"{weight.label}:energy"]))
+
+
+def _nothing() -> None:
+    """Check nothing: the driver does."""
+
+
+def _unseen(done: int, total: int, what: str) -> None:
+    """Show no progress: the driver counts layers."""
+
+
+def _step_for(bits: Callable[[float], float], wanted: float) -> float:
+    """Return the step at which something is expected to take so many bits."""
+    low, high = -100.0, 100.0  # log2 of the step
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if bits(2.0**middle) > wanted else (low, middle)
+    return float(2.0**high)

@@ -1,0 +1,198 @@
+"""The sample of tokens from which a calibration learns: drawn from the model itself, or cut from a text."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+from torch import Tensor
+
+from pqweights import __version__
+from pqweights.calibrate.contents import Contents
+from pqweights.calibrate.layer_passes import save_whole
+from pqweights.calibrate.sample_text import is_data_set, sample_text
+from pqweights.checkpoint.readers import PlainTensor, element_count
+from pqweights.checkpoint.source import Checkpoint, described_folder
+from pqweights.common.threads import slow_step, told_steps
+from pqweights.convert.task import RunOptions
+from pqweights.errors import EvaluationError
+from pqweights.planning.options import MIXTURE, SELF, QuantizeOptions
+from pqweights.planning.recipe import load_recipe
+from pqweights.runtime.folders import read_folder
+from pqweights.runtime.models import check_loaded
+from pqweights.runtime.packages import Refused, quiet
+from pqweights.runtime.texts import check_vocabulary, encode, has_tokenizer, with_bos
+from pqweights.targets.master import quantize
+
+# Tokens of a window of the sample, unless the model takes fewer.
+WINDOW = 256
+DRAWING = "drawing the sample"  # as users are told
+FEWEST_TOKENS = 2048
+SEED = 0
+# A model whose weights take more bytes in float32 is sampled from packed, from a draft master; so is one that is
+# already quantized or pickled, which transformers may not compute as it is.
+MOST_IN_MEMORY = 4_000_000_000
+DRAFT_RECIPE = "t4"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOf:
+    """A sample that is wanted of a model.
+
+    source: the folder of the model
+    checkpoint: it, opened
+    text: SELF for tokens that the model draws; or what sample_text takes
+    tokens: how many
+    allow_pickle, leave_out: as in QuantizeOptions
+    """
+
+    source: Path
+    checkpoint: Checkpoint
+    text: str
+    tokens: int
+    allow_pickle: bool = False
+    leave_out: Sequence[str] = ()
+
+    @staticmethod
+    def of(source: Path, checkpoint: Checkpoint, text: str, asked: QuantizeOptions) -> SampleOf:
+        """Return the sample that options ask for."""
+        return SampleOf(
+            source=source,
+            checkpoint=checkpoint,
+            text=text,
+            tokens=asked.calibration_tokens,
+            allow_pickle=asked.allow_pickle,
+            leave_out=asked.leave_out,
+        )
+
+    @functools.cached_property
+    def words(self) -> str:
+        """The text. Raises EvaluationError if it cannot be read."""
+        return sample_text(self.text, self.tokens)
+
+    @property
+    def kind(self) -> str:
+        """SELF, MIXTURE, the name of a data set, or "text" for files."""
+        return self.text if self.text in (SELF, MIXTURE) or is_data_set(self.text) else "text"
+
+    @property
+    def digest(self) -> str:
+        """SELF, or the hash of the text. Raises EvaluationError for a text that cannot be read."""
+        return SELF if self.text == SELF else hashlib.sha256(self.words.encode()).hexdigest()
+
+    @functools.cached_property
+    def contents(self) -> Contents:
+        """What the model was when this was first asked. Raises SourceError if it cannot be read."""
+        return Contents(self.checkpoint)
+
+    def check_source(self) -> None:
+        """Raise SourceChangedError if the model is no longer what it was: nothing learned since may be kept."""
+        self.contents.check()
+
+    @property
+    def stated(self) -> list[Any]:
+        """Everything on which it, and the model that reads it, depend. Raises EvaluationError for a wrong text."""
+        digest = self.digest  # first, because a wrong text is found in no time
+        return [__version__, sorted(self.contents.digests.items()), digest, self.tokens, WINDOW, SEED]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The windows, and the tokens of each; a short text has fewer windows."""
+        size = min(WINDOW, read_folder(described_folder(self.checkpoint, self.source)).context or WINDOW)
+        return max(1, self.tokens // size), size
+
+    def ids(self, work: Path, threads: int) -> Tensor:
+        """Return the token ids, [windows, tokens]; they are kept in a folder, so that no other is drawn."""
+        file = work / "sample.safetensors"
+        if not file.exists():
+            windows, size = self.shape
+            ids = (
+                self._drawn(work, (windows, size), threads).numpy()
+                if self.text == SELF
+                else _cut(described_folder(self.checkpoint, self.source), self.words, windows, size)
+            )
+            self.check_source()
+            save_whole(file, {"ids": ids})
+        return torch.from_numpy(load_file(file)["ids"])
+
+    def _drawn(self, work: Path, shape: tuple[int, int], threads: int) -> Tensor:
+        """Draw the sample from the model, or from a draft master of it that stays packed. shape: windows, and tokens"""
+        from pqweights.runtime.loading.transformers import load
+
+        is_large = 4 * sum(element_count(tensor) for tensor in self.checkpoint.tensors) > MOST_IN_MEMORY
+        is_master = self.checkpoint.is_master
+        is_quantized = not all(isinstance(tensor, PlainTensor) for tensor in self.checkpoint.tensors)
+        with_draft = not is_master and (is_large or is_quantized or self.allow_pickle)
+        packed = with_draft or (is_master and is_large)
+        options: dict[str, Any] = {"packed": True, "dtype": "bfloat16"} if packed else {"dtype": "float32"}
+        folder = work / "draft" if with_draft else self.source
+        with slow_step(DRAWING):
+            if with_draft:
+                opened = QuantizeOptions(allow_pickle=self.allow_pickle, leave_out=self.leave_out)
+                run = RunOptions(threads=threads, overwrite=True)  # what lies there is of this content
+                quantize(self.source, folder, load_recipe(DRAFT_RECIPE), options=opened, run=run)
+            with Refused(f"{self.source}: transformers cannot run this model"), quiet():
+                loaded = load(folder, **options)
+            model = loaded.model.eval()
+            unexpected = [name for name in loaded.unexpected if name not in self.checkpoint.left_out_tensors]
+            check_loaded(folder, type(model).__name__, missing=loaded.missing, unexpected=unexpected)
+            ids = draw(model, windows=shape[0], tokens=shape[1], first=first_token(model), seed=SEED)
+        shutil.rmtree(work / "draft", ignore_errors=True)
+        return ids
+
+
+def _cut(source: Path, text: str, windows: int, size: int) -> Any:
+    """Cut the first windows of a text. Raises EvaluationError for a text that is too short."""
+    if not has_tokenizer(source):
+        raise EvaluationError(f"{source}: expected a tokenizer to read the text with, found none; put its files there")
+    encoded = encode(source, text, windows * size, bos=True)
+    check_vocabulary(read_folder(source), *encoded)
+    count = len(encoded.ids) // size
+    if count * size < FEWEST_TOKENS:
+        raise EvaluationError(
+            f"the text: expected at least {FEWEST_TOKENS} tokens to calibrate on, found {len(encoded.ids)}; give a "
+            "longer text, self or mixture"
+        )
+    pieces = encoded.ids[: count * size].reshape(count, size)
+    return np.stack([with_bos(piece, encoded.bos) for piece in pieces])
+
+
+def draw(model: Any, *, windows: int, tokens: int, first: int, seed: int) -> Tensor:
+    """Draw token ids [windows, tokens] from a causal language model, at temperature 1.
+
+    first: the token with which each window begins
+    """
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.full((windows, 1), first)
+    cache = None
+    with torch.inference_mode():
+        for _ in told_steps(range(1, tokens), DRAWING, "tokens", each=windows):
+            output = model(ids[:, -1:], past_key_values=cache, use_cache=True)
+            cache = getattr(output, "past_key_values", None)
+            if cache is None:
+                raise EvaluationError("the sample: the model keeps no cache of what it read; give a text, or mixture")
+            logits = output.logits[:, -1].float()
+            if not bool(logits.isfinite().all()):
+                raise EvaluationError("the sample: the model's logits are not finite, so its weights are broken")
+            ids = torch.cat([ids, torch.multinomial(torch.softmax(logits, -1), 1, generator=random)], dim=1)
+    return ids
+
+
+def first_token(model: Any) -> int:
+    """Return the token with which texts of a model begin. Raises EvaluationError if it has none."""
+    configs = (model.config.get_text_config(), model.generation_config)
+    for name in ("bos_token_id", "eos_token_id"):
+        for config in configs:
+            token = getattr(config, name, None)
+            token = token[0] if isinstance(token, list) and token else token
+            if isinstance(token, int):
+                return token
+    raise EvaluationError("the sample: the model states no token with which a text begins; give a text, or mixture")

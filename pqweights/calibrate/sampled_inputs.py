@@ -1,0 +1,191 @@
+"""The inputs of the weights of a model, from a sample that goes through it layer by layer.
+
+The first pass keeps the mean squares of all inputs, which are small. Moments are as large as the weights, so they are
+kept of one layer at a time: which a layer read lies on the disk, and it is computed again when its moments are wanted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from pqweights.calibrate.collecting import VectorInputs, check_windows
+from pqweights.calibrate.finished import finished_manifest
+from pqweights.calibrate.layer_passes import LayerPasses
+from pqweights.calibrate.layer_statistics import LayerStatistics, weight_inputs
+from pqweights.calibrate.layered import OUTSIDE, LayeredModel, ModelMatrix
+from pqweights.calibrate.sample import SampleOf
+from pqweights.calibrate.sensitivity import block_sizes, measure
+from pqweights.calibrate.work_folder import check_space, folder_beside, worked_on_in
+from pqweights.checkpoint.gguf.file import is_gguf
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.writer import write_whole
+from pqweights.common.documents import as_json
+from pqweights.common.threads import Progress, slow_step, told_steps
+from pqweights.errors import SourceError
+from pqweights.planning.calibration import states_bytes
+from pqweights.planning.choice import DEFAULT_RECIPE
+from pqweights.planning.inputs import InputVector, WeightInputs
+from pqweights.planning.options import SampleOptions
+from pqweights.planning.recipe import load_recipe
+from pqweights.planning.sensitivity import Sensitivity
+from pqweights.storage import Store
+
+Floats = npt.NDArray[np.float32]
+
+# The rows that are held back of each vector.
+HELD_BACK_ROWS = 512
+KEY = "inputs"
+READING = "reading the sample"  # as users are told
+
+
+@contextmanager
+def inputs_of(
+    source: Path, checkpoint: Checkpoint, out: Store, asked: SampleOptions, threads: int
+) -> Iterator[SampledInputs]:
+    """Yield the inputs of the weights of a checkpoint, on a sample that is taken when they are first needed.
+
+    source: its local folder
+    out: the result for which they are wanted, beside which what was found is kept until it is there
+
+    Raises SourceError, EvaluationError, OutputError.
+    """
+    if not source.is_dir() and not is_gguf(source):
+        raise SourceError(f"{source}: expected the folder of a model for `calibrate`, found a file")
+    text = str(asked.calibrate)
+    sample = SampleOf(source=source, checkpoint=checkpoint, text=text, tokens=asked.calibration_tokens)
+    check_windows(*sample.shape)
+    key = hashlib.sha256(json.dumps(sample.stated).encode()).hexdigest()
+    with worked_on_in(folder_beside(out), out, key, threads, sample.contents.is_same) as work:
+        yield SampledInputs(sample=sample, work=work, identity=key, threads=threads)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampledInputs:
+    """What a sample says of the inputs of weights, which exports ask for as KnownInputs.
+
+    sample: of which model, and which
+    work: a folder for what lies on the disk
+    identity: a digest of all that
+    threads: how many compute
+    """
+
+    sample: SampleOf
+    work: Path
+    identity: str
+    threads: int
+    vectors: list[InputVector] = field(default_factory=list)
+    weights: dict[str, WeightInputs] = field(default_factory=dict)
+    _squares: list[Floats] = field(default_factory=list)
+    _layers: list[int] = field(default_factory=list)  # of each vector
+    _at_hand: dict[int, VectorInputs] = field(default_factory=dict)  # the vectors of one layer
+
+    @cached_property
+    def _passes(self) -> LayerPasses:
+        model = LayeredModel(self.sample.checkpoint, self.sample.source, remedy="export it without `calibrate`")
+        ids = self.sample.ids(self.work, self.threads)
+        check_windows(*ids.shape)
+        check_space(self.work, states_bytes(self.sample.checkpoint.config, ids.numel()), {})
+        check = self.check_source
+        return LayerPasses(model=model, ids=ids, work=self.work, batch_tokens=ids.shape[1], check=check)
+
+    def check_source(self) -> None:
+        """Raise SourceChangedError if the model is no longer what it was."""
+        self.sample.check_source()
+
+    def prepare(self, progress: Progress) -> None:
+        """Have the model read the sample, unless it has."""
+        if self.vectors:
+            return
+        passes = self._passes
+        steps = passes.model.layers + 1
+        with slow_step(READING):  # `progress` counts the bytes of the result
+            for layer in told_steps(range(steps), READING, "layers"):
+                if not passes.file(KEY, layer).exists():
+                    self._run(layer, partial(self._write, layer), with_moments=False)
+                self._read(layer)
+
+    def sensitivity(self, out: Store, *, overwrite: bool) -> Sensitivity:
+        """Measure how much the loss rises with errors of each weight, or read what a finished result says of it."""
+        manifest = finished_manifest(out, overwrite=overwrite)
+        stated = None if manifest is None else manifest.identity.made_by.get("sensitivity")
+        if isinstance(stated, dict) and stated.get("identity") == self.identity:
+            return Sensitivity.read(stated)
+        sizes = block_sizes(self.sample.checkpoint, load_recipe(DEFAULT_RECIPE))
+        with slow_step(READING):
+            found = measure(self.sample, self.work, sizes, threads=self.threads, progress=lambda *_: None)
+        return replace(found, method=found.method | {"identity": self.identity})
+
+    def mean_squares(self, vector: int) -> Floats:
+        """Return the mean square of each channel of a vector, [K]."""
+        return self._squares[vector]
+
+    def moments(self, vector: int) -> tuple[Floats, Floats]:
+        """Return the means of x x' over the inputs x of a vector, [K, K], and the rows that were held back, [n, K]."""
+        if vector not in self._at_hand:
+            self._at_hand.clear()
+            layer = self._layers[vector]
+            self._run(layer, partial(self._keep, self._layers.index(layer)), with_moments=True)
+        inputs = self._at_hand[vector]
+        return inputs.moments(), inputs.held_back.rows
+
+    def _run(self, layer: int, keep: Callable[[LayerStatistics[VectorInputs]], None], *, with_moments: bool) -> None:
+        """Compute a layer, or what comes after the last, and look at its inputs."""
+        passes, is_head = self._passes, layer == self._passes.model.layers
+
+        def watch() -> LayerStatistics[VectorInputs]:
+            named = passes.model.parameters_of(OUTSIDE if is_head else layer)
+            matrices = {name: parameter for name, parameter in named.items() if parameter.ndim in (2, 3)}
+            return LayerStatistics(matrices, partial(VectorInputs, held_back=HELD_BACK_ROWS, with_moments=with_moments))
+
+        if is_head:
+            passes.head(watch, keep)
+        else:
+            passes.forward(layer, watch, keep)
+
+    def _keep(self, first: int, seen: LayerStatistics[VectorInputs]) -> None:
+        """Have the moments of a layer at hand. first: the number of its first vector"""
+        self._at_hand.update(enumerate((inputs for _, inputs in seen.inputs()), first))
+
+    def _write(self, layer: int, seen: LayerStatistics[VectorInputs]) -> None:
+        """Write what is known of the vectors of a layer, numbered from 0 on, and what its weights read."""
+        model, passes = self._passes.model, self._passes
+        vectors, squares = [], {}
+        number_of: dict[ModelMatrix, int] = {}
+        for number, (matrices, inputs) in enumerate(seen.inputs()):
+            number_of |= dict.fromkeys(matrices, number)
+            vectors.append(as_json(inputs.about))
+            squares[f"{number}"] = inputs.mean_squares()
+            if not np.isfinite(squares[f"{number}"]).all():
+                raise SourceError(f"the inputs of {matrices[0].parameter} are not finite, or too large")
+        weights = {}
+        for tensor in model.tensors_of(OUTSIDE if layer == model.layers else layer):
+            reads = weight_inputs(model.matrices_of(tensor.name), number_of, seen.products)
+            if reads is not None:
+                weights[tensor.name] = as_json(reads)
+        described = json.dumps({"vectors": vectors, "weights": weights})
+        path = passes.file(KEY, layer)
+        self.check_source()
+        write_whole(path.parent, path, [save(squares, {KEY: described})])
+
+    def _read(self, layer: int) -> None:
+        """Take up what was written of a layer."""
+        first = len(self.vectors)
+        with safe_open(self._passes.file(KEY, layer), "numpy") as stored:
+            described = json.loads(stored.metadata()[KEY])
+            self._squares.extend(stored.get_tensor(f"{number}") for number in range(len(described["vectors"])))
+        self.vectors.extend(InputVector(**vector) for vector in described["vectors"])
+        self._layers.extend([layer] * len(described["vectors"]))
+        for name, reads in described["weights"].items():
+            read = tuple(None if number is None else first + number for number in reads["vectors"])
+            self.weights[name] = WeightInputs(vectors=read, transposed=reads["transposed"])

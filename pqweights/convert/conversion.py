@@ -1,0 +1,204 @@
+"""A conversion: one result of a checkpoint, planned to the byte, which quantizing and every export hand to convert."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pqweights.checkpoint.config import original_of
+from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import Storage
+from pqweights.checkpoint.writer import DiskNeed
+from pqweights.common.threads import Progress
+from pqweights.convert.identity import Journal, RunIdentity, RunStatement, key_of
+from pqweights.convert.jobs import Job
+from pqweights.convert.records import TensorRecord
+from pqweights.errors import SourceError
+from pqweights.planning.fit import Fit
+from pqweights.planning.plan import Container, Plan, ShardPlan, TensorPlan, in_making_order
+
+# What manifests call the two kinds of results.
+MASTER, EXPORT = "master", "export"
+# Names of files, and functions that return their content once the tensors are written.
+SmallFiles = Mapping[str, Callable[[], bytes]]
+Config = Callable[[Checkpoint, Sequence[TensorPlan], Sequence[TensorRecord]], dict[str, Any]]
+
+
+def no_files(shards: Sequence[ShardPlan]) -> SmallFiles:
+    """Return nothing: a result has no files but those that are copied, and its configuration."""
+    return {}
+
+
+def nothing_to_learn(progress: Progress) -> None:
+    """Do nothing: the tensors say all that is needed."""
+
+
+def accept_any(planned: TensorPlan, record: TensorRecord) -> None:
+    """Accept every tensor."""
+
+
+def _no_warnings(records: Sequence[TensorRecord]) -> tuple[str, ...]:
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Conversion:
+    """What becomes of a checkpoint, and how. It may be pickled.
+
+    kind: what manifests call the result: MASTER or EXPORT
+    made_by: what they say of how it is made: a recipe, or a target with its options; equal ones turn the same plan into
+        the same bytes (identity.py)
+    checkpoint: what is read, with the tensors as the result holds them
+    plan: every name, shape, dtype, byte and file of the result
+    encode: returns the first pass over a tensor of the plan
+    config: returns the config.json of the finished result; None for a result without one
+    small_files: returns the other files that are made, given those of the plan
+    reads: what is read besides the checkpoint, by the option that names it
+    learn: reads what must be known before the first tensor is encoded
+    accept: raises an error for a finished tensor that the user asked to refuse
+    warnings: returns what the user should know of the result, a sentence each, given what was measured
+    fit: how bit widths were chosen, if they were
+    found: what else its report says, by key
+    memory_bytes: what it holds in memory, whatever the number of threads
+    disk_bytes: what waits on the disk beside the result: what comes by columns, of the largest weights
+    model, master: what the result descends from, see RunIdentity
+    """
+
+    kind: str
+    made_by: dict[str, Any]
+    checkpoint: Checkpoint
+    plan: Plan
+    encode: Callable[[TensorPlan, LogicalTensor], Job]
+    config: Config | None
+    small_files: Callable[[Sequence[ShardPlan]], SmallFiles] = no_files
+    reads: Mapping[str, Checkpoint] = field(default_factory=dict)
+    learn: Callable[[Progress], None] = nothing_to_learn
+    accept: Callable[[TensorPlan, TensorRecord], None] = accept_any
+    warnings: Callable[[Sequence[TensorRecord]], tuple[str, ...]] = _no_warnings
+    fit: Fit | None = None
+    found: Mapping[str, Any] = field(default_factory=dict)
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    model: dict[str, Any] = field(default_factory=dict)
+    master: dict[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def identity(self) -> RunIdentity:
+        """What makes another run the same as this one."""
+        plan = self.plan
+        return RunIdentity(
+            kind=self.kind,
+            made_by=self.made_by,
+            source_bytes=plan.source_bytes,
+            max_shard_bytes=plan.max_shard_bytes,
+            tensors=plan.tensors,
+            origin=self.checkpoint.storage.origin,
+            metadata=plan.container.metadata,
+            container=plan.container.to_json(),
+            left_out=plan.left_out_tensors,
+            remarks=plan.remarks,
+            model=self.model,
+            master=self.master,
+        )
+
+    @functools.cached_property
+    def statement(self) -> RunStatement:
+        """The files that a run reads and writes, for its journal."""
+        plan, identity, storage = self.plan, self.identity, self.checkpoint.storage
+        others = [name for name in (CONFIG_FILE, CARD_FILE) if name in storage.files()]
+        made_of = _states(storage, [*self.checkpoint.weight_files, *others])
+        for option, other in self.reads.items():
+            made_of |= _states(other.storage, other.weight_files, f"{option} ")
+        work, origin = identity.digest(), identity.origin
+        written = [*(shard.file for shard in plan.shards), *plan.companions, *self.small_files(plan.shards)]
+        written += [] if plan.container.index_file is None else [plan.container.index_file]
+        written += [MANIFEST_FILE] if self.config is None else [CONFIG_FILE, MANIFEST_FILE]
+        journal = Journal(
+            work=work,
+            origin=origin,
+            source=made_of | _states(storage, plan.companions),
+            outputs=tuple(written),
+            replaces=(),
+            kind=identity.kind,
+            target=str(identity.made_by.get("target", "")),
+        )
+        shards = {shard.file: shard.file_bytes for shard in plan.shards}
+        return RunStatement(journal=journal, shards=shards, key=key_of(work, origin, made_of))
+
+    @property
+    def in_making_order(self) -> list[LogicalTensor]:
+        """The tensors that are read, in order; of a result with several files of each perhaps several times."""
+        return [self.checkpoint.tensors[place] for place in in_making_order(self.plan.shards)]
+
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """Everything that is read."""
+        return (self.checkpoint, *self.reads.values())
+
+    def source_bytes(self, place: int) -> int:
+        """Return how many bytes of the source a tensor of the plan is made of."""
+        return sum(part.byte_count for part in self.checkpoint.tensors[place].parts)
+
+    def finish_checks(self) -> None:
+        """Check what was read in part of everything that is checked. Raises MasterError if something is damaged."""
+        for checkpoint in self.checkpoints:
+            checkpoint.finish_checks()
+
+    @property
+    def fetch_needs(self) -> list[DiskNeed]:
+        """What fetching files takes on disks of this machine, besides what is fetched into the work folder."""
+        needs = (each.storage.disk_need(each.weight_files) for each in self.checkpoints)
+        return [need for need in needs if need is not None]
+
+    def check_sources(self) -> None:
+        """Raise SourceChangedError if a file of any checkpoint that is read is not what it was when it was opened."""
+        for each in self.checkpoints:
+            each.check_unchanged()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far from all checkpoints."""
+        return sum(each.storage.bytes_read for each in self.checkpoints)
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    tensors: Sequence[TensorPlan],
+    container: Container,
+    max_shard_bytes: int,
+    left_out: Mapping[str, str] = {},
+) -> Plan:
+    """Return the plan of a result from what becomes of each tensor of a checkpoint.
+
+    left_out: the tensors that the result cannot hold, each with the reason
+
+    Raises SourceError for a name that two tensors of the result would have.
+    """
+    names = [spec.name for tensor in tensors for spec in tensor.stored]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SourceError(f"tensor {twice!r}: two tensors of the output would have this name")
+    files = checkpoint.storage.files()
+    plan = Plan(
+        tensors=tuple(tensors),
+        shards=container.shards(tensors, max_shard_bytes),
+        companions=checkpoint.companions,
+        left_out=checkpoint.left_out,
+        left_out_tensors=checkpoint.left_out_tensors | dict(left_out),
+        container=container,
+        source_bytes=checkpoint.weight_file_bytes,
+        companion_bytes=sum(files[name].byte_count for name in checkpoint.companions),
+        max_shard_bytes=max_shard_bytes,
+        remarks=(*checkpoint.remarks, *(pair.seems for pair in checkpoint.unproven)),
+    )
+    return replace(plan, original=original_of(checkpoint.storage)) if plan.already_quantized else plan
+
+
+def _states(storage: Storage, names: Iterable[str], before: str = "") -> dict[str, tuple[int, int]]:
+    """Return size and stamp of files by name. before: what messages say before each name"""
+    states = storage.files()
+    return {f"{before}{name}": (states[name].byte_count, states[name].stamp) for name in names}

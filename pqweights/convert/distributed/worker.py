@@ -1,0 +1,199 @@
+"""What runs on the nodes of a cluster: a look around, then tasks. Nothing but `remote_call` knows of Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pqweights import __version__
+from pqweights.checkpoint.writer import free_bytes
+from pqweights.convert.conversion import Conversion
+from pqweights.convert.finished_shards import FinishedShards, ShardMark
+from pqweights.convert.identity import SAME_BYTES_SINCE
+from pqweights.convert.shard import SourceFiles, Workers, make_shards
+from pqweights.convert.task import ClusterWork
+from pqweights.errors import ClusterError, PqweightsError
+from pqweights.planning.plan import ShardPlan
+
+# How late a file server may show what another machine has written.
+APPEAR_SECONDS = 5.0
+# What must be the same on all nodes. (Ray compares the versions of Python and of itself when a node joins.)
+VERSIONS = (__version__, SAME_BYTES_SINCE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardWork(ClusterWork):
+    """The shards of a run, of which a task makes a group.
+
+    shards: the finished shards of the run, to which a task adds some
+    groups: those that are missing, in the groups in which they are made
+    threads: how many threads compute
+    """
+
+    conversion: Conversion
+    shards: FinishedShards
+    groups: Sequence[Sequence[ShardPlan]]
+    threads: int
+
+    def make(self, number: int) -> ShardResult:
+        """Make the group with a number."""
+        return _made(self, number)
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """Shards that a task has made, by name. bytes_read: from all checkpoints, meanwhile."""
+
+    marks: Mapping[str, ShardMark]
+    bytes_read: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a task has returned."""
+
+    result: Any
+
+
+# What a node is asked: to say what keeps it from so many tasks at once; to do the task with a number; or to remove
+# what processes that are gone left in its scratch folder. An answer in words says why not.
+LOOK, MAKE, TIDY = "look", "make", "tidy"
+Answer = str | PqweightsError | Done | None
+
+
+def remote_call() -> Callable[..., tuple[str, Answer]]:
+    """Return a function that is sent as it is, because another pqweights may be on a node, or none.
+
+    It is called with the VERSIONS of the driver and the parameters of `answer`, and returns its node with the answer.
+    """
+
+    def call(versions: tuple[str, str], asked: str, pickled: bytes, number: int) -> tuple[str, Any]:
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        remedy = f"run pip install 'pqweights=={versions[0]}' there"
+        try:
+            import pqweights
+            from pqweights.convert.identity import SAME_BYTES_SINCE
+        except ImportError as error:
+            return node, f"has no pqweights ({error}); {remedy}"
+        if (pqweights.__version__, SAME_BYTES_SINCE) != versions:
+            return node, f"has pqweights {pqweights.__version__}, the driver has {versions[0]}; {remedy}"
+        from pqweights.convert.distributed import worker
+
+        return node, worker.answer(asked, pickled, number)
+
+    return call
+
+
+def answer(asked: str, pickled: bytes, number: int) -> Answer:
+    """Do what is asked of a node; what is wrong is returned, as an error that the driver raises.
+
+    pickled: the ClusterWork
+    number: see LOOK
+    """
+    try:
+        return ANSWERS[asked](pickled, number)
+    except PqweightsError as error:
+        return error
+    except ModuleNotFoundError as error:
+        return ClusterError(f"lacks a Python module that the run needs ({error}); install it there")
+    except OSError as error:
+        return ClusterError(f"{error.filename or 'a file'}: {error.strerror or error}")
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(pickled: bytes) -> tuple[ClusterWork, str | None]:
+    """Return what the tasks that one process does have in common, and what keeps the node from doing them."""
+    work: ClusterWork = pickle.loads(pickled)
+    with contextlib.suppress(OSError):  # a node without this folder may see all that it needs
+        os.chdir(work.folder)
+    return work, _problem(work)
+
+
+def _problem(work: ClusterWork) -> str | None:
+    """Say what a node does not see that it must, and what to do; None if it sees everything."""
+    if work.shared is not None and not _appears(work.shared):
+        elsewhere = ", or an address such as s3://BUCKET/NAME" if isinstance(work, ShardWork) else ""
+        return f"does not see what the driver writes into {work.out}; choose a folder that all nodes share{elsewhere}"
+    for path, size in work.files:
+        if not path.is_file() or path.stat().st_size != size:
+            return (
+                f"does not see {path} as the driver does; give a source that all nodes reach by the same path, or an "
+                "address such as s3://BUCKET/NAME"
+            )
+    return None
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there, or comes soon: file servers show new files late."""
+    until = time.monotonic() + APPEAR_SECONDS
+    while not path.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _look(pickled: bytes, tasks_at_once: int) -> str | None:
+    work, problem = _opened(pickled)
+    if problem is not None or not work.room:
+        return problem
+    assert isinstance(work, ShardWork)
+    scratch, needed = work.shards.store.work.parent, work.room * tasks_at_once
+    if (free := free_bytes(scratch)) >= needed:
+        return None
+    return (
+        f"has {free} bytes free in {scratch}, but its tasks may need {needed}; free some space, set "
+        "PQWEIGHTS_SCRATCH to a folder on another disk, or pass a smaller `max_shard_size`"
+    )
+
+
+def _make(pickled: bytes, number: int) -> str | Done:
+    work, problem = _opened(pickled)  # of a node that has joined after the others were asked
+    return Done(work.make(number)) if problem is None else problem
+
+
+def _made(work: ShardWork, number: int) -> ShardResult:
+    conversion, store, group = work.conversion, work.shards.store, work.groups[number]
+    read_before, folder = conversion.bytes_read, store.work / work.shards.key
+    if store.is_elsewhere:
+        folder.mkdir(parents=True, exist_ok=True)
+    paths, workers = [work.shards.new_path(shard.file) for shard in group], Workers(work.threads)
+    # A folder of its own: other tasks on this node may fetch the same files.
+    with tempfile.TemporaryDirectory(prefix="fetched-", dir=folder, ignore_cleanup_errors=True) as fetched:
+        try:
+            conversion.learn(_ignore)
+            files = SourceFiles(conversion, group)
+            with conversion.checkpoint.storage.fetching(Path(fetched), files.needed):
+                marks = make_shards(conversion, group, paths, workers, files, _ignore)
+            conversion.finish_checks()
+            for shard, path, mark in zip(group, paths, marks, strict=True):
+                work.shards.add(shard.file, path, mark, lambda: False)
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+            workers.close()
+    made = {shard.file: mark for shard, mark in zip(group, marks, strict=True)}
+    return ShardResult(made, conversion.bytes_read - read_before)
+
+
+def _ignore(done: int, total: int, name: str) -> None:
+    """Show no progress: the driver counts shards."""
+
+
+def _tidy(pickled: bytes, number: int) -> None:
+    work = _opened(pickled)[0]
+    assert isinstance(work, ShardWork)
+    work.shards.store.tidy(lambda: True)
+
+
+ANSWERS: Mapping[str, Callable[[bytes, int], Answer]] = {LOOK: _look, MAKE: _make, TIDY: _tidy}

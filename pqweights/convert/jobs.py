@@ -1,0 +1,244 @@
+"""The work on one tensor, cut into chunks of whole blocks that run in any thread and are collected in order.
+
+`Job` is the interface that shard.py knows. `CopyJob` stores a tensor as it is or in another dtype. `EncodeJob` encodes
+a weight, in one or more passes over its chunks, until its coder is satisfied.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from pqweights.checkpoint.names import awq_name
+from pqweights.checkpoint.readers import LogicalTensor, element_count, multiply_scales, whole_blocks
+from pqweights.checkpoint.source import find_non_finite
+from pqweights.common.dtypes import DTYPE_BITS, item_bytes, to_float32
+from pqweights.common.strict_json import rounded
+from pqweights.convert.records import TensorRecord
+from pqweights.errors import SourceError
+from pqweights.formats.protocol import VALUE_DTYPES, Bytes, Measures, Part, PassResult, State
+from pqweights.formats.weight import PassTotals, block_count, encode_chunk
+from pqweights.kernels.workers import scratch
+from pqweights.planning.plan import TensorPlan, coder_of
+
+# 2**20 weights are 2 MiB of BF16: few enough for the caches, and enough that the cost of a chunk does not show.
+CHUNK_WEIGHTS = 1 << 20
+COPY_MARGIN = 1 << 12
+
+
+class Sink(Protocol):
+    """Where a job's output goes."""
+
+    def memory(self, purpose: str, stored_name: str, offset: int, byte_count: int) -> Bytes:
+        """Return memory from which `write` of the same place makes no copy, contents undefined.
+
+        It is valid until the thread asks for the same purpose again.
+        """
+        ...
+
+    def write(self, stored_name: str, offset: int, data: Bytes) -> None:
+        """Write data at `offset` bytes from the start of a stored tensor, in any order and from any thread.
+
+        Each byte is written once. The caller may change `data` afterwards.
+        """
+        ...
+
+    def write_columns(self, stored_name: str, offset: int, data: Bytes) -> None:
+        """Write columns of a stored tensor, [its rows, bytes], at `offset` bytes from the start of each row.
+
+        In any order and from any thread; they are put together to rows when the job is finished.
+        """
+        ...
+
+
+class Job(Protocol):
+    """One pass over one tensor."""
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks; 0 for an empty tensor."""
+        ...
+
+    def run(self, chunk: int, sink: Sink) -> Any:
+        """Read, transform and write one chunk. Called once for each chunk, in any thread."""
+        ...
+
+    def collect(self, result: Any) -> None:
+        """Take what `run` returned. Called in the order of the chunks, in one thread at a time."""
+        ...
+
+    def finish(self, sink: Sink) -> TensorRecord | Job:
+        """Write what is still to be written, and return what was measured, or the next pass over the tensor.
+
+        The record has no digests yet: whoever owns the sink adds them.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadingJob(Job, Protocol):
+    """A pass whose chunks several jobs over the same tensor may read together: `run` writes what `read` returns."""
+
+    @property
+    def reads(self) -> object:
+        """What is equal for jobs that read the same chunks of the same tensor."""
+        ...
+
+    def read(self, chunk: int) -> Any:
+        """Return the values of a chunk, valid until the thread reads the next one."""
+        ...
+
+    def write(self, chunk: int, values: Any, sink: Sink) -> Any:
+        """Transform and write a chunk, given its values, which it does not change; returns what `run` does."""
+        ...
+
+
+class CopyJob:
+    """The job that stores a tensor plainly, in the dtype that the plan gives it."""
+
+    def __init__(self, planned: TensorPlan, tensor: LogicalTensor) -> None:
+        (self._spec,) = planned.stored
+        self._tensor = tensor
+        self._weights = math.prod(self._spec.shape)
+        self._chunk_weights = whole_blocks(tensor, CHUNK_WEIGHTS)
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks."""
+        return -(-self._weights // self._chunk_weights)
+
+    def run(self, chunk: int, sink: Sink) -> None:
+        """Copy one chunk."""
+        start = chunk * self._chunk_weights
+        count = min(self._chunk_weights, self._weights - start)
+        bits = DTYPE_BITS[self._spec.dtype]
+        offset, byte_count = start * bits // 8, count * bits // 8
+        # A few more bytes than needed, in which encoded tensors can decode whole blocks.
+        buffer = sink.memory("copied", self._spec.name, offset, byte_count + COPY_MARGIN)
+        self._tensor.read(start, count, self._spec.dtype, buffer)
+        sink.write(self._spec.name, offset, buffer[:byte_count])
+
+    def collect(self, result: None) -> None:
+        """Do nothing: a copy has no errors."""
+
+    def finish(self, sink: Sink) -> TensorRecord:
+        """Return a record without measures."""
+        return TensorRecord(name=self._spec.name)
+
+
+class EncodeJob:
+    """One pass over one weight."""
+
+    def __init__(
+        self,
+        planned: TensorPlan,
+        tensor: LogicalTensor,
+        *,
+        awq: Bytes | None = None,
+        effort: int | None = None,
+        state: State | None = None,
+        history: tuple[PassResult, ...] = (),
+    ) -> None:
+        """Prepare a pass.
+
+        tensor: where the values are read from
+        awq: the scales [..., K] of its input channels, as bytes of float16; None if it is not scaled
+        effort: the effort of its codec; None for the default
+        state: the state of the pass, by default the coder's first
+        history: the results of earlier passes
+        """
+        self._planned, self._tensor, self._awq, self._effort, self._history = planned, tensor, awq, effort, history
+        self._coder = coder_of(planned, effort)
+        self._dtype = _exact_dtype(tensor, is_scaled=awq is not None)
+        self._state = self._coder.first_state() if state is None else state
+        self._factors = None if awq is None else to_float32(awq, "F16")
+        self._weights = element_count(tensor)
+        block_size = self._coder.block_size
+        self._chunk_weights = max(1, CHUNK_WEIGHTS // block_size) * block_size
+        self._totals = PassTotals(self._state)
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks."""
+        return -(-self._weights // self._chunk_weights)
+
+    def run(self, chunk: int, sink: Sink) -> Measures:
+        """Encode one chunk, and write its parts.
+
+        Raises SourceError if a weight is not finite.
+        """
+        start = chunk * self._chunk_weights
+        count = min(self._chunk_weights, self._weights - start)
+        values = self._read(start, count)
+        if chunk == 0 and self._awq is not None:
+            sink.write(awq_name(self._planned.name), 0, self._awq)
+        first_block = start // self._coder.block_size
+        blocks = block_count(count, self._coder.block_size)
+        parts = tuple(self._memory(part, sink, first_block, blocks) for part in self._coder.parts)
+        measures = encode_chunk(self._coder, values, count, dtype=self._dtype, state=self._state, parts=parts)
+        if measures.first_bad_block >= 0:
+            self._refuse_non_finite(start, count)
+        for part, data in zip(self._coder.parts, parts, strict=True):
+            sink.write(self._planned.name + part.suffix, first_block * part.bytes_per_block, data.reshape(-1))
+        return measures
+
+    def _read(self, start: int, count: int) -> Bytes:
+        """Read elements [start, start + count), scaled if the weight is; the padding to whole blocks is undefined."""
+        dtype = self._dtype
+        whole = block_count(count, self._coder.block_size) * self._coder.block_size
+        values = scratch("weights", whole * item_bytes(dtype))
+        self._tensor.read(start, count, dtype, values)
+        if self._factors is not None:
+            with np.errstate(over="ignore"):  # the encoder reports infinities
+                numbers = values.view(np.float32)[:count]
+                multiply_scales(numbers, self._factors, start=start, shape=self._planned.shape)
+        return values
+
+    def _memory(self, part: Part, sink: Sink, first_block: int, blocks: int) -> Bytes:
+        """Return memory for a part of some blocks: [blocks, bytes per block]."""
+        offset, byte_count = first_block * part.bytes_per_block, blocks * part.bytes_per_block
+        memory = sink.memory(f"encoded{part.suffix}", self._planned.name + part.suffix, offset, byte_count)
+        return memory.reshape(blocks, part.bytes_per_block)
+
+    def _refuse_non_finite(self, start: int, count: int) -> None:
+        """Raise SourceError with the place of the first element of a chunk that is not finite."""
+        at = find_non_finite(self._tensor, start, count)
+        if at < 0:
+            raise SourceError(
+                f"tensor {self._tensor.name!r}: multiplied by the scales of its input channels, it leaves the range of "
+                "float32; quantize it without `awq`, or keep it with a rule"
+            )
+        place = [int(i) for i in np.unravel_index(at, self._tensor.shape)]
+        raise SourceError(
+            f"{self._tensor.parts[0].file}: tensor {self._tensor.name!r}: expected finite weights, found a NaN or an "
+            f"infinity at {place}; keep the tensor with a rule (name: {self._tensor.name!r}, keep: true) or repair the "
+            "checkpoint"
+        )
+
+    def collect(self, result: Measures) -> None:
+        """Add up what was measured of a chunk."""
+        self._totals.add(result)
+
+    def finish(self, sink: Sink) -> TensorRecord | Job:
+        """Return the record of the weight, or another pass if the coder asks for one."""
+        history = (*self._history, self._totals.result())
+        following = self._coder.next_state(history)
+        if following is not None:
+            return EncodeJob(
+                self._planned, self._tensor, awq=self._awq, effort=self._effort, state=following, history=history
+            )
+        last = history[-1]
+        return TensorRecord(
+            name=self._planned.name,
+            state=last.state.to_json(),
+            relative_mse=rounded(last.relative_mse),
+            energy=rounded(last.energy),
+        )
+
+
+def _exact_dtype(tensor: LogicalTensor, *, is_scaled: bool) -> str:
+    """Return the dtype in which a weight is read and handed to its coder: its own, if that holds the values."""
+    is_exact = tensor.dtype in VALUE_DTYPES or tensor.dtype == "MXFP4"
+    return tensor.plain_dtype if is_exact and not is_scaled else "F32"

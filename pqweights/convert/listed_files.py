@@ -1,0 +1,207 @@
+"""A finished result and its manifest: whether its files are all there, and reads that check its tensors.
+
+Whether every byte is right is for results/verify.py to tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pqweights.checkpoint.companions import REASONS, is_needed, outside
+from pqweights.checkpoint.digests import REMEDY, CheckedReads
+from pqweights.checkpoint.header import StoredTensor, TensorSpec
+from pqweights.checkpoint.master import Encoding
+from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
+from pqweights.checkpoint.source import Checkpoint, open_folder
+from pqweights.checkpoint.storage import Storage
+from pqweights.checkpoint.unfinished import describe_interrupted, is_interrupted, local_work_folder
+from pqweights.convert.manifest import Manifest, find_manifest, shards_of
+from pqweights.convert.master_config import encodings
+from pqweights.errors import MasterError
+from pqweights.planning.plan import QUANTIZE
+
+SizeOf = Callable[[str], int | None]
+
+NOT_LISTED = "it is not in the manifest of the master"
+GONE = "it was removed from the master"
+UNCHECKED = (
+    f"there is no {MANIFEST_FILE} that can be read, with the hashes of the tensors: their bytes cannot be checked"
+)
+
+
+def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
+    """Open a result of pqweights; its companions are the files that its manifest lists, whatever else lies there.
+
+    The tensors of a master are checked while they are read (Checkpoint.checked).
+
+    Raises MasterError if a listed file is missing, if a file of weights has another size or another header, or if the
+    configuration describes the weights of a master otherwise than the manifest; SourceError as `open_local`. A result
+    without a manifest is opened like any other checkpoint: nothing tells what it should hold.
+    """
+    if manifest is None:
+        return open_folder(storage)
+    for name in storage.links.outside:
+        if name in manifest.files:
+            raise MasterError(f"{storage}: {outside(name)}")
+    for problem in file_problems(storage, manifest):
+        raise MasterError(f"{storage}: {problem}; {REMEDY}")
+    checkpoint = open_folder(storage)
+    if checkpoint.config is not None and checkpoint.is_master:
+        check_config(checkpoint.config["quantization_config"], checkpoint.tensors, manifest)
+        checked_by = checked_reads(storage, checkpoint.stored, manifest)
+        tensors = tuple(checked(tensor, checked_by) for tensor in checkpoint.tensors)
+        checkpoint = replace(checkpoint, tensors=tensors, checked=checked_by)
+    listed = manifest.files.keys() - {INDEX_FILE, CONFIG_FILE}
+    there = storage.files().keys()
+    others = there - listed - {INDEX_FILE, CONFIG_FILE, *checkpoint.weight_files}
+    left_out = {name: REASONS.get(name, NOT_LISTED) for name in others} | dict.fromkeys(listed - there, GONE)
+    return replace(
+        checkpoint,
+        remarks=tuple(dict.fromkeys((*manifest.identity.remarks, *checkpoint.remarks))),
+        companions=tuple(sorted(name for name in listed & there if is_inside(name))),
+        left_out=dict(sorted(left_out.items())),
+    )
+
+
+def check_config(config: Mapping[str, Any], tensors: Iterable[LogicalTensor], manifest: Manifest) -> None:
+    """Raise MasterError if the configuration of a master does not describe its weights as the manifest does.
+
+    What decodes them stands in config.json, which people edit; their hashes would not show it. The arguments are those
+    of config_problems.
+    """
+    for problem in config_problems(config, tensors, manifest):
+        raise MasterError(f"{problem}; {REMEDY}")
+
+
+def config_problems(config: Mapping[str, Any], tensors: Iterable[LogicalTensor], manifest: Manifest) -> Iterator[str]:
+    """Yield how the configuration of a master describes its weights otherwise than the manifest.
+
+    config: its quantization_config
+    tensors: the logical tensors that were found by it
+    """
+    configured = {t.name: t for t in tensors if isinstance(t, EncodedTensor)}
+    expected = {e.name: e for e in encodings(manifest.tensors, manifest.records)}
+    for name in sorted(expected.keys() ^ configured.keys()):
+        yield f"{CONFIG_FILE}: weight {name!r} is quantized in only one of configuration and manifest"
+    for name in sorted(expected.keys() & configured.keys()):
+        yield from _weight_problems(expected[name], configured[name])
+    if config.get("kept") != [t.name for t in manifest.tensors if t.action != QUANTIZE]:
+        yield f"{CONFIG_FILE}: kept: is not the list of kept tensors in the manifest"
+
+
+def _weight_problems(expected: Encoding, configured: EncodedTensor) -> Iterator[str]:
+    """Yield what a configuration states of a weight, and the manifest does not."""
+    coder, other, state = expected.coder, configured.coder, configured.state.to_json()
+    stated: dict[str, tuple[Any, Any]] = {
+        "shape": (expected.shape, configured.shape),
+        "dtype": (expected.dtype, configured.dtype),
+        "codec": (coder.codec, other.codec),
+        "bits": (coder.bits, other.bits),
+        **{key: (expected.state.get(key), state.get(key)) for key in expected.state.keys() | state.keys()},
+    }
+    for key, (ours, theirs) in stated.items():
+        if ours != theirs:
+            yield f"{CONFIG_FILE}: weight {expected.name!r}: {key}: expected {ours!r}, found {theirs!r}"
+
+
+def checked_reads(storage: Storage, stored: Iterable[StoredTensor], manifest: Manifest) -> CheckedReads:
+    """Return reads that check the stored tensors of a master against the hashes in its manifest.
+
+    Raises MasterError if they are not those in the manifest.
+    """
+    stored = tuple(stored)
+    digests = {name: digest for record in manifest.records for name, digest in record.digests.items()}
+    stated = {spec.name: spec for tensor in manifest.tensors for spec in tensor.stored}
+    for tensor in stored:
+        spec, header = stated.get(tensor.name), TensorSpec(tensor.name, tensor.dtype, tensor.shape)
+        if spec != header:
+            expected = "no such tensor" if spec is None else f"{spec.dtype} {list(spec.shape)}"
+            raise MasterError(
+                f"{storage}: {tensor.file}: tensor {tensor.name!r}: expected {expected}, as {MANIFEST_FILE} says, "
+                f"found {header.dtype} {list(header.shape)}; {REMEDY}"
+            )
+    if missing := stated.keys() - {tensor.name for tensor in stored}:
+        raise MasterError(
+            f"{storage}: tensor {min(missing)!r}: expected it, as {MANIFEST_FILE} says, found none; {REMEDY}"
+        )
+    return CheckedReads(storage, stored, digests=digests)
+
+
+def checked(tensor: LogicalTensor, checked_by: CheckedReads) -> LogicalTensor:
+    """Return a tensor of a master, read through the checks."""
+    if isinstance(tensor, PlainTensor):
+        return tensor._replace(storage=checked_by)
+    assert isinstance(tensor, EncodedTensor)
+    return replace(tensor, storage=checked_by)
+
+
+def check_weight_files(folder: Path) -> Manifest | None:
+    """Check that a result can be loaded: that no run was interrupted in it, and that its weight files are complete.
+
+    Returns its manifest. A folder without a manifest that can be read, or without any, is not a problem here.
+
+    Raises MasterError.
+    """
+    if is_interrupted(folder):
+        raise MasterError(f"{folder}: {describe_interrupted(local_work_folder(folder))}")
+    manifest = None
+    with contextlib.suppress(MasterError):
+        manifest = find_manifest(folder)
+    for problem in _loading_problems(folder, manifest) if manifest is not None else ():
+        raise MasterError(f"{folder}: {problem}; {REMEDY}")
+    return manifest
+
+
+def files_of_result(manifest: Manifest) -> list[str]:
+    """Return the names of all files of a result."""
+    return [*(shard.file for shard in shards_of(manifest)), *manifest.files, MANIFEST_FILE]
+
+
+def file_problems(result: Path | Storage, manifest: Manifest) -> tuple[str, ...]:
+    """Return which of the files that a manifest lists are missing, and which weight files have another size."""
+    if isinstance(result, Path):
+        return problems_of_sizes(lambda name: _size(result / name), manifest)
+    states = result.files()
+    return problems_of_sizes(lambda name: states[name].byte_count if name in states else None, manifest)
+
+
+def problems_of_sizes(size_of: SizeOf, manifest: Manifest) -> tuple[str, ...]:
+    """Return the same of files anywhere. The sizes of small files may differ, as users edit them.
+
+    size_of: returns the size of a file in bytes, None if there is no such file
+    """
+    missing = (
+        _missing(name, record.bytes)
+        for name, record in manifest.files.items()
+        if is_inside(name) and is_needed(name) and size_of(name) is None
+    )
+    return (*_file_problems(size_of, manifest), *missing)
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _loading_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield what keeps a model from being loaded: transformers finds weight files by the index."""
+    yield from _file_problems(lambda name: _size(folder / name), manifest)
+    if INDEX_FILE in manifest.files and not (folder / INDEX_FILE).is_file():
+        yield _missing(INDEX_FILE, manifest.files[INDEX_FILE].bytes)
+
+
+def _file_problems(size_of: SizeOf, manifest: Manifest) -> Iterator[str]:
+    for shard in shards_of(manifest):
+        size = size_of(shard.file)
+        if size is None:
+            yield _missing(shard.file, shard.file_bytes)
+        elif size != shard.file_bytes:
+            yield f"{shard.file}: expected {shard.file_bytes} bytes, as {MANIFEST_FILE} says, found {size}"
+
+
+def _missing(name: str, byte_count: int) -> str:
+    return f"{name} is missing ({MANIFEST_FILE} lists it with {byte_count} bytes)"

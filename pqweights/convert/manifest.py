@@ -1,0 +1,324 @@
+"""pqweights.json, the manifest: what a result was made from, how, with which errors, and the hash of every byte.
+
+It holds no time, host, absolute path or thread count, so that the same source and recipe give the same bytes
+everywhere. docs/format.md, section "pqweights.json", has the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, field
+
+from pqweights.checkpoint.companions import leads_outside, outside, top_level_files
+from pqweights.checkpoint.config import known_facts
+from pqweights.checkpoint.gguf.file import SUFFIX as GGUF_SUFFIX
+from pqweights.checkpoint.gguf.file import is_gguf
+from pqweights.checkpoint.header import ONLY_GGUF_READERS
+from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE, is_inside
+from pqweights.checkpoint.storage import Origin, Storage, read_file
+from pqweights.checkpoint.unfinished import describe_interrupted
+from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_document
+from pqweights.common.strict_json import json_pieces, parse_json
+from pqweights.convert.identity import RunIdentity
+from pqweights.convert.manifest_entries import TensorEntry, damaged, parse_tensor, tensor_json
+from pqweights.convert.records import TensorRecord, error_totals, exceeds
+from pqweights.errors import MasterError, SourceError
+from pqweights.planning.plan import (
+    DEFAULT_METADATA,
+    FileHeader,
+    GgufFile,
+    GgufFiles,
+    Safetensors,
+    ShardPlan,
+    TensorPlan,
+)
+from pqweights.storage.store import FileRecord
+
+MANIFEST_VERSION = 1
+# Of a manifest; that of a model with a million tensors has fewer.
+MOST_BYTES = 4_000_000_000
+# The key of a transform's account of itself (Transform.account) that tells which kind of result it makes.
+KINDS = {"recipe": "master", "target": "export"}
+
+
+class _Source(Document, frozen=True, kw_only=True):
+    id: str | None
+    revision: str | None = None
+    bytes: Count
+    fingerprint: str
+
+
+class _GgufFile(Document, frozen=True, kw_only=True):
+    name: Annotated[str, Meta(min_length=1, max_length=200)]
+    tensors: Count
+    group: Count
+    header_bytes: Count
+    header_sha256: str
+
+
+class _Container(Document, frozen=True, kw_only=True):
+    """The format of files that are not safetensors."""
+
+    format: Literal["gguf"]
+    name: Annotated[str, Meta(min_length=1, max_length=200)]
+    alignment: Annotated[int, Meta(ge=1)]
+    files: tuple[_GgufFile, ...]
+
+
+class ManifestFile(ClosedDocument, frozen=True, kw_only=True):
+    """The keys of the file, but for those of the account, which stand between `kind` and `source`."""
+
+    manifest_version: int
+    kind: Literal["master", "export"]
+    source: _Source
+    model: dict[str, Any] = {}
+    master: dict[str, Any] = {}
+    max_shard_bytes: Annotated[int, Meta(ge=1)]
+    same_bytes_since: str
+    relative_mse: Number | None = None
+    total_mse: Number | None = None
+    master_mse: Number | None = None
+    metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
+    container: _Container | None = None
+    left_out: dict[str, str] = {}
+    remarks: tuple[str, ...] = ()
+    exceeding: tuple[str, ...] = ()
+    tensors: tuple[TensorEntry, ...]
+    files: dict[str, FileRecord]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The content of pqweights.json.
+
+    identity: what made the result
+    source_fingerprint: that of the checkpoint that was read (Checkpoint.fingerprint)
+    records: what was measured of each tensor, in the order of identity.tensors
+    files: the files without tensors, by name
+    """
+
+    identity: RunIdentity
+    source_fingerprint: str
+    records: tuple[TensorRecord, ...]
+    files: dict[str, FileRecord]
+
+    @property
+    def kind(self) -> str:
+        """The kind of the result: "master" or "export"."""
+        return self.identity.kind
+
+    @property
+    def is_of_master(self) -> bool:
+        """Whether the result was made from a master, and not from the source."""
+        return bool(self.identity.master)
+
+    @property
+    def made_by(self) -> dict[str, Any]:
+        """The transform's account of itself, see RunIdentity."""
+        return self.identity.made_by
+
+    @property
+    def tensors(self) -> tuple[TensorPlan, ...]:
+        """What became of each tensor, see RunIdentity."""
+        return self.identity.tensors
+
+    @property
+    def pairs(self) -> list[tuple[TensorPlan, TensorRecord]]:
+        """Each tensor with what was measured of it."""
+        return list(zip(self.tensors, self.records, strict=True))
+
+    @property
+    def exceeding(self) -> list[str]:
+        """The names of the weights whose error is above 1.25 times what their codec promises."""
+        return [tensor.name for tensor, record in self.pairs if exceeds(tensor, record)]
+
+    def to_pieces(self) -> Iterator[bytes]:
+        """Yield the content of the file."""
+        return json_pieces(self._document())
+
+    def _document(self) -> dict[str, Any]:
+        """Return the JSON of the file; the tensors, of which there may be many, are made as they are asked for."""
+        identity = self.identity
+        origin = {"id": None} if identity.origin is None else identity.origin._asdict()
+        metadata = {"metadata": identity.metadata} if identity.metadata != DEFAULT_METADATA else {}
+        return {
+            "manifest_version": MANIFEST_VERSION,
+            "kind": identity.kind,
+            **self.made_by,
+            "source": {**origin, "bytes": identity.source_bytes, "fingerprint": self.source_fingerprint},
+            **({"model": identity.model} if identity.model else {}),
+            **({"master": identity.master} if identity.master else {}),
+            "max_shard_bytes": identity.max_shard_bytes,
+            "same_bytes_since": identity.same_bytes_since,
+            **error_totals(self.tensors, self.records),
+            **metadata,
+            **({"container": identity.container} if identity.container else {}),
+            **({"left_out": identity.left_out} if identity.left_out else {}),
+            **({"remarks": list(identity.remarks)} if identity.remarks else {}),
+            "exceeding": self.exceeding,
+            "tensors": map(tensor_json, self.tensors, self.records),
+            "files": {name: vars(record) for name, record in sorted(self.files.items())},
+        }
+
+
+def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
+    """Return the files that hold the tensors of a finished result.
+
+    Raises MasterError if the manifest does not describe files.
+    """
+    identity = manifest.identity
+    if not identity.container:
+        return Safetensors(identity.metadata).shards(identity.tensors, identity.max_shard_bytes)
+    container = _container(as_document(identity.container, _Container, damaged))
+    try:
+        return container.shards(identity.tensors, identity.max_shard_bytes)
+    except ValueError:
+        raise damaged(f"container: expected files of {len(identity.tensors)} tensors") from None
+
+
+def manifest_beside(manifest: Manifest) -> str:
+    """Return the name of the manifest of GGUF files in a repository in which pqweights.json is another's."""
+    return f"{manifest.identity.container.get('name', '')}.{MANIFEST_FILE}"
+
+
+def manifests_beside(storage: Storage) -> Iterator[tuple[str, ...]]:
+    """Yield the files of each export that was pushed beside another, as far as their manifests can be read."""
+    for name in storage.files():
+        if name.endswith(f".{MANIFEST_FILE}") and "/" not in name:
+            try:
+                manifest = parse_manifest(read_file(storage, name, limit=MOST_BYTES))
+                files = (*(shard.file for shard in shards_of(manifest)), *manifest.files)
+            except (MasterError, SourceError):
+                continue
+            yield (name, evaluations_of(name), *files)
+
+
+def evaluations_of(manifest_file: str) -> str:
+    """Return the name of the recorded evaluations that belong to a manifest of a repository."""
+    return manifest_file.removesuffix(MANIFEST_FILE) + EVALUATION_FILE
+
+
+def read_manifest(result: Path | Storage) -> Manifest:
+    """Read the manifest of a finished result: of a folder on this machine, or of one anywhere.
+
+    Raises MasterError if there is none, or if this version would not have written it.
+    """
+    storage = _top_level(result) if isinstance(result, Path) else result
+    if MANIFEST_FILE not in storage.files():
+        raise MasterError(f"{storage}: {_why_no_manifest(storage)}")
+    return parse_manifest(read_file(storage, MANIFEST_FILE, limit=MOST_BYTES))
+
+
+def find_manifest(result: Path | Storage) -> Manifest | None:
+    """Read the manifest of a result, or return None if there is none. Raises MasterError for a damaged one."""
+    is_there = (result / MANIFEST_FILE).is_file() if isinstance(result, Path) else MANIFEST_FILE in result.files()
+    return read_manifest(result) if is_there else None
+
+
+def _top_level(folder: Path) -> Storage:
+    """List the files of a folder without those in folders inside of it. Raises MasterError if it is not a folder."""
+    if not folder.exists():
+        hint = (
+            " on this machine: this command takes no address; copy it to a folder first" if ":/" in str(folder) else ""
+        )
+        raise MasterError(f"{folder}: no such folder{hint}")
+    if not folder.is_dir():
+        what = ONLY_GGUF_READERS if is_gguf(folder) else "a file"
+        raise MasterError(f"{folder}: expected a folder, found {what}")
+    return Storage(folder, only=top_level_files(folder))
+
+
+def _why_no_manifest(storage: Storage) -> str:
+    if (work := storage.work_folder()) is not None:
+        return describe_interrupted(work)
+    folder, names = storage.local_folder(), [name for name in storage.files() if "/" not in name]
+    if not storage.files() and folder is None:
+        return "no such folder, or nothing in it"
+    if folder is not None and leads_outside(folder, folder / MANIFEST_FILE):
+        return outside(MANIFEST_FILE)
+    problem = f"expected a folder that pqweights finished, found no {MANIFEST_FILE} in it"
+    if any(name.endswith(".safetensors") for name in names):
+        return f"{problem}; if it is an ordinary checkpoint, pqweights plan {storage} shows what would become of it"
+    if any(name.endswith(GGUF_SUFFIX) for name in names):
+        return f"{problem}: it holds {ONLY_GGUF_READERS}"
+    return problem
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Read a manifest from the content of its file.
+
+    Raises MasterError for anything that this version would not have written.
+    """
+    try:
+        document = parse_json(data, strict=True)
+    except ValueError as error:
+        raise MasterError(f"{MANIFEST_FILE}: {error}; restore it, or delete the folder") from None
+    version = document.get("manifest_version") if isinstance(document, dict) else type(document).__name__
+    if type(version) is not int or version != MANIFEST_VERSION:
+        raise MasterError(
+            f"{MANIFEST_FILE}: manifest_version: expected {MANIFEST_VERSION}, found {version!r}; a newer "
+            "pqweights may read it"
+        )
+    return _parsed(document)
+
+
+def _parsed(document: dict[str, Any]) -> Manifest:
+    account = _account(document)
+    file = as_document({key: value for key, value in document.items() if key not in account}, ManifestFile, damaged)
+    expected = next((KINDS[key] for key in KINDS if key in account), None)
+    if file.kind != expected:
+        raise damaged(f"kind: expected {expected}, found {file.kind!r}")
+    if file.model != (facts := known_facts(file.model)):
+        raise damaged(f"model: expected what a model card may say, {facts}, found {str(file.model)[:80]}")
+    entries = list(map(parse_tensor, file.tensors, document["tensors"]))
+    origin = file.source
+    if (origin.id is None) != (origin.revision is None):
+        raise damaged("source: expected id and revision, found one of them")
+    identity = RunIdentity(
+        kind=file.kind,
+        made_by=account,
+        source_bytes=file.source.bytes,
+        max_shard_bytes=file.max_shard_bytes,
+        tensors=tuple(tensor for tensor, _ in entries),
+        origin=None if origin.id is None else Origin(origin.id, origin.revision or ""),
+        metadata=file.metadata,
+        container={} if file.container is None else _container(file.container).to_json(),
+        left_out=file.left_out,
+        remarks=file.remarks,
+        model=file.model,
+        master=file.master,
+        same_bytes_since=file.same_bytes_since,
+    )
+    return Manifest(
+        identity=identity,
+        source_fingerprint=file.source.fingerprint,
+        records=tuple(record for _, record in entries),
+        files=file.files,
+    )
+
+
+def _account(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the transform's account of itself: what stands between `kind` and `source`."""
+    keys = list(document)
+    if not {"kind", "source"} <= document.keys():
+        return {}
+    return {key: document[key] for key in keys[keys.index("kind") + 1 : keys.index("source")]}
+
+
+def _container(stated: _Container) -> GgufFiles:
+    """Return the format of files that are not safetensors."""
+    names = [file.name for file in stated.files]
+    for name in (stated.name, *names):
+        if "/" in name or not is_inside(name):
+            raise damaged(f"container: expected a file name, found {name!r}")
+    if len(set(names)) < len(names):
+        raise damaged("container: expected different names of files")
+    files = [
+        GgufFile(file.name, FileHeader(file.header_bytes, None, file.header_sha256), file.tensors, file.group)
+        for file in stated.files
+    ]
+    return GgufFiles(name=stated.name, alignment=stated.alignment, files=tuple(files))

@@ -1,1 +1,0 @@
-"""Models, each loaded and computed by the library that its folder is meant for."""

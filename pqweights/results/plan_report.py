@@ -1,0 +1,179 @@
+"""The report of a plan: what quantize would do with each tensor, and what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from json.encoder import encode_basestring
+from pathlib import Path
+from typing import Any
+
+from pqweights.checkpoint.readers import file_uses, most_fetched
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import LOW_DISK_FILES
+from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
+from pqweights.convert.task import PossibleExport, ResourceNeeds, RunOptions, resource_needs
+from pqweights.planning.calibration import PlannedCalibration, check_calibration, planned_calibration
+from pqweights.planning.fit import Fit
+from pqweights.planning.options import MemoryOptions, QuantizeOptions
+from pqweights.planning.plan import Plan, TensorPlan, Totals
+from pqweights.planning.recipe import Recipe
+from pqweights.storage import Store
+from pqweights.targets.master import Learned, plan_quantize
+from pqweights.targets.memory import MemoryAdvice, advise
+from pqweights.targets.possible import possible_exports
+
+# How an entry of plan --json begins.
+BEFORE_NAME = f'{{{LIST_ITEM}  "name": '
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubTraffic:
+    """What quantizing a repository on the Hub fetches.
+
+    repository, revision: the repository, and the commit of the plan
+    source_bytes: the size of the repository's weight files
+    low_disk_bytes: the most of them that `low_disk` keeps at a time
+    """
+
+    repository: str
+    revision: str
+    source_bytes: int
+    low_disk_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the key `hub` of plan --json."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlanReport:
+    """What quantizing a checkpoint would do.
+
+    plan: every output tensor and byte
+    fit: how bit widths were chosen for a target; None without one
+    needs: disk space and memory
+    hub: traffic with the Hub; None for a local source
+    exports: what the result can be exported to
+    memory: which exports a memory has room for; None if nobody asked
+    calibration: what `calibrate` would do, with which the bytes of its weights are about those; None without it
+    """
+
+    plan: Plan
+    fit: Fit | None
+    needs: ResourceNeeds
+    hub: HubTraffic | None
+    exports: tuple[PossibleExport, ...]
+    memory: MemoryAdvice | None = None
+    calibration: PlannedCalibration | None = None
+
+    @property
+    def tensors(self) -> tuple[TensorPlan, ...]:
+        """What becomes of each tensor, in the order of the checkpoint."""
+        return self.plan.tensors
+
+    @property
+    def totals(self) -> Totals:
+        """Sizes, counts and bits per weight of the whole result."""
+        return self.plan.totals
+
+    def __repr__(self) -> str:
+        return f"<PlanReport: {self.totals}>"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of plan --json."""
+        return self._document([tensor.to_json() for tensor in self.tensors])
+
+    def to_pieces(self) -> Iterator[bytes]:
+        """Return the text of plan --json, in pieces, in a quarter of the time that to_json and json_bytes take."""
+        return json_pieces(self._document(_entries(self.tensors)))
+
+    def _document(self, tensors: list[dict[str, Any]] | Iterator[JsonText]) -> dict[str, Any]:
+        return {
+            "totals": self.totals.to_json() | self.needs.to_json(),
+            "tensors": tensors,
+            "shards": [{"file": shard.file, "bytes": shard.file_bytes} for shard in self.plan.shards],
+            "copied_files": list(self.plan.companions),
+            "left_out_files": self.plan.left_out,
+            "exports": [export.to_json() for export in self.exports],
+            "left_out_tensors": self.plan.left_out_tensors,
+            "warnings": list(self.plan.remarks),
+            **self.plan.quantized_before(),
+            **({} if self.memory is None else {"memory": self.memory.to_json()}),
+            **({} if self.calibration is None else {"calibration": asdict(self.calibration)}),
+            **({} if self.fit is None else {"fit": self.fit.to_json()}),
+            **({} if self.hub is None else {"hub": self.hub.to_json()}),
+        }
+
+
+def _entries(tensors: Sequence[TensorPlan]) -> Iterator[JsonText]:
+    """Yield the text of each tensor's entry in plan --json.
+
+    Thousands of tensors differ in their names alone, so the rest of an entry is written once for all of them.
+    """
+    rests: dict[tuple[object, ...], str] = {}
+    for tensor in tensors:
+        rest = rests.get(tensor.kind)
+        if rest is None:
+            nameless = json_text(tensor._replace(name="").to_json(), LIST_ITEM)
+            rest = rests[tensor.kind] = nameless.removeprefix(f'{BEFORE_NAME}""')
+        yield JsonText(f"{BEFORE_NAME}{encode_basestring(tensor.name)}{rest}")
+
+
+def report_plan(
+    source: str | Path,
+    recipe: Recipe,
+    options: QuantizeOptions,
+    threads: int,
+    out: Store | None = None,
+    *,
+    memory: MemoryOptions = MemoryOptions(),
+    learned: Learned = Learned(),
+) -> PlanReport:
+    """Plan what quantizing a source would do, from its headers alone.
+
+    threads: the number of threads for which the memory is estimated
+    out: where the result is to be written; by default a local folder
+    memory: what exports are to fit into
+    learned: the sensitivities that were measured, if the plan depends on any
+
+    Raises SourceError, RecipeError, OptionError or HubError.
+    """
+    conversion = plan_quantize(source, recipe, options, learned, run=RunOptions(threads=threads))
+    checkpoint, plan = conversion.checkpoint, conversion.plan
+    calibration = None
+    if options.calibrate is not None or options.awq is not None:
+        check_calibration(options)
+        calibration = planned_calibration(recipe, plan.tensors, checkpoint.config, options)
+    is_elsewhere = out is not None and out.is_elsewhere
+    exports, advice = possible_exports(checkpoint), None
+    if memory.memory is not None:
+        advice = advise(checkpoint, plan.tensors, exports, memory)
+    needs = resource_needs(
+        plan,
+        threads,
+        storages=[checkpoint.storage],
+        is_elsewhere=is_elsewhere,
+        calibration_bytes=0 if calibration is None else calibration.disk_bytes,
+    )
+    return PlanReport(
+        plan=plan,
+        fit=conversion.fit,
+        needs=needs,
+        hub=_traffic(checkpoint),
+        exports=exports,
+        memory=advice,
+        calibration=calibration,
+    )
+
+
+def _traffic(checkpoint: Checkpoint) -> HubTraffic | None:
+    storage = checkpoint.storage
+    if storage.origin is None:
+        return None
+    return HubTraffic(
+        repository=storage.origin.id,
+        revision=storage.origin.revision,
+        source_bytes=checkpoint.weight_file_bytes,
+        low_disk_bytes=most_fetched(file_uses(checkpoint.tensors), storage.files(), LOW_DISK_FILES),
+    )

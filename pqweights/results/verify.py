@@ -1,0 +1,265 @@
+"""Verify: every stored byte of a finished folder against its manifest, index, headers, configuration and plan."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pqweights.checkpoint.companions import outside
+from pqweights.checkpoint.digests import KEY, digests_of_pieces, hash_of_pieces, parts_of, pieces_of
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.names import (
+    CARD_FILE,
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    WORK_FOLDER,
+    is_inside,
+)
+from pqweights.checkpoint.source import open_folder
+from pqweights.checkpoint.storage import Storage, read_bytes, read_file
+from pqweights.checkpoint.unfinished import describe_interrupted
+from pqweights.common.strict_json import json_pieces
+from pqweights.common.threads import Progress
+from pqweights.convert.listed_files import config_problems
+from pqweights.convert.manifest import MOST_BYTES, Manifest, manifests_beside, read_manifest, shards_of
+from pqweights.errors import MasterError, PqweightsError, StorageError
+from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json
+from pqweights.results.evaluation_record import read_records
+from pqweights.targets import EXPORTS, get_target, target_name
+
+# The keys under which a manifest says how a result was made; an export's also has the options of its target.
+ACCOUNT_KEYS = {
+    "master": {"recipe", "calibrated", "awq", "fit"},
+    "export": {"target", "master_errors", "calibration"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The outcome of a verification.
+
+    tensors, files, bytes: how many were checked; what is missing or has another size is not counted
+    problems: one line each
+    unlisted: the files of the folder that are not in the manifest, which are among the problems
+    """
+
+    tensors: int
+    files: int
+    bytes: int
+    problems: tuple[str, ...]
+    unlisted: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether the folder has no problems."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `verify --json` prints."""
+        checked = {"tensors": self.tensors, "files": self.files, "bytes": self.bytes}
+        return {"ok": self.ok, "checked": checked, "problems": list(self.problems)}
+
+
+def verify(
+    result: Path | Storage,
+    *,
+    threads: int,
+    beside: Sequence[str] = (),
+    progress: Progress = lambda done, total, name: None,
+) -> Verification:
+    """Check a master or an export.
+
+    result: a folder on this machine, or one anywhere
+    threads: how many threads compute hashes
+    beside: files that are only in the repository from which the folder was fetched
+    progress: called with the bytes checked, the bytes in all, and the name of a tensor
+
+    Raises MasterError if the folder has no readable manifest, StorageError if a folder in object storage cannot be
+    read; everything else is a problem in the result.
+    """
+    manifest = read_manifest(result)
+    storage = Storage(result) if isinstance(result, Path) else result
+    shards = shards_of(manifest)
+    damaged = {shard.file: problem for shard in shards if (problem := _check_header(storage, shard)) is not None}
+    good = [shard for shard in shards if shard.file not in damaged]
+    wrong = _check_hashes(storage, manifest, good, threads, progress)
+    problems = [*_check_state(storage, manifest), *damaged.values(), *wrong]
+    problems += _check_index(storage, manifest, shards)
+    of_files = dict(_check_files(storage, manifest))
+    problems += of_files.values()
+    unlisted = tuple(_unlisted(storage, manifest, shards=shards, beside=beside))
+    problems += [*(f"{name}: is not in the manifest" for name in unlisted), *_check_records(storage)]
+    if manifest.kind == "master" and not (damaged or wrong or CONFIG_FILE in of_files):
+        problems += _check_config(storage, manifest)
+    hashed = {stored.name for shard in good for stored in shard.stored}
+    files = [record.bytes for name, record in manifest.files.items() if _size_of(storage, name) == record.bytes]
+    return Verification(
+        tensors=sum(all(spec.name in hashed for spec in tensor.stored) for tensor in manifest.tensors),
+        files=len(good) + len(files),
+        bytes=sum(shard.file_bytes for shard in good) + sum(files),
+        problems=tuple(dict.fromkeys(problems)),  # opening the folder may find one again
+        unlisted=unlisted,
+    )
+
+
+def _check_header(storage: Storage, shard: ShardPlan) -> str | None:
+    """Say what is wrong with the size or the header of a file; None if nothing is."""
+    size = _size_of(storage, shard.file)
+    if size is None:
+        return f"{shard.file}: missing"
+    if size != shard.file_bytes:
+        return f"{shard.file}: expected {shard.file_bytes} bytes, found {size}"
+    header = read_bytes(storage, shard.file, 0, shard.header.byte_count)
+    if header != shard.header.content and hashlib.sha256(header).hexdigest() != shard.header.sha256:
+        return f"{shard.file}: the header is not the one that the manifest plans"
+    return None
+
+
+def _check_hashes(
+    storage: Storage, manifest: Manifest, shards: Sequence[ShardPlan], threads: int, progress: Progress
+) -> list[str]:
+    """Return the tensors in some files whose hash is another than the manifest states, a line each."""
+    stored = [tensor for shard in shards for tensor in shard.stored]
+    expected = {name: digest for record in manifest.records for name, digest in record.digests.items()}
+    work = [(tensor, *part) for tensor in stored for part in parts_of(tensor.byte_count)]
+
+    def of_part(part: tuple[StoredTensor, int, int]) -> bytes:
+        tensor, begin, end = part
+        return digests_of_pieces(pieces_of(storage, tensor.file, tensor.offset + begin, end - begin))
+
+    total, done = sum(tensor.byte_count for tensor in stored), 0
+    wrong: list[str] = []
+    digests: list[bytes] = []
+    with ThreadPoolExecutor(threads) as pool:
+        for (tensor, begin, end), digest in zip(work, pool.map(of_part, work), strict=True):
+            digests.append(digest)
+            done += end - begin
+            progress(done, total, tensor.name)
+            if end == tensor.byte_count:
+                whole, digests = hash_of_pieces(digests), []
+                if whole != expected[tensor.name]:
+                    differs = f"{KEY}: expected {expected[tensor.name]}, found {whole}"
+                    wrong.append(f"{tensor.file}: tensor {tensor.name!r}: {differs}")
+    return wrong
+
+
+def _size_of(storage: Storage, name: str) -> int | None:
+    """Return the size of a file in the folder in bytes; None if there is none of this name."""
+    state = storage.files().get(name)
+    return None if state is None else state.byte_count
+
+
+def _check_state(storage: Storage, manifest: Manifest) -> Iterator[str]:
+    """Check that the manifest is as pqweights writes it, and that no run is unfinished."""
+    if not _is(storage, MANIFEST_FILE, manifest.to_pieces()):
+        yield f"{MANIFEST_FILE}: is not what pqweights writes for these tensors: its sums or sizes were changed"
+    yield from _check_account(manifest)
+    if (work := storage.work_folder()) is not None:
+        yield f"{WORK_FOLDER}: the folder {describe_interrupted(work)}"
+
+
+def _is(storage: Storage, name: str, pieces: Iterable[bytes]) -> bool:
+    """Whether the pieces, one after the other, are the content of a file."""
+    content, at = memoryview(read_file(storage, name, limit=MOST_BYTES)), 0
+    for piece in pieces:
+        if content[at : at + len(piece)] != piece:
+            return False
+        at += len(piece)
+    return at == len(content)
+
+
+def _check_account(manifest: Manifest) -> Iterator[str]:
+    """Check that what the manifest says about how it was made has the keys of its kind, and of its target."""
+    known = ACCOUNT_KEYS[manifest.kind]
+    if manifest.kind == "export":
+        stated = manifest.made_by["target"]
+        target = target_name(stated)
+        if target is None:
+            yield f"{MANIFEST_FILE}: target: expected one of {', '.join(EXPORTS)}, found {str(stated)[:80]!r}"
+            return
+        chosen = get_target(target)
+        known = {*known, *chosen.options, *chosen.account}
+    for key in manifest.made_by:
+        if key not in known:
+            yield f"{MANIFEST_FILE}: expected {', '.join(sorted(known))}, found {key[:80]!r}"
+
+
+def _check_index(storage: Storage, manifest: Manifest, shards: tuple[ShardPlan, ...]) -> Iterator[str]:
+    """Check the index, and the names in the manifest."""
+    if INDEX_FILE in storage.files() and not _is(storage, INDEX_FILE, json_pieces(index_json(shards))):
+        yield f"{INDEX_FILE}: is not the index of the tensors in the manifest"
+    names = [tensor.name for tensor in manifest.tensors]
+    for tensor in manifest.tensors:
+        for spec in tensor.stored:
+            if tensor.action == QUANTIZE and not spec.name.startswith(tensor.name.removesuffix("weight")):
+                yield f"{MANIFEST_FILE}: tensor {tensor.name!r} lists the foreign name {spec.name!r}"
+    if len(set(names)) != len(names):
+        yield f"{MANIFEST_FILE}: a tensor is there twice"
+
+
+def _check_files(storage: Storage, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Check the files without tensors; yield what is wrong with each of them."""
+    if not manifest.identity.container and INDEX_FILE not in manifest.files:
+        yield INDEX_FILE, f"{MANIFEST_FILE}: does not list {INDEX_FILE}"
+    for name, record in manifest.files.items():
+        size = _size_of(storage, name)
+        if not is_inside(name):
+            yield name, f"{MANIFEST_FILE}: lists {name!r}, which lies outside the folder"
+        elif name in storage.links.outside:
+            yield name, outside(name)
+        elif size is None:
+            yield name, f"{name}: missing"
+        elif size != record.bytes:
+            yield name, f"{name}: expected {record.bytes} bytes, found {size}"
+        elif (digest := _sha256(storage, name, size)) != record.sha256:
+            yield name, f"{name}: sha256: expected {record.sha256}, found {digest}"
+
+
+def _sha256(storage: Storage, name: str, size: int) -> str:
+    digest = hashlib.sha256()
+    for read in pieces_of(storage, name, 0, size):
+        digest.update(read.data)
+    return digest.hexdigest()
+
+
+def _unlisted(
+    storage: Storage, manifest: Manifest, *, shards: tuple[ShardPlan, ...], beside: Sequence[str]
+) -> Iterator[str]:
+    """Yield files that are not listed, here or by the manifests of other exports that were pushed beside this one.
+
+    A card and figures may be added; hidden files belong to version control.
+    """
+    known = {shard.file for shard in shards} | set(manifest.files) | {MANIFEST_FILE, CARD_FILE, EVALUATION_FILE}
+    known |= {name for other in manifests_beside(storage) for name in other}
+    for name in sorted({*storage.files(), *storage.links.outside, *beside} - known):
+        if not any(part.startswith(".") for part in name.split("/")):
+            yield name
+
+
+def _check_records(storage: Storage) -> Iterator[str]:
+    """Check the figures of evaluations."""
+    try:
+        read_records(storage, "")
+    except MasterError as error:
+        yield str(error)
+
+
+def _check_config(storage: Storage, manifest: Manifest) -> Iterator[str]:
+    """Check that the configuration describes the weights as the manifest does."""
+    try:
+        checkpoint = open_folder(storage)
+    except StorageError:
+        raise
+    except PqweightsError as error:
+        yield str(error)
+        return
+    if not checkpoint.is_master or checkpoint.config is None:
+        yield f"{CONFIG_FILE}: has no quantization_config of pqweights"
+        return
+    yield from config_problems(checkpoint.config["quantization_config"], checkpoint.tensors, manifest)

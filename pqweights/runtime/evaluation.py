@@ -1,0 +1,280 @@
+"""The run of an evaluation: checks, windows, and one model after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from pqweights.calibrate.options import EvaluationOptions, TextOptions
+from pqweights.common.threads import Progress, slow_step
+from pqweights.errors import EvaluationError
+from pqweights.planning.options import path_of
+from pqweights.runtime.cached import CachedRun, CacheFigures, check_spec
+from pqweights.runtime.folders import Folder, Size, read_model, size
+from pqweights.runtime.models import Model, check_options, check_packed, choose_device, open_model
+from pqweights.runtime.protocol import Scores, Windows, compare
+from pqweights.runtime.report import EvaluationReport, EvaluationSettings, ModelScores
+from pqweights.runtime.texts import EncodedText, Ids, check_vocabulary, encode
+from pqweights.targets.target import MLX
+
+DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
+
+# Called with the windows done, the windows of all models, and what is being done.
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EvaluationJob:
+    """An evaluation of which everything but the models themselves has been read and checked.
+
+    folders: the folders of all models; the reference is the first if there is one.
+    sizes: the sizes of those folders, in the same order.
+    ids: the tokens of the text, [tokens].
+    windows: how the tokens are cut.
+    starts: the first token of each window.
+    device: cpu or cuda.
+    options: what was asked for.
+    progress: the callback of the caller.
+    """
+
+    folders: tuple[Folder, ...]
+    sizes: tuple[Size, ...]
+    ids: Ids
+    windows: Windows
+    starts: range
+    device: str
+    options: EvaluationOptions
+    progress: Progress
+
+    @property
+    def base(self) -> Folder | None:
+        """The folder of the reference."""
+        return self.folders[0] if self.options.reference is not None else None
+
+    @property
+    def compared(self) -> tuple[Folder, ...]:
+        """The folders of the models that are not the reference."""
+        return self.folders if self.base is None else self.folders[1:]
+
+    def report(self, done: int, what: str) -> None:
+        """Report progress after `done` windows."""
+        total = len(self.starts) * len(self.compared) * max(1, len(self.options.kv_caches))
+        self.progress(done, total, what)
+
+    def open(self, folder: Folder, done: int) -> Model:
+        """Load a model; the reference is never packed."""
+        self.report(done, f"loading {folder.path}")
+        packed = self.options.packed and folder is not self.base
+        with slow_step(f"loading {folder.path}"):
+            options = self.options
+            return open_model(
+                folder.path, device=self.device, dtype=options.dtype, packed=packed, threads=options.threads
+            )
+
+
+def evaluate(
+    models: Sequence[Path],
+    text: str,
+    options: EvaluationOptions = EvaluationOptions(),
+    *,
+    progress: Progress = lambda done, total, what: None,
+) -> EvaluationReport:
+    """Score models on a text, one after the other, each beside the reference if there is one.
+
+    At most two models are in memory at a time. Everything that can be checked without loading a model is checked before
+    the first one is loaded.
+
+    Raises SourceError for a folder that is not a causal language model or is incomplete, EvaluationError if the models
+    cannot be compared on this text, DeviceError, MasterError, MissingDependencyError.
+    """
+    with slow_step("reading the text with transformers"):
+        job = _prepare(models, text, options, progress=progress)
+    rows = _score_all(job)
+    return EvaluationReport(_settings(job), rows.pop(0) if job.base else None, tuple(rows))
+
+
+def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, progress: Progress) -> _EvaluationJob:
+    """Read and check everything that needs no model in memory."""
+    if not models:
+        raise EvaluationError("expected at least one model, found none")
+    for spec in options.kv_caches:
+        check_spec(spec)
+    compared = [read_model(path) for path in models]
+    base = [] if options.reference is None else [read_model(Path(options.reference))]
+    folders = [*base, *compared]
+    for folder in compared if options.packed else ():
+        check_packed(folder)
+    check_options(folders, device=options.device, dtype=options.dtype, has_kv_cache=bool(options.kv_caches))
+    device = choose_device(options.device, folders)
+    windows = choose_windows(folders, options)
+    if base:
+        _check_same_vocabulary(base[0], compared)
+    ids, bos = _encoded(folders, text, options)
+    windows = replace(windows, bos=bos)
+    return _EvaluationJob(
+        folders=tuple(folders),
+        sizes=tuple(size(folder.path) for folder in folders),
+        ids=ids,
+        windows=windows,
+        starts=windows.starts(len(ids), max_tokens=options.max_tokens),
+        device=device,
+        options=options,
+        progress=progress,
+    )
+
+
+def _score_all(job: _EvaluationJob) -> list[ModelScores]:
+    """Score all models; the reference comes first if there is one. Only the figures stay in memory."""
+    base = None if job.base is None else job.open(job.base, 0)
+    result = [row for number in range(len(job.compared)) for row in _score(job, number, base)]
+    if base is not None and job.base is not None:
+        losses = result[0].scores.reference_losses
+        assert losses is not None
+        result.insert(0, _row(job, job.base, base, Scores(losses)))
+    return result
+
+
+def _score(job: _EvaluationJob, number: int, base: Model | None) -> list[ModelScores]:
+    """Load one of the compared models and score it. It is freed on return, before the next one is loaded."""
+    folder, specs = job.compared[number], job.options.kv_caches
+    before = number * len(job.starts) * max(1, len(specs))
+    model = job.open(folder, before)
+    if specs:
+        return _score_caches(job, folder, model, base=base, before=before)
+    scores = _compared(job, folder, model, base=base, before=before)
+    return [_row(job, folder, model, scores)]
+
+
+def _row(
+    job: _EvaluationJob, folder: Folder, model: Model, scores: Scores, *, kv_cache: CacheFigures | None = None
+) -> ModelScores:
+    """Return the row of a model in the report."""
+    return ModelScores(
+        model=str(folder.path),
+        runtime=model.runtime,
+        device=None if folder.runtime == MLX else job.device,
+        dtype=model.dtype,
+        size=job.sizes[job.folders.index(folder)],
+        scores=scores,
+        kv_cache=kv_cache,
+    )
+
+
+def _compared(job: _EvaluationJob, folder: Folder, model: Model, *, base: Model | None, before: int) -> Scores:
+    """Score a model beside the reference. before: the steps done"""
+
+    def show(done: int, total: int) -> None:
+        job.report(before + done, str(folder.path))
+
+    try:
+        return compare(model, base, ids=job.ids, windows=job.windows, progress=show)
+    except EvaluationError as error:
+        raise EvaluationError(f"{folder.path}: {error}") from None
+
+
+def _score_caches(
+    job: _EvaluationJob, folder: Folder, model: Model, *, base: Model | None, before: int
+) -> list[ModelScores]:
+    """Score a model with each of the quantized caches; without a reference, beside and after itself."""
+    runs = [CachedRun(model.net, spec) for spec in job.options.kv_caches]
+    rows = []
+    for number, run in enumerate(runs):
+        with_cache = replace(model, logits=run.logits, logits_of=run.logits_of)
+        steps = before + number * len(job.starts)
+        scores = _compared(job, folder, with_cache, base=base or model, before=steps)
+        rows.append(_row(job, folder, model, scores, kv_cache=run.figures()))
+    losses = rows[0].scores.reference_losses
+    if base is None and losses is not None:
+        rows.insert(0, _row(job, folder, model, Scores(losses)))
+    return rows
+
+
+def _settings(job: _EvaluationJob) -> EvaluationSettings:
+    windows, options = job.windows, job.options
+    return EvaluationSettings(
+        text=options.text_name,
+        tokens=len(job.ids),
+        windows=len(job.starts),
+        window=windows.size,
+        stride=windows.stride,
+        score_first=windows.score_first,
+        bos=windows.bos is not None,
+        scored_tokens=sum(windows.scored(start) for start in job.starts),
+        dtype=options.dtype,
+        device=job.device,
+        packed=options.packed,
+        reference=None if options.reference is None else str(options.reference),
+    )
+
+
+def choose_windows(folders: Sequence[Folder], options: TextOptions) -> Windows:
+    """Return windows of the size that was asked for, or of the default size if all models can take it.
+
+    Raises EvaluationError if a model takes fewer tokens than was asked for.
+    """
+    limits = [(folder.context, folder) for folder in folders if folder.context is not None]
+    shortest, folder = min(limits, key=lambda limit: (limit[0], limit[1].path), default=(None, None))
+    window = options.window
+    if window is None:
+        window = min(DEFAULT_WINDOW, shortest or DEFAULT_WINDOW)
+    elif shortest is not None and folder is not None and window > shortest:
+        raise EvaluationError(
+            f"`window` {window}: {folder.path} takes at most {shortest} tokens (by its {folder.stated_in})"
+        )
+    stride = options.stride or min(DEFAULT_STRIDE, max(1, window // 4))
+    return Windows(size=window, stride=stride, score_first=options.score_first)
+
+
+def _check_same_vocabulary(base: Folder, others: Sequence[Folder]) -> None:
+    """Raise EvaluationError if a model's vocabulary differs in size from the reference's, where both are known."""
+    for folder in others:
+        if None not in (folder.vocabulary, base.vocabulary) and folder.vocabulary != base.vocabulary:
+            raise EvaluationError(
+                f"{folder.path}: its {folder.stated_in} has {folder.vocabulary} tokens, that of the reference "
+                f"{base.vocabulary}: expected models with the same vocabulary"
+            )
+
+
+def _encoded(folders: Sequence[Folder], text: str, options: TextOptions) -> EncodedText:
+    """Return the tokens of a text, which must be the same for all models.
+
+    Raises EvaluationError if tokenizers differ, or if a model does not know one of the tokens.
+    """
+    first = encode(path_of(options.tokenizer) or folders[0].path, text, options.max_tokens, bos=not options.no_bos)
+    for folder in folders:
+        if options.tokenizer is None and folder is not folders[0]:
+            own = encode(folder.path, text, options.max_tokens, bos=not options.no_bos)
+            _check_same_tokens(folder, own.ids, other=folders[0], expected=first.ids)
+            _check_same_bos(folder, own.bos, other=folders[0], expected=first.bos)
+        check_vocabulary(folder, *first)
+    return first
+
+
+def _check_same_bos(folder: Folder, bos: int | None, *, other: Folder, expected: int | None) -> None:
+    """Raise EvaluationError if the tokenizers of two models put other tokens before a text."""
+    if bos != expected:
+        ours, theirs = ("no token" if token is None else f"token {token}" for token in (bos, expected))
+        raise EvaluationError(
+            f"{folder.path}: its tokenizer puts {ours} before a text, that of {other.path} {theirs}, so losses cannot "
+            "be compared; choose one of them with `tokenizer`, or pass `no_bos`"
+        )
+
+
+def _check_same_tokens(folder: Folder, ids: Ids, *, other: Folder, expected: Ids) -> None:
+    """Raise EvaluationError if a model's tokenizer makes other tokens than that of another model.
+
+    ids, expected: what both make of the text, [tokens].
+    other: the folder of the other model.
+    """
+    if np.array_equal(ids, expected):
+        return
+    shared = min(len(ids), len(expected))
+    differing = np.flatnonzero(ids[:shared] != expected[:shared])
+    place = int(differing[0]) if len(differing) else shared
+    counts = "" if len(ids) == len(expected) else f"{len(ids)} tokens against {len(expected)}, "
+    raise EvaluationError(
+        f"{folder.path}: its tokenizer splits the text into other tokens than that of {other.path} ({counts}the "
+        f"first different one is token {place}), so losses per token cannot be compared; evaluate the models separately"
+    )

@@ -1,0 +1,145 @@
+"""The bf16 target: an ordinary checkpoint with decoded weights, in BF16 or in the source's dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from pqweights.checkpoint.config import edited_config, model_dtype
+from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.native import NativeTensor
+from pqweights.checkpoint.positions import stated_once
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.views import sources_of
+from pqweights.convert.conversion import EXPORT, Conversion, make_plan
+from pqweights.convert.jobs import CopyJob
+from pqweights.convert.records import TensorRecord
+from pqweights.models import text_model
+from pqweights.models.description import ModelDescription
+from pqweights.models.names import role_name
+from pqweights.planning.options import ExportOptions
+from pqweights.planning.plan import DECODE, KEEP, Safetensors, TensorPlan, stored_bytes
+from pqweights.targets.loading import LoadableModel, by_transformers
+from pqweights.targets.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice, one_of
+
+NAME = "bf16"
+
+
+def plan(source: ExportSource, dtype: str) -> Conversion:
+    """Plan an ordinary checkpoint.
+
+    dtype: "bf16", or "source" for the dtype that each weight had in the source
+
+    With bf16, every weight and everything else in the model's own dtype becomes BF16. A tensor that the source kept in
+    another dtype, such as float32 state-space parameters beside BF16 weights, keeps that dtype.
+    """
+    checkpoint = source.checkpoint
+    model, known = model_dtype(checkpoint.config, checkpoint.tensors), text_model(checkpoint.config)
+    weights, stored = checkpoint.weights, "BF16" if dtype == "bf16" else None
+    tensors = [plain_plan(t, known, weights=weights, model=model, dtype=stored) for t in checkpoint.tensors]
+    return Conversion(
+        kind=EXPORT,
+        made_by={"target": NAME, "dtype": dtype},
+        checkpoint=checkpoint,
+        plan=make_plan(checkpoint, tensors, Safetensors(), source.max_shard_bytes),
+        encode=CopyJob,
+        config=partial(_config, stored),
+    )
+
+
+def _config(
+    stored: str | None, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
+) -> dict[str, Any]:
+    """Return the source's config.json with the dtype of the weights, without a quantization_config."""
+    model = model_dtype(checkpoint.config, checkpoint.tensors)
+    return edited_config(stated_once(checkpoint.config), stored or model, old_dtype=model, tensors=checkpoint.tensors)
+
+
+def role_of(tensor: LogicalTensor, model: ModelDescription) -> str:
+    """Return the role of a tensor of a model; one that is put together from others has that of the first of them."""
+    return role_name((*sources_of(tensor), tensor)[0].name, tensor.dtype, tensor.shape, model)
+
+
+def plain_plan(
+    tensor: LogicalTensor,
+    known: ModelDescription,
+    *,
+    weights: frozenset[str],
+    model: str,
+    dtype: str | None,
+    reason: str | None = None,
+    forced: str | None = None,
+) -> TensorPlan:
+    """Plan a tensor that is stored plainly.
+
+    known: what is known of the type of the model
+    weights: see Checkpoint
+    model: the dtype of the model
+    dtype: the dtype that weights and everything else in the model's dtype get; None leaves each tensor its own
+    reason: why a weight that might have become integers does not
+    forced: the dtype that it gets in any case
+    """
+    decoded = is_weight(tensor, weights)
+    stored = forced or stored_dtype(tensor, weights, model=model, dtype=dtype)
+    why = "decoded" if decoded else "as in the master" if stored == tensor.plain_dtype else "model dtype to BF16"
+    specs = (TensorSpec(tensor.name, stored, tensor.shape),)
+    return TensorPlan(
+        name=tensor.name,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        role=role_of(tensor, known),
+        action=DECODE if decoded else KEEP,
+        codec=None,
+        bits=None,
+        reason=reason or why,
+        bytes=stored_bytes(specs),
+        stored=specs,
+    )
+
+
+def stored_dtype(tensor: LogicalTensor, weights: frozenset[str], *, model: str, dtype: str | None) -> str:
+    """Return the dtype of a tensor that is stored plainly. weights, model, dtype: see plain_plan"""
+    is_rounded = is_weight(tensor, weights) and not is_native(tensor)
+    is_changed = dtype is not None and (tensor.plain_dtype == model or is_rounded)
+    return dtype if dtype is not None and is_changed else tensor.plain_dtype
+
+
+def is_native(tensor: LogicalTensor) -> bool:
+    """Whether the master holds all that a tensor is put together from without loss."""
+    if sources := sources_of(tensor):
+        return all(map(is_native, sources))
+    return isinstance(tensor, NativeTensor)
+
+
+def is_weight(tensor: LogicalTensor, weights: frozenset[str]) -> bool:
+    """Whether a tensor, or one of those that it is put together from, is among the weights of a checkpoint."""
+    if sources := sources_of(tensor):
+        return any(is_weight(source, weights) for source in sources)
+    return tensor.name in weights
+
+
+def read_options(options: ExportOptions) -> str:
+    """Return the dtype, as `plan` takes it.
+
+    Raises OptionError for an option that the target does not have.
+    """
+    return one_of(NAME, "dtype", options.dtype, allowed=("bf16", "source"))
+
+
+def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
+    return ["An ordinary checkpoint: whatever opens the base model opens it.", *by_transformers(model)]
+
+
+TARGET = ExportTarget(
+    name=NAME,
+    runtime=TRANSFORMERS,
+    tags=("bf16",),
+    options=("dtype",),
+    read_options=read_options,
+    plan=plan,
+    check=lambda checkpoint, dtype: None,
+    load_section=_load_section,
+    choices=(FormatChoice("bf16", ExportOptions(), 16),),
+)

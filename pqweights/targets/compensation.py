@@ -1,0 +1,307 @@
+"""Rounding with a view to the inputs of a weight: which inputs each matrix has, their factors, and the jobs.
+
+Compensated rounding chooses codes by second moments of the inputs (kernels/compensation.py); weighted rounding by their
+diagonal, an importance for each column, which llama.cpp calls an importance matrix. A row of a weight keeps its
+compensated codes only if they err less than plain ones on the rows of inputs that were held back, so no layer errs more
+on those. docs/exports.md has the rules.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import re
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.views import View
+from pqweights.common.strict_json import rounded
+from pqweights.common.threads import ProcessLock
+from pqweights.convert.jobs import Job, Sink
+from pqweights.convert.records import TensorRecord
+from pqweights.kernels import Doubles, load_backend
+from pqweights.kernels.compensation import (
+    TILE,
+    MomentsFactor,
+    compensate,
+    empty_matrix,
+    errors_of,
+    factorize,
+    order_of,
+    output_errors,
+    trial_error,
+)
+from pqweights.kernels.groups import FloatRule, GroupRule, Groups
+from pqweights.models.description import ModelDescription
+from pqweights.planning.inputs import KnownInputs
+from pqweights.targets.bf16 import role_of
+from pqweights.targets.formats import BlockRule, Rule
+from pqweights.targets.integers import IntegerJob, RoundedChunk
+
+Floats = npt.NDArray[np.float32]
+
+# The fewest tokens of inputs for compensation; and the fewest rows held back, and windows that those come from.
+FEWEST_TOKENS, FEWEST_HELD_BACK, FEWEST_WINDOWS = 256, 128, 4
+# Shares of the mean of the diagonal that are added to it, in the order in which they are tried.
+DAMPINGS = (0.1, 0.01, 1.0)
+# Factors that are kept for the matrices that come next.
+KEPT_FACTORS = 2
+
+
+class ReadyFactor(NamedTuple):
+    """A factor with the rows held back of its inputs, [rows, K] in its order, and the damping that was chosen."""
+
+    factor: MomentsFactor
+    held_back: Floats
+    damping: float
+
+
+@dataclass(frozen=True, eq=False)
+class Compensation:
+    """What an export knows of the inputs of its weights.
+
+    inputs: what is known of them
+    rounded: the weights, each with its rule
+    model: of which they are
+    """
+
+    inputs: KnownInputs
+    rounded: Sequence[tuple[LogicalTensor, Rule]]
+    model: ModelDescription
+    _kept: deque[tuple[int, ReadyFactor | None]] = field(default_factory=lambda: deque(maxlen=KEPT_FACTORS))
+    _making: ProcessLock = field(default_factory=ProcessLock)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that the largest factors take, float32 [K, K], with the moments of a layer.
+
+        Weights of one module with as many inputs count as reading the same, such as q, k and v.
+        """
+        of_layers: dict[str, dict[tuple[str, int], int]] = {}
+        for tensor, _ in self.rounded:
+            module, size = tensor.name.removesuffix(".weight").rpartition(".")[0], tensor.shape[-1]
+            layer = re.match(r".*?\.\d+\.|", tensor.name)
+            squares = math.prod((*tensor.shape[:-2], size, size))
+            of_layers.setdefault(layer[0] if layer else "", {})[module, size] = squares
+        largest = max((tensor.shape[-1] ** 2 for tensor, _ in self.rounded), default=0)
+        moments = max((sum(of.values()) for of in of_layers.values()), default=0)
+        return 4 * (moments + (KEPT_FACTORS + 1) * largest)
+
+    @cached_property
+    def sources(self) -> dict[str, tuple[int | str, ...]]:
+        """For each weight, by name, the vector of each of its matrices, or the reason why it is rounded plainly."""
+        return {tensor.name: sources_of(tensor, rule, self.inputs, self.model) for tensor, rule in self.rounded}
+
+    def factor(self, vector: int) -> ReadyFactor | None:
+        """Return the factor of a vector, made by one thread at a time; None if it cannot be factorized."""
+        with self._making:
+            for known, ready in self._kept:
+                if known == vector:
+                    return ready
+            if len(self._kept) == KEPT_FACTORS:
+                self._kept.popleft()  # before the next is made: a matrix may take gigabytes
+            made = _made(self.inputs, vector)
+            self._kept.append((vector, made))
+            return made
+
+
+def _made(inputs: KnownInputs, vector: int) -> ReadyFactor | None:
+    """Factorize the moments of a vector, with the best damping for rounding what looks random."""
+    moments, rows = inputs.moments(vector)
+    diagonal = np.diagonal(moments)
+    order = order_of(diagonal)
+    matrix = empty_matrix(len(order))
+    for row, channel in enumerate(order):
+        matrix[row, : len(order)] = moments[channel, order]
+    held_back = np.ascontiguousarray(rows[:, order])
+
+    def with_damping(damping: float) -> MomentsFactor | None:
+        damped = factorize(matrix, diagonal[order], damping)
+        return None if damped is None else MomentsFactor(order=order, matrix=matrix, diagonal=damped)
+
+    least, best, factor, last = np.inf, None, None, None
+    for damping in DAMPINGS:
+        factor, last = with_damping(damping), damping
+        error = np.inf if factor is None else trial_error(factor, held_back)
+        if error < least:
+            least, best = error, damping
+        if best == DAMPINGS[1]:  # where less damping helps, more does not
+            break
+    if best is None:
+        return None
+    if best != last or factor is None:
+        factor = with_damping(best)
+    return None if factor is None else ReadyFactor(factor, held_back, best)
+
+
+def sources_of(
+    tensor: LogicalTensor, rule: Rule, inputs: KnownInputs, model: ModelDescription
+) -> tuple[int | str, ...]:
+    """Return the vector of each matrix of a weight, or the reason why the matrix is rounded plainly."""
+    count = math.prod(tensor.shape[:-2])
+    if isinstance(rule, FloatRule):
+        return ("its format has no compensated rounding",) * count
+    if role_of(tensor, model) == "embedding":
+        return ("it is looked up, not multiplied by inputs",) * count
+    return tuple(_source(tensor, number, inputs) for number in range(count))
+
+
+def _source(tensor: LogicalTensor, number: int, inputs: KnownInputs) -> int | str:
+    """Return the vector of one matrix, or why it is rounded plainly."""
+    vectors = {_vector_of(tensor, number, inputs, transposed=False)}
+    if isinstance(tensor, View):
+        runs, vectors = tensor.runs_of_matrix(number), set()
+        if runs is None:
+            return "its rows are not whole rows of other weights"
+        for run in runs:
+            height = run.tensor.shape[-2]
+            first, last = sorted((run.first // height, (run.first + run.step * (run.count - 1)) // height))
+            for matrix in range(first, last + 1):
+                vectors.add(_vector_of(run.tensor, matrix, inputs, transposed=tensor.transposed))
+    if len(vectors) != 1:
+        reasons = sorted(vector for vector in vectors if isinstance(vector, str))
+        return reasons[0] if reasons else "its rows have different inputs"
+    (vector,) = vectors
+    if isinstance(vector, str):
+        return vector
+    about = inputs.vectors[vector]
+    if about.size != tensor.shape[-1]:
+        return f"expected {tensor.shape[-1]} input channels, found {about.size}"
+    if about.tokens < FEWEST_TOKENS or about.held_back < FEWEST_HELD_BACK or about.windows < FEWEST_WINDOWS:
+        # Without what was found: the summary has a line for each reason.
+        return f"fewer than {FEWEST_TOKENS} tokens, or {FEWEST_HELD_BACK} held back from {FEWEST_WINDOWS} windows"
+    return vector
+
+
+def _vector_of(tensor: LogicalTensor, matrix: int, inputs: KnownInputs, *, transposed: bool) -> int | str:
+    known = inputs.weights.get(tensor.name)
+    if known is None or matrix >= len(known.vectors):
+        return "no product of inputs with it was seen"
+    if known.transposed != transposed:
+        return "its groups run along the outputs"
+    vector = known.vectors[matrix]
+    return "no product of inputs with it was seen" if vector is None else vector
+
+
+class _InformedJob(IntegerJob, abc.ABC):
+    """The job of a weight of which inputs are known: the manifest says what was rounded how, and what that gained."""
+
+    carries = False
+
+    def __init__(self, *arguments: Any, compensation: Compensation, **keywords: Any) -> None:
+        """Prepare the job of one weight; see IntegerJob."""
+        super().__init__(*arguments, **keywords)
+        self._compensation, self._sources = compensation, compensation.sources[self._tensor.name]
+
+    def finish(self, sink: Sink) -> TensorRecord | Job:
+        """Return the record, with how many matrices were rounded how."""
+        record = super().finish(sink)
+        assert isinstance(record, TensorRecord)
+        reasons = Counter(source for source in self._sources if isinstance(source, str))
+        summary = {"matrices": len(self._sources), **self._gains(reasons)}
+        return replace(record, rounding=summary | {"rounded_plainly": dict(sorted(reasons.items()))})
+
+    @abc.abstractmethod
+    def _gains(self, reasons: Counter[str]) -> dict[str, Any]:
+        """Return what the manifest says of the matrices that are not rounded plainly; may add reasons for others."""
+
+
+class WeightedJob(_InformedJob):
+    """The job that rounds one weight with errors weighed by the importance of inputs, where they are known."""
+
+    def _round(self, matrix: int, values: Floats) -> tuple[Groups, Any]:
+        vector, rule = self._sources[matrix], self._rounding.rule
+        if isinstance(vector, str):
+            return super()._round(matrix, values)
+        assert isinstance(rule, BlockRule)
+        return rule.quantize_weighted(values, self._compensation.inputs.mean_squares(vector)), None
+
+    def _gains(self, reasons: Counter[str]) -> dict[str, Any]:
+        return {"weighed": len(self._sources) - reasons.total()}
+
+
+class _OutputErrors(NamedTuple):
+    """The errors of the outputs of some rows on the inputs held back, rounded plainly, and as stored; f64 [rows].
+
+    matrix: the matrix of the rows
+    plain_rows: how many of them are stored as rounded plainly
+    damping: of the factor; None if there is none
+    """
+
+    matrix: int
+    plain: Doubles
+    stored: Doubles
+    plain_rows: int
+    damping: float | None
+
+
+class CompensatedJob(_InformedJob):
+    """The job that rounds one weight with compensation, where it has inputs and gains from it."""
+
+    row_multiple = TILE
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        """Prepare the job of one weight; see IntegerJob."""
+        super().__init__(*arguments, **keywords)
+        self._outputs = np.zeros((self._matrices, 2))  # sums of errors, before and after
+        self._plain_rows = 0
+        self._dampings: dict[int, float | None] = {}  # by matrix
+
+    def _round(self, matrix: int, values: Floats) -> tuple[Groups, Any]:
+        """Round rows plainly and with compensation, and take for each row what errs less on the inputs held back."""
+        vector, rule = self._sources[matrix], self._rounding.rule
+        if isinstance(vector, str):
+            return super()._round(matrix, values)
+        plain = self._quantized(values)
+        if not np.isfinite(plain.errors).all():
+            return plain, None
+        assert isinstance(rule, GroupRule)
+        ready = self._compensation.factor(vector)
+        if ready is None:
+            return plain, _OutputErrors(matrix, np.empty(0), np.empty(0), 0, None)
+        better = compensate(values.reshape(-1, self._columns), plain, rule, ready.factor)
+        plain_errors = errors_of(values.reshape(-1, self._columns), plain, rule, ready.factor)
+        before, after = output_errors(plain_errors, ready.held_back), output_errors(better.errors, ready.held_back)
+        worse = ~(after < before)
+        groups = _merged(better.groups, plain, np.repeat(worse, self._columns // rule.group_size))
+        about = _OutputErrors(matrix, before, np.where(worse, before, after), int(worse.sum()), ready.damping)
+        return groups, about
+
+    def collect(self, result: RoundedChunk) -> None:
+        """Add up the errors of outputs besides those of weights."""
+        super().collect(result)
+        about = result.about
+        if about is not None:
+            load_backend("cpu").add_in_order(self._outputs[about.matrix], about.plain, about.stored)
+            self._plain_rows += about.plain_rows
+            self._dampings[about.matrix] = about.damping
+
+    def _gains(self, reasons: Counter[str]) -> dict[str, Any]:
+        dampings = [damping for damping in self._dampings.values() if damping is not None]
+        if len(dampings) < len(self._dampings):
+            reasons["its moments could not be factorized"] += len(self._dampings) - len(dampings)
+        before, after = map(sum, self._outputs.T.tolist())
+        return {
+            "compensated": len(dampings),
+            "rows_rounded_plainly": self._plain_rows,
+            "dampings": sorted(set(dampings)),
+            "gain": rounded(1 - after / before) if before else 0.0,
+        }
+
+
+def _merged(compensated: Groups, plain: Groups, take_plain: npt.NDArray[np.bool_]) -> Groups:
+    """Return the groups of one rounding or the other."""
+    return Groups(
+        codes=np.where(take_plain[:, None], plain.codes, compensated.codes),
+        scales=np.where(take_plain, plain.scales, compensated.scales),
+        offsets=np.where(take_plain, plain.offsets, compensated.offsets),
+        energies=plain.energies,
+        errors=np.where(take_plain, plain.errors, compensated.errors),
+    )

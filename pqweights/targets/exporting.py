@@ -1,0 +1,126 @@
+"""Exporting: any checkpoint into a folder that a runtime loads. Of a source weights are read, of a master decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pqweights.checkpoint.config import model_facts
+from pqweights.checkpoint.source import Checkpoint, proven
+from pqweights.checkpoint.storage import Storage
+from pqweights.convert.conversion import MASTER
+from pqweights.convert.convert import convert
+from pqweights.convert.listed_files import open_result
+from pqweights.convert.manifest import Manifest, find_manifest
+from pqweights.convert.records import total_relative_mse
+from pqweights.convert.task import RewriteReport, RunOptions
+from pqweights.errors import OptionError
+from pqweights.planning.choice import with_weights
+from pqweights.planning.decisions import without
+from pqweights.planning.inputs import KnownInputs
+from pqweights.planning.options import ExportOptions, SourceOptions
+from pqweights.planning.plan import total
+from pqweights.storage import Store, open_store
+from pqweights.storage.sources import open_source, place_apart
+from pqweights.targets import get_target
+from pqweights.targets.recipe import with_recipe
+from pqweights.targets.target import GPTQ, PLAIN, ExportSource, is_compensated
+
+AS_IT_IS = SourceOptions()
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A checkpoint that is to be exported.
+
+    source: what the user named it
+    checkpoint: the opened checkpoint, with the weights that may be rounded
+    manifest: of a master, its manifest, if it has one
+    """
+
+    source: str | Path
+    checkpoint: Checkpoint
+    manifest: Manifest | None
+
+
+def open_exported(source: str | Path, options: SourceOptions = AS_IT_IS) -> Exported:
+    """Open whatever is to be exported: a local model, one on the Hub or at an address, in safetensors or GGUF.
+
+    A master is read through its manifest, with every byte checked. Of any other checkpoint those weights may be rounded
+    that `quantize` encodes by default.
+
+    Raises SourceError, RecipeError, HubError, StorageError; MasterError for a damaged master.
+    """
+    manifest: Manifest | None = None
+
+    def open_master(storage: Storage) -> Checkpoint | None:
+        nonlocal manifest
+        manifest = find_manifest(storage)
+        if manifest is None or manifest.kind != MASTER:
+            return None
+        return open_result(storage, manifest)
+
+    checkpoint = open_source(
+        source,
+        options.access,
+        low_disk=options.low_disk,
+        allow_pickle=options.allow_pickle,
+        include=options.include_files,
+        open_master=open_master,
+    )
+    if options.leave_out:
+        checkpoint = without(checkpoint, options.leave_out)
+    return Exported(source, with_weights(checkpoint), manifest if checkpoint.is_master else None)
+
+
+def export(
+    exported: Exported,
+    out: str | Path | Store,
+    target: str,
+    *,
+    options: ExportOptions = ExportOptions(),
+    max_shard_bytes: int | None = None,
+    run: RunOptions = RunOptions(),
+    inputs: KnownInputs | None = None,
+) -> RewriteReport:
+    """Write a checkpoint into `out` as a target loads it, continuing an interrupted run of the same call.
+
+    out: a folder or an address in object storage, new, empty, or written by an earlier run
+    target: a key of EXPORTS, or of ALIASES
+    max_shard_bytes: after how many bytes of data a new file begins; None for what is usual for the target
+    inputs: what is known of the inputs of its weights
+    Raises SourceError, MasterError, ExportError, OptionError, OutputError, StorageError or MissingDependencyError.
+    """
+    to = get_target(target)
+    if options.recipe is not None and "recipe" not in to.options:
+        raise OptionError(f"`recipe`: the target {to.name} does not take this option")
+    options = with_recipe(options)
+    settings = to.settings(options)
+    store, manifest = open_store(out), exported.manifest
+    opened = with_weights(proven(exported.checkpoint, run.progress))
+    place = place_apart(exported.source, opened, store)
+    source = ExportSource(
+        where=str(place.resolve() if isinstance(place, Path) else exported.source),
+        checkpoint=opened,
+        manifest=manifest,
+        inputs=inputs,
+        rounding=GPTQ if is_compensated(options) else PLAIN,
+        max_shard_bytes=max_shard_bytes or to.max_shard_bytes,
+    )
+    conversion = replace(
+        to.plan(source, settings),
+        model=model_facts(opened.storage) if manifest is None else manifest.identity.model,
+        master={} if manifest is None else _about_master(manifest),
+    )
+    return convert(conversion, store, run)
+
+
+def _about_master(manifest: Manifest) -> dict[str, Any]:
+    """Return what the manifest of an export states about its master."""
+    about: dict[str, Any] = {
+        key: manifest.made_by[key] for key in ("recipe", "calibrated", "awq", "fit") if key in manifest.made_by
+    }
+    about["bits_per_weight"] = total(manifest.tensors, source_bytes=0, output_bytes=0).bits_per_weight
+    about["relative_mse"] = total_relative_mse(manifest.records)
+    return about

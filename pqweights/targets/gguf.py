@@ -1,0 +1,385 @@
+"""The gguf target: one file, or several numbered ones, for llama.cpp, Ollama and LM Studio.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What the model is in llama.cpp's terms is in
+pqweights/checkpoint/gguf, and which types its tensors get in gguf_types.py.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pqweights.checkpoint.gguf.mixes import (
+    EMBEDDING,
+    INTEGERS,
+    MIXES,
+    OUTPUT,
+    PLAIN_TYPES,
+    WANT_IMPORTANCE,
+    Mix,
+    find_mix,
+    role_of,
+)
+from pqweights.checkpoint.gguf.model import (
+    ALIGNMENT,
+    FilePart,
+    GgufModel,
+    GgufTensor,
+    MetadataEntry,
+    check_model,
+    encode_header,
+    gguf_model,
+    gives_vectors,
+)
+from pqweights.checkpoint.gguf.views import RenamedTensor
+from pqweights.checkpoint.names import file_stem, gguf_name
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.weight_files import read_json_object
+from pqweights.convert.conversion import Conversion, SmallFiles
+from pqweights.errors import ExportError, OptionError
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.planning.options import ExportOptions
+from pqweights.planning.plan import FileHeader, GgufFile, GgufFiles, ShardPlan, TensorPlan, cuts
+from pqweights.storage.addresses import is_repository_id
+from pqweights.targets.assignment import Assignment
+from pqweights.targets.formats import BlockRule, Rounding, Stays
+from pqweights.targets.gguf_types import (
+    PLAIN_BITS,
+    TOWER_TYPE,
+    TypeChoice,
+    TypeOptions,
+    chosen_types,
+    read_types,
+    tower_type,
+)
+from pqweights.targets.integer_export import plan_integers
+from pqweights.targets.integers import Outline
+from pqweights.targets.loading import LoadableModel, shell
+from pqweights.targets.target import (
+    ASSIGNMENT_OPTIONS,
+    IMPORTANCE,
+    LLAMA_CPP,
+    PLAIN,
+    ExportSource,
+    ExportTarget,
+    FormatChoice,
+    one_of,
+)
+
+MODELFILE = "Modelfile"
+# One file of nearly every model, as llama.cpp's programs and Ollama like them; the Hub takes files of up to 50 GB.
+MAX_SHARD_BYTES = 45_000_000_000
+# Between the type of a file and the names of its tensors, where a result has several files.
+TYPE_END = "/"
+# llama.cpp and others take a file of that name for the tower of the model beside it.
+TOWER_PREFIX = "mmproj-"
+GENERATION_CONFIG = "generation_config.json"
+# Names of folders that say what is in them, and not which model.
+UNNAMED = ("checkpoint", "hf", "master", "masters", "model", "models", "original", "source", "src")
+# What is copied beside the weights, which hold everything that llama.cpp reads of the model.
+COPIED = ("*license*", "*licence*", "copying*", "copyright*", "notice*", "*policy*", "citation*", "authors*")
+NO_TOKENIZER = (
+    "put tokenizer.json and tokenizer_config.json beside the weights (of a master: quantize again), or pass "
+    "`without_tokenizer` for programs that give it ids of tokens"
+)
+WITHOUT_TOKENIZER = (
+    "the file has no tokenizer: it is for programs that give llama.cpp the ids of tokens, such as pqweights eval "
+    "--tokenizer DIR; llama-cli, llama-server and Ollama end at the first text"
+)
+# Settings of generation_config.json that a Modelfile has under the same names.
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+OLLAMA_NAMES = {"repetition_penalty": "repeat_penalty"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GgufOutput:
+    """What a GGUF export writes.
+
+    base_name: what names of files begin with
+    types: those of the files
+    model: the model in llama.cpp's terms
+    checkpoint: of which it is made
+    """
+
+    base_name: str
+    types: tuple[TypeOptions, ...]
+    model: GgufModel
+    checkpoint: Checkpoint
+
+    def container(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> GgufFiles:
+        """Return the files with their headers: those of each type are cut at the same tensors, then that of a tower."""
+        count = len(self.model.tensors)
+        by_type = [tensors[first : first + count] for first in range(0, count * len(self.types), count)]
+        sizes = [max(planned.bytes for planned in alike) for alike in zip(*by_type, strict=True)]
+        runs = cuts(sizes, max_shard_bytes)
+        files = []
+        for types, of_type in zip(self.types, by_type, strict=True):
+            stem = f"{self.base_name}-{types.label}"
+            metadata = [*self.model.metadata, *_about_types(types.stated_mix)]
+            for number, run in enumerate(runs):
+                held = [_listed(of_type[index]) for index in run]
+                header = encode_header(metadata, held, FilePart(number, len(runs), count))
+                name = gguf_name(stem, number, len(runs))
+                files.append(GgufFile(name, FileHeader.of(header), len(run), number))
+        if self.model.tower:
+            about = [*self.model.tower_metadata, *_about_types(find_mix(TOWER_TYPE))]
+            held = [_listed(planned) for planned in tensors[count * len(self.types) :]]
+            header = encode_header(about, held, FilePart(0, 1, len(held)))
+            name = gguf_name(f"{TOWER_PREFIX}{self.base_name}-{TOWER_TYPE}", 0, 1)
+            files.append(GgufFile(name, FileHeader.of(header), len(held), len(runs)))
+        return GgufFiles(name=names_together(self.base_name, self.types), alignment=ALIGNMENT, files=tuple(files))
+
+    def small_files(self, shards: Sequence[ShardPlan]) -> SmallFiles:
+        """Return a Modelfile, unless there are several files of text, which Ollama does not take."""
+        several = len(shards) > (2 if self.model.tower else 1)
+        return {} if several else {MODELFILE: lambda: self._modelfile([shard.file for shard in shards])}
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """The files that are copied."""
+        names = self.checkpoint.companions
+        return tuple(n for n in names if any(fnmatch.fnmatchcase(n.lower(), pattern) for pattern in COPIED))
+
+    def _modelfile(self, files: Sequence[str]) -> bytes:
+        settings = {}
+        if GENERATION_CONFIG in self.checkpoint.companions:
+            settings = read_json_object(self.checkpoint.storage, GENERATION_CONFIG)
+        known = {key: settings[key] for key in SETTINGS if _is_number(settings.get(key))}
+        lines = [f"PARAMETER {OLLAMA_NAMES.get(key, key)} {value}" for key, value in known.items()]
+        return "\n".join(
+            ["# ollama create NAME -f Modelfile", *(f"FROM ./{file}" for file in files), *lines, ""]
+        ).encode()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _listed(planned: TensorPlan) -> GgufTensor:
+    """Return what a header says of a planned tensor."""
+    type_name = planned.codec or planned.stored[0].dtype
+    return GgufTensor(planned.name.rpartition(TYPE_END)[2], planned.shape, type_name, planned.bytes)
+
+
+def _about_types(mix: Mix | None) -> list[MetadataEntry]:
+    """Return the metadata that name the mix, if there is one, and the version of the block formats."""
+    import gguf
+
+    keys, number = gguf.Keys.General, int(gguf.GGUFValueType.UINT32)
+    version = MetadataEntry(keys.QUANTIZATION_VERSION, gguf.GGML_QUANT_VERSION, number)
+    if mix is None:
+        return [version]
+    return [MetadataEntry(keys.FILE_TYPE, int(gguf.LlamaFileType[mix.file_type]), number), version]
+
+
+def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
+    """Return the part of a card that says how to load the result."""
+    of_text = [file for file in model.weights if not file.startswith(TOWER_PREFIX)]
+    first, whole = of_text[0], len(of_text) == 1
+    tower = next((file for file in model.weights if file not in of_text), None)
+    if made_by.get("embeds"):
+        hub = is_repository_id(model.location)
+        where = f"-hf {model.location} -hff {first}" if hub else f"-m {shlex.quote(f'{model.location}/{first}')}"
+        return ["With llama.cpp, which makes vectors of texts:", shell(f"llama-embedding {where} -p 'a text'")]
+    if is_repository_id(model.location):
+        branch = "" if model.branch is None else f" (branch {model.branch})"
+        ollama = [f"ollama run hf.co/{model.location}:{first}"] if whole else []
+        return [
+            f"With llama.cpp, which fetches the file{branch}{', or with Ollama' if whole else ''}:",
+            shell(f"llama-cli -hf {model.location} -hff {first}", *ollama),
+            "LM Studio finds it by the name of the repository.",
+        ]
+    run = f"llama-cli -m {shlex.quote(f'{model.location}/{first}')}"
+    run += f" --mmproj {shlex.quote(f'{model.location}/{tower}')}" if tower else ""
+    if not whole:
+        return ["With llama.cpp, which finds the other parts itself:", shell(run), "LM Studio opens it, too."]
+    modelfile = shlex.quote(f"{model.location}/{MODELFILE}")
+    return [
+        "With llama.cpp, or with Ollama:",
+        shell(run, f"ollama create my-model -f {modelfile}", "ollama run my-model"),
+        "LM Studio opens the file, too.",
+    ]
+
+
+def names_together(base_name: str, types: Sequence[TypeOptions]) -> str:
+    """Return what files of some types are called together."""
+    return f"{base_name}-{'+'.join(of.label for of in types)}"
+
+
+NAME = "gguf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gguf:
+    """The format with its options.
+
+    types: which types tensors get, in each file
+    weighed: whether errors are weighed by the importance of inputs
+    name: what the model is called; None if it is not known
+    embeds: whether it gives vectors of texts instead of predicting them
+    without_tokenizer: whether the file may lack a vocabulary
+    """
+
+    types: tuple[TypeOptions, ...]
+    weighed: bool
+    name: str | None = None
+    embeds: bool = False
+    without_tokenizer: bool = False
+
+    @property
+    def assignment(self) -> Assignment:
+        """Which types the user asks for."""
+        return self.types[0].assignment
+
+    def describe(self) -> dict[str, Any]:
+        """Return the manifest's account of the target and its options."""
+        embeds = {"embeds": True} if self.embeds else {}
+        stated = self.types[0].describe()
+        if len(self.types) > 1:
+            stated["type"] = ",".join(of.mix.name for of in self.types)
+        return {"target": NAME, **stated, "name": names_together(self.base_name, self.types)} | embeds
+
+    @property
+    def base_name(self) -> str:
+        """What names of files begin with."""
+        return (self.name or "model").rpartition("/")[2]
+
+    def outline(self, checkpoint: Checkpoint) -> Outline:
+        """Decide which types tensors get; names and shapes are those of llama.cpp.
+
+        Raises MissingDependencyError without gguf, ExportError if llama.cpp cannot take the model or its tokenizer, or
+        if it has none.
+        """
+        model = gguf_model(checkpoint, name=self.name)
+        if not model.has_vocabulary:
+            if not self.without_tokenizer:
+                raise ExportError(
+                    f"the model has no tokenizer, without which llama.cpp ends at the first text: {NO_TOKENIZER}"
+                )
+            model = replace(model, notes=(*model.notes, WITHOUT_TOKENIZER))
+        tensors, decisions, warnings = list[LogicalTensor](), dict[str, Rounding | Stays](), list[str]()
+        for types in self.types:
+            chosen = chosen_types(types, model, checkpoint, imatrix=self.weighed)
+            # Several files have tensors of the same names, which a result tells apart.
+            of_type = "" if len(self.types) == 1 else types.label + TYPE_END
+            tensors += [RenamedTensor.of(of_type + t.name, t) for t in model.tensors] if of_type else model.tensors
+            decisions |= {of_type + name: _decision(choice) for name, choice in chosen.items()}
+            warnings += [] if self.weighed else _wanting(chosen)
+        output = GgufOutput(base_name=self.base_name, types=self.types, model=model, checkpoint=checkpoint)
+        return Outline(
+            tensors=(*tensors, *model.tower),
+            decisions=decisions | {tensor.name: _decision(tower_type(tensor)) for tensor in model.tower},
+            config=None,
+            left_out=model.left_out,
+            metadata={},
+            plain_dtype=None,
+            warnings=(*model.notes, *warnings),
+            container=output.container,
+            small_files=output.small_files,
+            companions=output.companions,
+        )
+
+
+def _wanting(types: Mapping[str, TypeChoice]) -> Iterator[str]:
+    """Yield a warning of types that llama.cpp makes with importances only."""
+    matrices = [choice.type for name, choice in types.items() if role_of(name) not in (OUTPUT, EMBEDDING)]
+    wanting = [name for name in WANT_IMPORTANCE if name in matrices]
+    if wanting:
+        yield (
+            f"{', '.join(wanting)} without importances, which llama.cpp's own quantizer demands for such types: little "
+            "is left of a model with channels that are outliers; --calibrate self weighs errors by the inputs"
+        )
+
+
+def _decision(choice: TypeChoice) -> Rounding | Stays:
+    """Return what becomes of a tensor of this type."""
+    if choice.type in (*PLAIN_TYPES, INTEGERS):
+        return Stays(choice.reason, choice.type)
+    return Rounding(BlockRule.of(choice.type), "gguf", label=choice.type, reason=choice.reason)
+
+
+def read_options(options: ExportOptions) -> Gguf:
+    """Return the format. Raises OptionError for an option that it does not have."""
+    rounding = one_of(NAME, "rounding", options.rounding, allowed=(None, PLAIN, IMPORTANCE))
+    if rounding == IMPORTANCE and options.calibrate is None:
+        raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibrate` as well")
+    return Gguf(
+        types=read_types(options),
+        weighed=options.calibrate is not None and rounding != PLAIN,
+        without_tokenizer=options.without_tokenizer,
+        name=options.name,
+    )
+
+
+def _plan(source: ExportSource, settings: Gguf) -> Conversion:
+    """Plan the files of a model."""
+    name = settings.name or _name_of(source)
+    return plan_integers(source, replace(settings, name=name, embeds=gives_vectors(source.checkpoint)))
+
+
+def _name_of(source: ExportSource) -> str | None:
+    """Return the repository of a model, else the name of its folder, if that names a model."""
+    # The manifest of a master may say anything; the name stands in names of files and in the Modelfile.
+    manifest = source.manifest
+    model_id = "" if manifest is None else manifest.identity.model.get("id", "")
+    if is_repository_id(model_id, namespace=False):
+        return str(model_id)
+    origin = source.checkpoint.storage.origin
+    if origin is not None:
+        return origin.id
+    name = source.where.rstrip("/").rpartition("/")[2]
+    return None if name.lower() in UNNAMED else file_stem(name)
+
+
+def _check(checkpoint: Checkpoint, settings: Gguf) -> None:
+    """Check whether llama.cpp has the model; the tokenizer, which may be large, is not read."""
+    check_model(checkpoint)
+
+
+# The mixes that a memory is filled with: of those with about as many bits, the ones that cost least.
+PROPOSED = (
+    "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q3_K_M", "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_XXS", "IQ1_M",
+)  # fmt: skip
+
+
+def _bits(mix: Mix) -> float:
+    """Return about how many bits a mix has for each weight: most have its type, and a fifth that of the output."""
+    of_most, of_output = (
+        PLAIN_BITS[name] if name in PLAIN_BITS else BLOCK_TYPES[name].bits_per_weight
+        for name in (mix.type, mix.type if mix.pure else mix.output)
+    )
+    return (4 * of_most + max(of_most, of_output)) / 5
+
+
+TARGET = ExportTarget(
+    name=NAME,
+    runtime=LLAMA_CPP,
+    tags=("gguf", "llama.cpp"),
+    options=(
+        "type",
+        "pure",
+        "name",
+        "without_tokenizer",
+        *ASSIGNMENT_OPTIONS,
+        "rounding",
+        "calibrate",
+        "calibration_tokens",
+    ),
+    account=("types", "imatrix", "embeds"),
+    read_options=read_options,
+    plan=_plan,
+    check=_check,
+    load_section=load_section,
+    max_shard_bytes=MAX_SHARD_BYTES,
+    library="gguf",
+    unchecked="if llama.cpp has its tokenizer",
+    choices=tuple(
+        FormatChoice(name.lower(), ExportOptions(type=name.lower()), _bits(mix))
+        for name, mix in MIXES.items()
+        if name in PROPOSED
+    ),
+)

@@ -1,0 +1,242 @@
+"""Which type each tensor of a GGUF file gets: by a mix, by rules, or so that the file has a given size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from pqweights.checkpoint.gguf.mixes import (
+    INTEGERS,
+    PLAIN_TYPES,
+    Mix,
+    Shape,
+    find_mix,
+    fitting_type,
+    layers_with_values,
+    may_be_quantized,
+)
+from pqweights.checkpoint.gguf.model import ALIGNMENT, FilePart, GgufModel, GgufTensor, encode_header
+from pqweights.checkpoint.gguf.towers import PLAIN as PLAIN_IN_TOWERS
+from pqweights.checkpoint.header import aligned
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.errors import OptionError
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.models import text_model
+from pqweights.planning.options import ExportOptions
+from pqweights.targets.assignment import (
+    NOTHING,
+    PLAIN,
+    PLAIN_ERROR,
+    Assignment,
+    Candidate,
+    FormatRule,
+    Layers,
+    chosen_within,
+    known_names,
+    made_of,
+)
+from pqweights.targets.bf16 import role_of
+
+DEFAULT_TYPE = "q4_k_m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypeOptions:
+    """What a user asks for.
+
+    mix: the mix that decides about what no rule matches
+    assignment: the rules, and the size for which types are chosen instead
+    """
+
+    mix: Mix
+    assignment: Assignment = NOTHING
+
+    @property
+    def label(self) -> str:
+        """What file names call the choice."""
+        if self.assignment.target_size is not None:
+            return "fit"
+        name = self.mix.type if self.mix.pure else self.mix.name
+        return f"{name}-mixed" if self.assignment.rules else name
+
+    @property
+    def stated_mix(self) -> Mix | None:
+        """The mix that metadata name; None if types are chosen one by one."""
+        return None if self.assignment.target_size is not None else self.mix
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a manifest says of the choice; what is not said is the default."""
+        stated: dict[str, Any] = {} if self.assignment.target_size is not None else {"type": self.mix.name}
+        if self.mix.pure:
+            stated["pure"] = True
+        return stated | self.assignment.describe("types")
+
+
+def read_types(options: ExportOptions) -> tuple[TypeOptions, ...]:
+    """Return the types that a user asks for, of each file.
+
+    Raises OptionError for an unknown type and for options that contradict each other.
+    """
+    if options.type is not None and options.format is not None:
+        raise OptionError("`format`: is another name of `type`; leave out one of the two")
+    asked = options.type or options.format
+    mixes = [find_mix(name.strip()) for name in (asked or DEFAULT_TYPE).split(",")]
+    if len({mix.name for mix in mixes}) < len(mixes):
+        raise OptionError(f"`type` {asked}: expected different types")
+    if options.target_size is not None and (asked is not None or options.pure):
+        raise OptionError("`target_size`: chooses the types itself; leave out `type` and `pure`")
+    assignment = Assignment.of(options, (*BLOCK_TYPES, *PLAIN_TYPES))
+    return tuple(TypeOptions(mix=replace(mix, pure=options.pure), assignment=assignment) for mix in mixes)
+
+
+# The bits of weights without blocks.
+PLAIN_BITS = {"F16": 16, "BF16": 16, "F32": 32, INTEGERS: 32}
+# What the headers of further files and the padding of tensors may take of a target size.
+RESERVED_BYTES = 4096
+
+
+def candidates(*, imatrix: bool) -> tuple[str, ...]:
+    """Return the types from which a file of a given size is made.
+
+    Grids have the least errors for their size, but channels that are outliers spoil them unless errors are weighed.
+    """
+    narrow = ("IQ3_S", "IQ3_XXS", "IQ2_S") if imatrix else ("Q3_K", "Q2_K")
+    return ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", *narrow, "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S", "F16")
+
+
+class TypeChoice(NamedTuple):
+    """The type of a tensor, and why it has it."""
+
+    type: str
+    reason: str
+
+
+# As the files of towers on the Hub have it: matrices in F16, everything else in F32.
+TOWER_TYPE = "F16"
+
+
+def tower_type(tensor: LogicalTensor) -> TypeChoice:
+    """Return the type of a tensor of a tower for images."""
+    if len(tensor.shape) < 2 or PLAIN_IN_TOWERS.fullmatch(tensor.name):
+        return TypeChoice("F32", "llama.cpp computes with it in float32")
+    return TypeChoice(TOWER_TYPE, "matrix of a tower")
+
+
+def chosen_types(
+    options: TypeOptions, model: GgufModel, checkpoint: Checkpoint, *, imatrix: bool
+) -> dict[str, TypeChoice]:
+    """Return the type of every tensor, by its name in the file.
+
+    imatrix: whether errors are weighed by an importance matrix
+
+    Raises RecipeError for a pattern that matches nothing, and for a size that cannot be met.
+    """
+    shape, mix = _shape_of(model, imatrix=imatrix), options.mix
+    used: list[FormatRule | None] = []
+    result: dict[str, TypeChoice] = {}
+    free: list[LogicalTensor] = []
+    known = text_model(checkpoint.config)
+    for tensor in model.tensors:
+        wanted, reason = mix.type_of(tensor.name, tensor.shape, shape), f"{mix.name} {'pure' if mix.pure else 'mix'}"
+        if tensor.dtype == INTEGERS:
+            result[tensor.name] = TypeChoice(INTEGERS, "whole numbers")
+            continue
+        if not may_be_quantized(tensor.name, tensor.shape):
+            result[tensor.name] = TypeChoice(wanted, "llama.cpp computes with it in float32")
+            continue
+        rule = options.assignment.rule_of([(known_names(tensor), role_of(tensor, known))])
+        used.append(rule)
+        if rule is None:
+            free.append(tensor)
+        else:
+            wanted, reason = "BF16" if rule.format == PLAIN else rule.format, f"rule {rule.pattern}"
+        result[tensor.name] = _fitted(tensor, wanted, reason)
+    options.assignment.check_used(used, [name for tensor in model.tensors for name in known_names(tensor)])
+    types = candidates(imatrix=imatrix)
+    return result | _within(options.assignment, model, checkpoint, types=types, chosen=result, free=free)
+
+
+def _shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
+    """Return what of a model the mixes depend on."""
+    values = {entry.key.removeprefix(f"{model.architecture}."): entry.value for entry in model.metadata}
+
+    def number(key: str) -> int:
+        value = values.get(key, 0)
+        return int(value[0] if isinstance(value, list | tuple) else value)
+
+    heads, shared = number("attention.head_count"), number("attention.head_count_kv")
+    layers = number("block_count")
+    per_group = heads // shared if shared else 1
+    return Shape(
+        layers=layers,
+        shared=per_group,
+        experts=number("expert_count"),
+        tied=all(tensor.name != "output.weight" for tensor in model.tensors),
+        large=model.architecture in ("llama", "qwen2") and layers == 80 and per_group > 1,
+        imatrix=imatrix,
+        with_values=layers_with_values(tensor.name for tensor in model.tensors),
+    )
+
+
+def type_bytes(type_name: str, shape: Sequence[int]) -> int:
+    """Return the size of a tensor of a type, in bytes."""
+    if type_name in PLAIN_BITS:
+        return math.prod(shape) * PLAIN_BITS[type_name] // 8
+    return math.prod(shape[:-1]) * BLOCK_TYPES[type_name].row_bytes(shape[-1])
+
+
+def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> TypeChoice:
+    """Return the type of a tensor whose rows the blocks of a type may not divide."""
+    fitting = fitting_type(wanted, tensor.shape[-1])
+    if fitting == wanted:
+        return TypeChoice(fitting, reason)
+    size = BLOCK_TYPES[wanted].block_size
+    return TypeChoice(fitting, f"as blocks of {size} ({wanted}) do not divide its rows of {tensor.shape[-1]} weights")
+
+
+def _within(
+    assignment: Assignment,
+    model: GgufModel,
+    checkpoint: Checkpoint,
+    *,
+    types: Sequence[str],
+    chosen: dict[str, TypeChoice],
+    free: Sequence[LogicalTensor],
+) -> dict[str, TypeChoice]:
+    """Choose types for the free tensors, so that the predicted rise of the loss is least within the size, if any."""
+    if assignment.target_size is None:
+        return {}
+    stored = {t.name: type_bytes(chosen[t.name].type, t.shape) for t in model.tensors}
+    # The header does not depend on the types.
+    tensors = [GgufTensor(t.name, t.shape, chosen[t.name].type, stored[t.name]) for t in model.tensors]
+    header = encode_header(model.metadata, tensors, FilePart(0, 1, len(tensors)))
+    overhead = RESERVED_BYTES + len(header) + ALIGNMENT * len(tensors)
+    overhead += sum(stored.values()) - sum(stored[tensor.name] for tensor in free)
+    by_name, layers = {t.name: t for t in free}, Layers.of(checkpoint, {t.name: made_of(t)[0] for t in free})
+    members = {layer: [by_name[name] for name in names] for layer, names in layers.members.items()}
+    possible = {layer: [_candidate(type_name, of) for type_name in types] for layer, of in members.items()}
+    found = chosen_within(
+        assignment.target_size,
+        possible,
+        overhead=overhead,
+        weights=layers.weights,
+        roles=layers.roles,
+        known=assignment.known,
+    )
+    reason = f"chosen for {assignment.target_size} bytes"
+    return {tensor.name: _fitted(tensor, found[layer], reason) for layer, of in members.items() for tensor in of}
+
+
+def _candidate(type_name: str, tensors: Sequence[LogicalTensor]) -> Candidate:
+    """Return what a type costs for some tensors, and their error in it."""
+    cost, error, weights = 0, 0.0, 0
+    for tensor in tensors:
+        fitting = fitting_type(type_name, tensor.shape[-1])
+        count = math.prod(tensor.shape)
+        cost += aligned(type_bytes(fitting, tensor.shape), ALIGNMENT)
+        error += count * (PLAIN_ERROR if fitting in PLAIN_TYPES else BLOCK_TYPES[fitting].distortion)
+        weights += count
+    return Candidate(type_name, cost, error / weights)

@@ -1,0 +1,285 @@
+"""The conversion behind every integer target: weights to codes, scales and offsets per group, measured and written.
+
+What is rounded, how, and where each number goes is the target's decision (integers.py). Warnings of the sizes of a
+result follow from these decisions. docs/exports.md has the rules, and what the errors mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from pqweights.checkpoint.config import CONFIG_DTYPES, model_dtype
+from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.views import sources_of
+from pqweights.common.units import counted, size_text
+from pqweights.convert.conversion import EXPORT, Conversion, make_plan, no_files, nothing_to_learn
+from pqweights.convert.jobs import CopyJob, Job
+from pqweights.convert.manifest import Manifest
+from pqweights.convert.records import TensorRecord, master_part, mean_error
+from pqweights.errors import OptionError
+from pqweights.models import text_model
+from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, coding_of, stored_bytes
+from pqweights.targets import target_name
+from pqweights.targets.architectures import unexamined_warnings
+from pqweights.targets.bf16 import is_weight, plain_plan, role_of, stored_dtype
+from pqweights.targets.carried import carried_unit
+from pqweights.targets.compensation import CompensatedJob, Compensation, WeightedJob
+from pqweights.targets.formats import BlockRule, Rounding, Stays
+from pqweights.targets.integers import IntegerJob, IntegerTarget, Outline
+from pqweights.targets.linear import FUSED_WITH_KEPT
+from pqweights.targets.target import GPTQ, IMPORTANCE, ExportSource
+from pqweights.targets.units import UnitJob, fused_weights, of_unit, reading_together, with_unit
+
+IN_WEIGHT_FILES = "the weight files already contain what the runtime needs"
+# Above this share of the error, the master decides how good an export is, and no longer its format.
+MOST_BY_MASTER = 0.5
+PLAIN_BITS = 16
+# The next tensor is begun while the last chunks of one are computed.
+TENSORS_AT_ONCE = 2
+
+
+def plan_integers(source: ExportSource, target: IntegerTarget) -> Conversion:
+    """Plan an export of rounded weights.
+
+    Raises ExportError if the target cannot store the model, OptionError for inputs that nothing uses.
+    """
+    checkpoint, manifest, inputs = source.checkpoint, source.manifest, source.inputs
+    if inputs is not None and source.rounding != GPTQ and target.assignment.target_size is None:
+        raise OptionError("`calibrate`: expected `rounding` gptq or `target_size` as well, which use it")
+    outline = target.outline(checkpoint)
+    unexamined = unexamined_warnings(target_name(target.describe()["target"]) or "", outline.config)
+    rounding = IntegerRounding(
+        outline=outline,
+        is_original=not checkpoint.is_master,
+        master_errors={} if manifest is None else _known_errors(outline, checkpoint, manifest),
+        compensation=None
+        if inputs is None
+        else Compensation(
+            inputs, [(tensor, how.rule) for tensor, how in outline.rounded], text_model(checkpoint.config)
+        ),
+    )
+    read = replace(checkpoint, tensors=reading_together(outline.tensors, rounding.fused))
+    read = read if outline.companions is None else _with_companions(read, outline.companions)
+    tensors = [_planned(tensor, read, outline) for tensor in read.tensors]
+    most = source.max_shard_bytes
+    container = Safetensors(outline.metadata) if outline.container is None else outline.container(tensors, most)
+    by_columns = sorted(how.column_bytes(tensor.shape) for tensor, how in outline.rounded)
+    return Conversion(
+        kind=EXPORT,
+        made_by=target.describe() | rounding.describe(),
+        checkpoint=read,
+        plan=make_plan(read, tensors, container, most, outline.left_out),
+        encode=rounding.job,
+        config=None if outline.config is None else partial(_stated, outline.config),
+        small_files=outline.small_files or no_files,
+        learn=nothing_to_learn if inputs is None else inputs.prepare,
+        warnings=partial(_warnings, (*outline.warnings, *remarks(outline, checkpoint), *unexamined)),
+        memory_bytes=0 if rounding.compensation is None else rounding.compensation.memory_bytes,
+        disk_bytes=sum(by_columns[-TENSORS_AT_ONCE:]),
+    )
+
+
+def _stated(config: dict[str, Any], *about: object) -> dict[str, Any]:
+    """Return a configuration that does not depend on what was measured."""
+    return config
+
+
+def _warnings(known: tuple[str, ...], records: Sequence[TensorRecord]) -> tuple[str, ...]:
+    """Return what is known of a result before it is made, and that its error is for the most part the master's."""
+    total, by_master = mean_error(records, "total_mse"), master_part(records)
+    if total is None or by_master is None or by_master <= MOST_BY_MASTER * total:
+        return known
+    return (
+        *known,
+        f"the error of the master is {by_master / total:.0%} of the error against the original "
+        f"({by_master:.6f} of {total:.6f}), and no format makes that smaller: an export from the source itself "
+        "is without it, and a master of more bits has less of it",
+    )
+
+
+def _planned(tensor: LogicalTensor, checkpoint: Checkpoint, outline: Outline) -> TensorPlan:
+    """Plan a tensor by the decision of an outline."""
+    known, decision = text_model(checkpoint.config), outline.decisions.get(tensor.name)
+    if not isinstance(decision, Rounding):
+        reason, forced = (None, None) if decision is None else (decision.reason, decision.dtype)
+        return plain_plan(
+            tensor,
+            known,
+            weights=checkpoint.weights,
+            model=model_dtype(checkpoint.config, checkpoint.tensors),
+            dtype=outline.plain_dtype,
+            reason=reason,
+            forced=forced,
+        )
+    specs = decision.specs(tensor.name, tensor.shape)
+    return TensorPlan(
+        name=tensor.name,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        role=role_of(tensor, known),
+        action=INTEGER,
+        codec=decision.codec,
+        bits=decision.rule.bits,
+        reason=decision.reason or f"{decision.rule.name} rule",
+        bytes=stored_bytes(specs),
+        stored=specs,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntegerRounding:
+    """How the weights of an export are rounded.
+
+    outline: what the target makes of the model
+    is_original: whether the weights are those of the source, and not decoded from a master
+    master_errors: relative errors of a master's weights by name, where they are known and add up with those of rounding
+    compensation: what is known of the inputs, if rounding is compensated by it
+    """
+
+    outline: Outline
+    is_original: bool
+    master_errors: Mapping[str, float] = field(default_factory=dict)
+    compensation: Compensation | None = None
+
+    @functools.cached_property
+    def fused(self) -> dict[str, tuple[LogicalTensor, ...]]:
+        """For each weight whose scales have a unit, the weights that share it, by name."""
+        return fused_weights(self.outline.tensors, self.outline.decisions)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what manifests say of it: a digest of the errors of the master, and the sample of the inputs."""
+        stated: dict[str, Any] = {}
+        if not self.is_original:
+            errors = json.dumps(self.master_errors, sort_keys=True).encode() if self.master_errors else None
+            stated["master_errors"] = None if errors is None else hashlib.sha256(errors).hexdigest()
+        if self.compensation is not None:
+            in_blocks = any(isinstance(rounding.rule, BlockRule) for _, rounding in self.outline.rounded)
+            stated["rounding"] = IMPORTANCE if in_blocks else GPTQ
+            stated["calibration"] = self.compensation.inputs.identity
+        return stated
+
+    def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
+        """Return the job that rounds a weight or copies another tensor."""
+        decision = self.outline.decisions.get(tensor.name)
+        if not isinstance(decision, Rounding):
+            return CopyJob(planned, tensor)
+        if decision.unit_of is None:
+            return self._rounding_job(planned, tensor, decision)
+        unit = carried_unit(self.fused[tensor.name])
+        if unit is not None:
+            return self._rounding_job(planned, tensor, of_unit(decision, unit))
+        return UnitJob(
+            self.fused[tensor.name],
+            lambda largest: self._rounding_job(planned, tensor, with_unit(decision, largest)),
+        )
+
+    def _rounding_job(self, planned: TensorPlan, tensor: LogicalTensor, decision: Rounding) -> Job:
+        error, is_original = self.master_errors.get(tensor.name), self.is_original
+        if self.compensation is None:
+            return IntegerJob(planned, tensor, decision, master_error=error, is_original=is_original)
+        job = WeightedJob if isinstance(decision.rule, BlockRule) else CompensatedJob
+        return job(
+            planned, tensor, decision, master_error=error, is_original=is_original, compensation=self.compensation
+        )
+
+
+def remarks(outline: Outline, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return warnings of the sizes of a result."""
+    return (*_experts_warnings(outline, checkpoint), *_plain_warnings(outline, checkpoint))
+
+
+def _experts_warnings(outline: Outline, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return a warning for each reason why experts stay plain, with their bytes."""
+    model = text_model(checkpoint.config)
+    by_reason: dict[str, list[LogicalTensor]] = {}
+    for tensor in outline.tensors:
+        decision = outline.decisions.get(tensor.name)
+        if not isinstance(decision, Stays) or decision.dtype or decision.reason == FUSED_WITH_KEPT:
+            continue  # of a type that was asked for, or said elsewhere
+        if is_weight(tensor, checkpoint.weights) and role_of(tensor, model) == "expert":
+            by_reason.setdefault(decision.reason, []).append(tensor)
+    return tuple(
+        f"experts stay in BF16: {counted(len(tensors), 'tensor')} of {sum(map(element_count, tensors))} weights, "
+        f"{size_text(sum(2 * element_count(t) for t in tensors))} in place of "
+        f"{size_text(sum(part.byte_count for t in tensors for part in t.parts))} in the {_kind(checkpoint)}: {reason}; "
+        "the targets gguf and mlx round the experts of the models that they know"
+        for reason, tensors in by_reason.items()
+    )
+
+
+def _kind(checkpoint: Checkpoint) -> str:
+    return "master" if checkpoint.is_master else "source"
+
+
+def _plain_warnings(outline: Outline, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return a warning if a result has more than half of the bits of BF16, and its integers have less.
+
+    For integers of more bits the half way between the two counts.
+    """
+    integers = {tensor.name: rounding for tensor, rounding in outline.rounded}
+    rounded = sum(element_count(tensor) for tensor, _ in outline.rounded)
+    if not rounded:
+        return ()
+    integer_bytes = sum(stored_bytes(rounding.specs(t.name, t.shape)) for t, rounding in outline.rounded)
+    weights = sum(element_count(t) for t in outline.tensors if t.plain_dtype in CONFIG_DTYPES)
+    model = model_dtype(outline.config, outline.tensors)
+    plain_bytes = sum(
+        TensorSpec(
+            tensor.name, stored_dtype(tensor, checkpoint.weights, model=model, dtype=outline.plain_dtype), tensor.shape
+        ).byte_count
+        for tensor in outline.tensors
+        if tensor.name not in integers
+    )
+    total, bits_of_integers = integer_bytes + plain_bytes, 8 * integer_bytes / rounded
+    bits = 8 * total / weights
+    half = PLAIN_BITS / 2 if bits_of_integers < PLAIN_BITS / 2 else (bits_of_integers + PLAIN_BITS) / 2
+    if bits <= half:
+        return ()
+    held = checkpoint.weight_file_bytes
+    larger = f"; the {_kind(checkpoint)} that it is made from is smaller ({size_text(held)})" if total > held else ""
+    return (
+        f"{bits:.3g} bits per parameter, more than half of the {PLAIN_BITS} of BF16, although integers take "
+        f"{bits_of_integers:.3g}: of {size_text(total)}, {size_text(plain_bytes)} are weights that stay plain{larger}",
+    )
+
+
+def _with_companions(checkpoint: Checkpoint, companions: tuple[str, ...]) -> Checkpoint:
+    """Return a checkpoint of which only these files are copied."""
+    left_out = dict.fromkeys((name for name in checkpoint.companions if name not in companions), IN_WEIGHT_FILES)
+    return replace(checkpoint, companions=companions, left_out=dict(sorted((checkpoint.left_out | left_out).items())))
+
+
+def _known_errors(outline: Outline, master: Checkpoint, manifest: Manifest) -> dict[str, float]:
+    """Return the relative errors of a master's weights that are known and add up with those of rounding, by name.
+
+    A weight whose input channels were scaled is left out, because its error is that of the scaled weight. So is a
+    weight of a codec whose errors are not orthogonal to its weights: the sum would not hold.
+    """
+    errors = {
+        tensor.name: record.relative_mse
+        for tensor, record in manifest.pairs
+        if record.relative_mse is not None and not tensor.is_scaled and coding_of(tensor).orthogonal_error
+    }
+    return {t.name: error for t in outline.tensors if (error := _error(t, master.weights, errors)) is not None}
+
+
+def _error(tensor: LogicalTensor, weights: frozenset[str], errors: dict[str, float]) -> float | None:
+    """Return the relative error of a tensor, or None if it is not known.
+
+    A tensor that the master keeps has none. One that is put together from several has their mean, weighted by size.
+    """
+    parts = sources_of(tensor) or (tensor,)
+    if any(is_weight(part, weights) and part.name not in errors for part in parts):
+        return None
+    counts = [math.prod(part.shape) for part in parts]
+    total = sum(errors.get(part.name, 0.0) * count for part, count in zip(parts, counts, strict=True))
+    return total / sum(counts) if total else 0.0

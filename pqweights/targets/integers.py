@@ -1,0 +1,234 @@
+"""What an integer target says of each weight, and the job that does it: read rows, round, measure, write.
+
+integer_export.py carries out what the targets say; how numbers are stored is in formats.py. docs/exports.md has the
+rules, and what the errors mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.gguf.views import RenamedTensor
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.dtypes import from_float32, to_float32
+from pqweights.common.strict_json import rounded
+from pqweights.convert import jobs
+from pqweights.convert.conversion import SmallFiles
+from pqweights.convert.jobs import Job, Sink
+from pqweights.convert.records import TensorRecord
+from pqweights.errors import SourceError
+from pqweights.kernels import Doubles, load_backend
+from pqweights.kernels.compensation import sums_of_squares
+from pqweights.kernels.groups import BEST, GroupRule, Groups
+from pqweights.kernels.workers import scratch
+from pqweights.planning.plan import Container, ShardPlan, TensorPlan
+from pqweights.targets.assignment import Assignment
+from pqweights.targets.carried import SourceGrid
+from pqweights.targets.formats import Rounding, Rule, Stays
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What a target makes of a model, decided from headers and configuration.
+
+    tensors: the tensors that the runtime holds
+    decisions: what becomes of weights, by name; a tensor without a decision is stored plainly
+    left_out: tensors of the master that the runtime does not hold, each with the reason
+    metadata: the `__metadata__` of the safetensors files
+    config: config.json; None if there is none
+    plain_dtype: the `dtype` of plain_plan for tensors that are stored plainly
+    warnings: what the user should know of the result before using it, a sentence each
+    container: returns the format of the files, from the planned tensors and the size of files; None for safetensors
+    small_files: returns files that are written beside the weights, by name, given the shards; None if there are none
+    companions: the files that are copied; None for all that the master has
+    """
+
+    tensors: tuple[LogicalTensor, ...]
+    decisions: Mapping[str, Rounding | Stays]
+    config: dict[str, Any] | None
+    left_out: dict[str, str]
+    metadata: dict[str, str]
+    plain_dtype: str | None = "BF16"
+    warnings: tuple[str, ...] = ()
+    container: Callable[[Sequence[TensorPlan], int], Container] | None = None
+    small_files: Callable[[Sequence[ShardPlan]], SmallFiles] | None = None
+    companions: tuple[str, ...] | None = None
+
+    @property
+    def rounded(self) -> Iterator[tuple[LogicalTensor, Rounding]]:
+        """The tensors that become integers, and how."""
+        for tensor in self.tensors:
+            decision = self.decisions.get(tensor.name)
+            if isinstance(decision, Rounding):
+                yield tensor, decision
+
+
+class IntegerTarget(Protocol):
+    """A format of integers with its options."""
+
+    @property
+    def assignment(self) -> Assignment:
+        """Which formats the user asks for."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return the manifest's account of the target: its name and its options."""
+        ...
+
+    def outline(self, checkpoint: Checkpoint) -> Outline:
+        """Decide what becomes of a master, or of a master with the original's values.
+
+        Raises ExportError if the target cannot store the model, MissingDependencyError if a package is missing.
+        """
+        ...
+
+
+class RoundedChunk(NamedTuple):
+    """What was measured of a chunk.
+
+    measures: sums of squares by group: of the values, and of their errors
+    about: what else the job is to know of it
+    is_carried: whether its codes are those of the source, which decode to the same bits
+    """
+
+    measures: tuple[Doubles, ...]
+    about: Any
+    is_carried: bool
+
+
+class IntegerJob:
+    """The job that turns one weight into integers; a chunk is some whole rows of one matrix."""
+
+    row_multiple = 1  # chunks have a multiple of this number of rows, except for the last of a matrix
+    carries = True  # whether codes of a source that lie on the grid of the format are taken as they are
+
+    def __init__(
+        self,
+        planned: TensorPlan,
+        tensor: LogicalTensor,
+        rounding: Rounding,
+        *,
+        master_error: float | None = None,
+        is_original: bool,
+    ) -> None:
+        """Prepare the job of one weight.
+
+        is_original: whether the weight is that of the source, and not decoded from a master
+        master_error: of a weight of a master, its relative error, if it is known
+        """
+        self._planned, self._tensor, self._rounding = planned, tensor, rounding
+        self._master_error, self._is_original = master_error, is_original
+        self._source = tensor.source if type(tensor) is RenamedTensor else tensor
+        self._columns = tensor.shape[-1]
+        self._matrices, self._rows = math.prod(tensor.shape[:-2]), tensor.shape[-2]
+        multiple = max(self.row_multiple, rounding.row_multiple)
+        self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
+        self._per_matrix = -(-self._rows // self._rows_per_chunk)
+        self._sums = np.zeros(2)
+        self._rounded_chunks = 0
+        self._grid = SourceGrid.of(tensor) if self.carries else None
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks."""
+        return self._per_matrix * self._matrices
+
+    @property
+    def reads(self) -> object:
+        """The tensor of which it reads so many rows at a time."""
+        return id(self._source), self._rows_per_chunk
+
+    def run(self, chunk: int, sink: Sink) -> RoundedChunk:
+        """Round one chunk of rows, and write its pieces.
+
+        Raises SourceError if a weight or a scale is not finite.
+        """
+        return self.write(chunk, self.read(chunk), sink)
+
+    def read(self, chunk: int) -> npt.NDArray[np.float32]:
+        """Read one chunk of whole rows as float32."""
+        first, rows = self._rows_of(chunk)
+        count = rows * self._columns
+        raw = scratch("values", count * 4)
+        self._tensor.read(first * self._columns, count, "F32", raw)
+        return raw.view(np.float32)
+
+    def _rows_of(self, chunk: int) -> tuple[int, int]:
+        """Return the first row of a chunk, counted through all matrices, and how many there are."""
+        matrix, part = divmod(chunk, self._per_matrix)
+        count = min(self._rows_per_chunk, self._rows - part * self._rows_per_chunk)
+        return matrix * self._rows + part * self._rows_per_chunk, count
+
+    def write(self, chunk: int, values: npt.NDArray[np.float32], sink: Sink) -> RoundedChunk:
+        """Round the values of one chunk, and write its pieces."""
+        matrix, (first, count) = chunk // self._per_matrix, self._rows_of(chunk)
+        carried = None if self._grid is None else self._grid.groups(self._rounding, first, values)
+        groups, about = self._round(matrix, values) if carried is None else (carried, None)
+        numbers = (groups.energies, groups.errors, groups.scales, groups.offsets)
+        if not all(np.isfinite(array).all() for array in numbers):
+            raise SourceError(
+                f"tensor {self._tensor.name!r}: expected finite weights, and finite scales for them, found a NaN or an "
+                f"infinity in rows {first} to {first + count - 1}; `pqweights verify` tells whether the folder is "
+                "damaged"
+            )
+        for piece in self._rounding.pieces(self._planned.name, self._planned.shape, first_row=first, groups=groups):
+            (sink.write if piece.data.ndim == 1 else sink.write_columns)(piece.stored_name, piece.offset, piece.data)
+        return RoundedChunk((groups.energies, groups.errors), about, carried is not None)
+
+    def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
+        """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights."""
+        return self._enlarged(values), None
+
+    def _quantized(self, values: npt.NDArray[np.float32]) -> Groups:
+        """Round rows to codes, and measure their errors; a rule of the runtime's gets 16 bits, as in the runtime."""
+        rule = self._rounding.rule
+        if rule.name == BEST:
+            return rule.quantize(values)
+        dtype = rule.scale_dtype if isinstance(rule, GroupRule) else "BF16"
+        groups = rule.quantize(to_float32(from_float32(values, dtype), dtype))
+        energies = sums_of_squares(values.reshape(groups.codes.shape))
+        return replace(groups, energies=energies, errors=_errors(values, groups, rule))
+
+    def _enlarged(self, values: npt.NDArray[np.float32]) -> Groups:
+        """Round rows that no compensation follows: codes of few bits get the size of the weights back."""
+        groups, rule = self._quantized(values), self._rounding.rule
+        if not isinstance(rule, GroupRule) or not np.isfinite(groups.errors).all():
+            return groups
+        larger = rule.enlarged(groups)
+        return groups if larger is groups else replace(larger, errors=_errors(values, larger, rule))
+
+    def collect(self, result: RoundedChunk) -> None:
+        """Add up the errors of a chunk."""
+        load_backend("cpu").add_in_order(self._sums, *result.measures)
+        self._rounded_chunks += not result.is_carried
+
+    def finish(self, sink: Sink) -> TensorRecord | Job:
+        """Return the record with the errors as far as they are known."""
+        energy, error = self._sums.tolist()
+        own = error / energy if energy else 0.0
+        total, by_master = own if self._is_original else None, None
+        if not self._is_original and self._master_error is not None:
+            # The master's error is orthogonal to its weights and, as far as rounding is independent of it, to the error
+            # of rounding: the squares add up.
+            total = by_master = self._master_error + own * (1 - self._master_error)
+        return TensorRecord(
+            name=self._planned.name,
+            relative_mse=rounded(own),
+            energy=rounded(energy),
+            total_mse=None if total is None else rounded(total),
+            master_mse=None if by_master is None else rounded(by_master),
+            rounding=None if self._grid is None or self._rounded_chunks else {"carried": True},
+        )
+
+
+def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: Rule) -> Doubles:
+    """Return the squared errors of codes against other values than they were made from, summed by group."""
+    decoded = rule.decode(groups)
+    return sums_of_squares(values.reshape(decoded.shape) - decoded)

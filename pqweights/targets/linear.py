@@ -1,0 +1,438 @@
+"""Which weights of a master are linear layers that a runtime can hold as integers, and how configurations name them.
+
+Weights that runtimes compute with in one layer are all rounded in groups of one size, or all stay plain: vLLM (0.32,
+`packed_modules_mapping` of its models) joins q, k and v, gate and up, the inputs of linear attention and the
+down-projections of MLA, and all experts of a layer, and refuses a layer whose parts differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from pqweights.checkpoint.config import edited_config, model_dtype
+from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.positions import stated_once
+from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.units import counted, first_names, size_text
+from pqweights.errors import ExportError
+from pqweights.formats import DEFAULT_CODEC
+from pqweights.models import text_model
+from pqweights.models.conventions import NEVER_QUANTIZED
+from pqweights.models.description import ModelDescription
+from pqweights.models.names import fused_layer
+from pqweights.planning.decisions import is_smaller
+from pqweights.planning.plan import DEFAULT_METADATA, stored_bytes
+from pqweights.planning.recipe import DEFAULT_BITS
+from pqweights.planning.roles import classify
+from pqweights.targets.architectures import check_architecture
+from pqweights.targets.assignment import (
+    NOTHING,
+    PLAIN,
+    PLAIN_ERROR,
+    Assignment,
+    Candidate,
+    FormatRule,
+    chosen_within,
+    distortion,
+)
+from pqweights.targets.bf16 import is_weight, role_of, stored_dtype
+from pqweights.targets.carried import plain_beside_codes
+from pqweights.targets.experts import is_stack
+from pqweights.targets.formats import Rounding, Stays
+from pqweights.targets.integers import Outline
+from pqweights.targets.target import GroupSize
+
+# The longest row, in weights; eight rows are held in memory at once.
+MOST_COLUMNS = 1 << 20
+# What the header of a file takes for a tensor, at most: a weight of a format may be stored as four.
+HEADER_BYTES = 800
+FUSED_WITH_KEPT = "runtimes fuse it with a layer that the master keeps"
+PLAIN_IN_SOURCE = "the source, whose codes are taken over, keeps it plain"
+FUSED_WITH_PLAIN = "runtimes fuse it with a layer that stays plain"
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^\\.])")
+
+
+class LinearFormat(Protocol):
+    """A format of linear layers."""
+
+    @property
+    def groups(self) -> GroupSize:
+        """How many weights of a row share a scale."""
+        ...
+
+    def rounding(self, shape: tuple[int, ...], size: int) -> Rounding:
+        """Return how a weight is rounded in groups of a size."""
+        ...
+
+    def why_not(self, shape: tuple[int, ...], size: int) -> str | None:
+        """Return why a weight whose rows groups of a size divide is not stored so; None if it is."""
+        ...
+
+
+class Chosen(NamedTuple):
+    """What a weight gets: a format, by name, in groups of a size, and why, if not by default."""
+
+    format: str
+    size: int
+    reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearWeights:
+    """What can become of the weights that a master encodes.
+
+    model: what is known of the type of model
+    formats: the formats of the target, by name
+    chosen: what each weight gets that can become integers, by name
+    plain: why each of the others stays plain, by name
+    warnings: what the user should know of those that are fused with others, a sentence each
+    """
+
+    model: ModelDescription
+    formats: Mapping[str, LinearFormat]
+    chosen: Mapping[str, Chosen]
+    plain: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
+
+    def rounding(self, tensor: LogicalTensor) -> Rounding:
+        """Return how a weight is rounded that can become integers."""
+        name, size, reason = self.chosen[tensor.name]
+        rounding = self.formats[name].rounding(tensor.shape, size)
+        if rounding.has_unit:
+            rounding = replace(rounding, unit_of=_joined_matrix(tensor, self.model))
+        return rounding if reason is None else replace(rounding, reason=reason)
+
+    def outline(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        quantization: dict[str, Any],
+        metadata: dict[str, str] = DEFAULT_METADATA,
+        warnings: tuple[str, ...] = (),
+    ) -> Outline:
+        """Return what a target makes of a model whose names and shapes stay those of the source.
+
+        quantization: the quantization_config
+        warnings: others than those of fused layers
+        """
+        decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in self.plain.items()}
+        decisions |= {t.name: self.rounding(t) for t in checkpoint.tensors if t.name in self.chosen}
+        old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
+        return Outline(
+            tensors=checkpoint.tensors,
+            decisions=decisions,
+            config=edited_config(
+                stated_once(checkpoint.config),
+                "BF16",
+                old_dtype=old_dtype,
+                quantization=quantization,
+                tensors=checkpoint.tensors,
+            ),
+            left_out={},
+            metadata=metadata,
+            warnings=(*self.warnings, *warnings),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearRules:
+    """What a target takes for a linear layer.
+
+    target: what messages call the target
+    formats: its formats, by name; the first is the default
+    ladder: those from which formats are chosen for a size
+    assignment: what the user asks for
+    experts: why single experts stay plain; None if they need not
+    one_size: whether all layers outside of experts must have the same group size
+    stacks: whether it takes the stacks of all experts of a layer, and nothing else
+    """
+
+    target: str
+    formats: Mapping[str, LinearFormat]
+    ladder: tuple[str, ...] = ()
+    assignment: Assignment = NOTHING
+    experts: str | None = None
+    one_size: bool = False
+    stacks: bool = False
+
+
+def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
+    """Decide for every weight that the master encoded whether it can become integers, and in groups of which size.
+
+    Raises ExportError for an architecture that the target cannot hold, for a group size that was asked for and that
+    does not divide the rows of a weight, and if no weight can become integers; RecipeError for a rule that matches
+    nothing, and for a size that cannot be met.
+    """
+    check_architecture(rules.target, checkpoint.config)
+    weights = checkpoint.weights
+    encoded = [tensor for tensor in checkpoint.tensors if is_weight(tensor, weights)]
+    config = checkpoint.config or {}
+    places = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    tokens = {part["vocab_size"] for part in places if isinstance(part.get("vocab_size"), int)}
+    model = text_model(checkpoint.config)
+    plain = {t.name: why for t in encoded if (why := _not_linear(t, model, rules, weights, tokens)) is not None}
+    linear = [tensor for tensor in encoded if tensor.name not in plain]
+    sizes = _Sizes(rules.formats, linear, model, one_size=rules.one_size)
+    chosen: dict[str, Chosen] = {}
+    removable: list[str] = []  # reasons that another option removes
+    fused_with: dict[str, list[LogicalTensor]] = {}
+    free: dict[str, Sequence[LogicalTensor]] = {}  # layers about which no rule decides
+    used: list[FormatRule | None] = []
+    stay = _plain_in_source(rules, linear)
+    for key, layer in _fused_layers(checkpoint, model).items():
+        possible = [tensor for tensor in layer if is_weight(tensor, weights) and tensor.name not in plain]
+        kept = [tensor for tensor in layer if not is_weight(tensor, weights)]
+        if kept and possible:
+            plain |= dict.fromkeys((tensor.name for tensor in possible), FUSED_WITH_KEPT)
+            fused_with[kept[0].name] = possible
+            continue
+        rule = rules.assignment.rule_of(([tensor.name], role_of(tensor, model)) for tensor in possible)
+        used.append(rule)
+        if rule is not None and rule.format == PLAIN:
+            plain |= dict.fromkeys((tensor.name for tensor in possible), f"rule {rule.pattern}")
+            continue
+        if rule is None and possible and all(tensor.name in stay for tensor in possible):
+            plain |= dict.fromkeys((tensor.name for tensor in possible), PLAIN_IN_SOURCE)
+            continue
+        name = next(iter(rules.formats)) if rule is None else rule.format
+        reasons, size = sizes.of_layer(possible, name)
+        removable += reasons.values()
+        if len(possible) < len(layer) or reasons:
+            plain |= dict.fromkeys((tensor.name for tensor in possible), FUSED_WITH_PLAIN) | reasons
+            continue
+        reason = None if rule is None else f"rule {rule.pattern}"
+        chosen |= dict.fromkeys((tensor.name for tensor in possible), Chosen(name, size, reason))
+        if rule is None and possible:
+            free[key] = possible
+    rules.assignment.check_used(used, [tensor.name for tensor in checkpoint.tensors])
+    if not chosen:
+        why = next(iter([*removable, *plain.values()]), "none of its weights is a linear layer that quantize encodes")
+        raise ExportError(f"no weight of this model can become integers for {rules.target}: {why}")
+    warnings = fused_warnings(fused_with)
+    result = LinearWeights(model=model, formats=rules.formats, chosen=chosen, plain=plain, warnings=warnings)
+    return result if rules.assignment.target_size is None else _within(checkpoint, rules, result, free, sizes)
+
+
+def _plain_in_source(rules: LinearRules, linear: Sequence[LogicalTensor]) -> set[str]:
+    """Return the linear layers that stay plain as in the source, unless a rule or a size decides; see carried.py."""
+    usual = next(iter(rules.formats.values()))
+    sizes = ((tensor.shape, usual.groups.fitting([tensor.shape[-1]])) for tensor in linear)
+    shape, size = next(((shape, size) for shape, size in sizes if size is not None), ((), None))
+    if size is None or rules.assignment.target_size is not None:
+        return set()
+    return plain_beside_codes(linear, usual.rounding(shape, size).rule)
+
+
+def _within(
+    checkpoint: Checkpoint,
+    rules: LinearRules,
+    weights: LinearWeights,
+    free: Mapping[str, Sequence[LogicalTensor]],
+    sizes: _Sizes,
+) -> LinearWeights:
+    """Return the weights with other formats for the free layers, so that the files have at most the size asked for."""
+    target = rules.assignment.target_size
+    assert target is not None
+    layers: dict[str, list[Candidate]] = {}
+    chosen_as: dict[tuple[str, str], Chosen] = {}
+    reason = f"chosen for {target} bytes"
+    for key, layer in free.items():
+        count = sum(map(element_count, layer))
+        layers[key] = [Candidate(PLAIN, 2 * count, PLAIN_ERROR)]
+        for name in rules.ladder:
+            reasons, size = sizes.of_layer(layer, name)
+            if reasons:
+                continue
+            roundings = [rules.formats[name].rounding(tensor.shape, size) for tensor in layer]
+            cost = sum(stored_bytes(how.specs(t.name, t.shape)) for how, t in zip(roundings, layer, strict=True))
+            layers[key].append(Candidate(name, cost, distortion(roundings[0].rule)))
+            chosen_as[key, name] = Chosen(name, size, reason)
+    in_layers = {tensor.name for layer in free.values() for tensor in layer}
+    overhead = HEADER_BYTES * (len(checkpoint.tensors) + 1)
+    for tensor in checkpoint.tensors:
+        if tensor.name in weights.chosen and tensor.name not in in_layers:
+            overhead += stored_bytes(weights.rounding(tensor).specs(tensor.name, tensor.shape))
+        elif tensor.name not in in_layers:
+            model = model_dtype(checkpoint.config, checkpoint.tensors)
+            dtype = stored_dtype(tensor, checkpoint.weights, model=model, dtype="BF16")
+            overhead += TensorSpec(tensor.name, dtype, tensor.shape).byte_count
+    formats = chosen_within(
+        target,
+        layers,
+        overhead=overhead,
+        weights={key: [tensor.name for tensor in layer] for key, layer in free.items()},
+        roles={tensor.name: role_of(tensor, weights.model) for layer in free.values() for tensor in layer},
+        known=rules.assignment.known,
+    )
+    chosen, plain = dict(weights.chosen), dict(weights.plain)
+    for key, layer in free.items():
+        for tensor in layer:
+            if formats[key] == PLAIN:
+                del chosen[tensor.name]
+                plain[tensor.name] = reason
+            else:
+                chosen[tensor.name] = chosen_as[key, formats[key]]
+    return replace(weights, chosen=chosen, plain=plain)
+
+
+def _fused_layers(checkpoint: Checkpoint, model: ModelDescription) -> dict[str, list[LogicalTensor]]:
+    """Group the matrices of linear layers, and what the master encoded, by the layers that runtimes make of them."""
+    layers: dict[str, list[LogicalTensor]] = {}
+    for tensor in checkpoint.tensors:
+        if is_weight(tensor, checkpoint.weights) or (tensor.name.endswith(".weight") and len(tensor.shape) == 2):
+            layers.setdefault(_fused_layer(tensor, model), []).append(tensor)
+    return layers
+
+
+def _fused_layer(tensor: LogicalTensor, model: ModelDescription) -> str:
+    """Return the name of the layer that a weight becomes part of."""
+    role = role_of(tensor, model)
+    if not tensor.name.endswith(".weight") and role != "expert":
+        return tensor.name
+    return fused_layer(tensor.name, role, tied=False, in_masters=False, model=model)
+
+
+def _joined_matrix(tensor: LogicalTensor, model: ModelDescription) -> str:
+    """Return the name of the matrix that a weight becomes part of: of experts, each has its own."""
+    role = "mlp" if role_of(tensor, model) == "expert" else role_of(tensor, model)
+    return fused_layer(tensor.name, role, tied=False, in_masters=False, model=model)
+
+
+class _Sizes:
+    """The group sizes of layers in any format."""
+
+    def __init__(
+        self,
+        formats: Mapping[str, LinearFormat],
+        linear: Sequence[LogicalTensor],
+        model: ModelDescription,
+        *,
+        one_size: bool,
+    ) -> None:
+        """Prepare for the linear layers of a model. one_size: see LinearRules"""
+        self._formats, self._model = formats, model
+        self._groups = {n: _one_size(how.groups, linear) if one_size else how.groups for n, how in formats.items()}
+        self._expert_columns = {t.shape[-1] for t in linear if role_of(t, model) == "expert"}
+
+    def of_layer(self, layer: Sequence[LogicalTensor], name: str) -> tuple[dict[str, str], int]:
+        """Return why weights of one layer stay plain, by name, and the group size that they get if none does."""
+        groups = self._groups[name]
+        columns = {tensor.shape[-1] for tensor in layer}
+        if any(role_of(tensor, self._model) == "expert" for tensor in layer):
+            # transformers decodes the experts of all layers in one group size
+            columns |= {length for length in self._expert_columns if groups.fitting([length]) is not None}
+        size = groups.fitting(columns) or groups.size
+        reasons = {}
+        for tensor in layer:
+            groups.check(tensor.name, tensor.shape[-1])
+            why = groups.why_not(tensor.shape[-1]) or self._formats[name].why_not(tensor.shape, size)
+            if why is not None:
+                reasons[tensor.name] = why
+        return reasons, size
+
+
+def fused_warnings(fused_with: Mapping[str, Sequence[LogicalTensor]]) -> tuple[str, ...]:
+    """Return a warning of weights that stay plain because of one that is kept, by the name of that one."""
+    tensors = [tensor for layer in fused_with.values() for tensor in layer]
+    if not tensors:
+        return ()
+    stored = size_text(sum(2 * element_count(tensor) for tensor in tensors))
+    return (
+        f"plain because runtimes fuse them with what the master keeps ({first_names(list(fused_with))}): "
+        f"{counted(len(tensors), 'weight')}, {stored} in BF16; only a master that keeps no part of a fused layer has "
+        "all of it rounded",
+    )
+
+
+def kept_by_recipe(tensor: LogicalTensor, model: ModelDescription, weights: frozenset[str]) -> bool:
+    """Whether the master keeps a tensor that the default policy would have encoded; then its recipe wants it kept."""
+    if is_weight(tensor, weights) or tensor.plain_dtype not in ("BF16", "F16", "F32", "F64"):
+        return False
+    role = classify(tensor.name, tensor.dtype, tensor.shape, model)
+    return role.keep is None and is_smaller(tensor, DEFAULT_CODEC, DEFAULT_BITS)
+
+
+def _one_size(groups: GroupSize, tensors: Sequence[LogicalTensor]) -> GroupSize:
+    """Return the one size with which the most weights can be rounded."""
+
+    def divided(size: int) -> int:
+        return sum(element_count(tensor) for tensor in tensors if tensor.shape[-1] % size == 0)
+
+    return groups if groups.asked is not None else replace(groups, only=max(groups.tried, key=divided))
+
+
+def _not_linear(
+    tensor: LogicalTensor, model: ModelDescription, rules: LinearRules, weights: frozenset[str], tokens: set[int]
+) -> str | None:
+    """Return why a weight is no linear layer that the format stores; None if it is one.
+
+    weights: see Checkpoint
+    tokens: vocabulary sizes
+    """
+    role = role_of(tensor, model)
+    if rules.stacks:
+        return None if is_stack(tensor, weights) else "the format stores stacks of experts alone"
+    if role in ("embedding", "lm_head"):
+        return f"{role}: the runtime does not quantize it"
+    if NEVER_QUANTIZED.search(tensor.name):
+        return "vLLM joins it with another, and holds both plain"
+    if len(tensor.shape) != 2:
+        return "the format stores single linear layers"
+    if role == "expert" and rules.experts is not None:
+        return rules.experts
+    if role not in ("attention", "mlp", "linear", "expert") or not tensor.name.endswith(".weight"):
+        return f"{role}: not known to be a linear layer"
+    is_numbered = any(component.isdigit() for component in tensor.name.split("."))
+    if role == "linear" and tensor.shape[0] in tokens and not is_numbered:
+        return "a row for each token, so an embedding or a head: the runtime does not quantize it"
+    if tensor.shape[-1] > MOST_COLUMNS:
+        return f"rows of {tensor.shape[-1]} weights: only up to {MOST_COLUMNS} are held in memory"
+    return None
+
+
+def module_of(weight: str) -> str:
+    """Return the name of the module that holds a weight; for fused experts, that of all experts."""
+    return re.sub(r"\.experts\.[a-z_]+$", ".experts", weight.removesuffix(".weight"))
+
+
+def patterns(weights: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return expressions of compressed-tensors that match the modules of some weights, and none of the others.
+
+    torchao's matches read them, too. Each is as general as it can be without matching another module. It leaves open
+    the prefix before the layers, which loaders add or remove, and the numbers of layers and experts.
+    """
+    excluded = sorted({module_of(other) for other in others})
+
+    @functools.cache
+    def takes_in_others(expression: str) -> bool:
+        compiled = re.compile(f"{expression}$")
+        return any(compiled.match(module) for module in excluded)
+
+    result: dict[str, None] = {}  # a set that keeps its order
+    for module in map(module_of, weights):
+        for expression in _expressions(module):
+            if expression in result or not takes_in_others(expression):
+                break
+        result[expression] = None
+    return [f"re:{expression}$" for expression in result]
+
+
+def _expressions(module: str) -> Iterator[str]:
+    """Yield expressions that match a module, the most general first: each later one includes more of the prefix."""
+    components = module.split(".")
+    numbers = [index for index, component in enumerate(components) if component.isdigit()]
+    end = r"(\..*)?" if components[-1] == "experts" else ""
+    for first in range(max(numbers[0] - 1, 0) if numbers else 0, -1, -1):
+        tail = re.escape(".".join(components[first:])) + end
+        yield r"(.*\.)?" + _NUMBER.sub(r"\\d+", tail)
+        if len(numbers) > 1:  # all experts of this layer
+            start = _NUMBER.search(tail)
+            assert start is not None
+            yield r"(.*\.)?" + tail[: start.end()] + _NUMBER.sub(r"\\d+", tail[start.end() :])
+        yield r"(.*\.)?" + tail
+    yield re.escape(module) + end

@@ -1,0 +1,231 @@
+"""Masters without loss: weights in the source's own numbers, coded by their entropy where that makes them smaller.
+
+How small a chunk becomes is known once it is coded. So the source is read twice: `measure` codes every chunk and notes
+its bytes, from which the plan knows the whole result, and the run codes it again and writes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from pqweights.checkpoint.header import StoredTensor, TensorSpec
+from pqweights.checkpoint.native import SourceTensor, coded_specs
+from pqweights.checkpoint.packed import DecodedTensor
+from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import ByteReads
+from pqweights.common.threads import Progress
+from pqweights.convert.conversion import MASTER, Conversion, make_plan
+from pqweights.convert.jobs import CopyJob, Job, Sink
+from pqweights.convert.master_config import master_config
+from pqweights.convert.records import TensorRecord
+from pqweights.convert.task import RunOptions
+from pqweights.errors import SourceChangedError, SourceError
+from pqweights.formats.native import Native, bits_of, item_width
+from pqweights.kernels import lossless
+from pqweights.kernels.lossless import CHUNK_ITEMS, Bytes, Lengths
+from pqweights.kernels.workers import scratch
+from pqweights.models import text_model
+from pqweights.models.description import ModelDescription
+from pqweights.planning.plan import KEEP, QUANTIZE, Safetensors, TensorPlan, stored_bytes
+from pqweights.planning.roles import classify
+
+# What the manifest states in the place of a recipe.
+RECIPE = {
+    "name": "lossless",
+    "description": "Every weight in the source's own numbers, coded by their entropy where that makes it smaller.",
+    "codec": Native.name,
+    "rules": [],
+}
+RUN_CHUNKS = 16  # of a stored tensor that are coded at once
+FEWEST_BYTES = 1024  # of a stored tensor that is coded
+
+
+class ChunkRun(NamedTuple):
+    """Neighbouring chunks of a stored tensor of the source.
+
+    storage: where it lies
+    first: the first of them
+    """
+
+    storage: ByteReads
+    stored: StoredTensor
+    first: int
+
+    def code(self) -> tuple[Bytes, Lengths]:
+        """Read and code them; see kernels.lossless.encode."""
+        width = item_width(self.stored.dtype)
+        begin = self.first * CHUNK_ITEMS * width
+        values = scratch("items", min(RUN_CHUNKS * CHUNK_ITEMS * width, self.stored.byte_count - begin))
+        self.storage.read_into(self.stored.file, self.stored.offset + begin, values)
+        return lossless.encode(values, width)
+
+    def lengths(self) -> Lengths:
+        """Return the bytes of each."""
+        return self.code()[1]
+
+
+def runs_of(storage: ByteReads, stored: StoredTensor) -> list[ChunkRun]:
+    """Return the chunks of a stored tensor in runs."""
+    chunks = lossless.chunk_count(stored.byte_count // item_width(stored.dtype))
+    return [ChunkRun(storage, stored, first) for first in range(0, chunks, RUN_CHUNKS)]
+
+
+def source_tensor(tensor: LogicalTensor, model: ModelDescription) -> SourceTensor | None:
+    """Return a tensor whose numbers are stored by their entropy, if that pays; None for what is kept as it is."""
+    if isinstance(tensor, DecodedTensor):
+        return tensor
+    role = classify(tensor.name, tensor.dtype, tensor.shape, model)
+    return tensor if isinstance(tensor, PlainTensor) and not role.structural else None
+
+
+def measure(checkpoint: Checkpoint, threads: int, progress: Progress) -> dict[str, Lengths]:
+    """Return the bytes of each chunk of the stored tensors that get smaller when they are coded, by name."""
+    model = text_model(checkpoint.config)
+    for tensor in checkpoint.tensors:
+        if not isinstance(tensor, PlainTensor | DecodedTensor):
+            raise SourceError(
+                f"{tensor.parts[0].file}: lossless takes checkpoints in safetensors, as published; expected one, found "
+                "a GGUF file or a master, whose weights would be decoded: keep it as it is"
+            )
+    sources = [of for tensor in checkpoint.tensors if (of := source_tensor(tensor, model)) is not None]
+    runs = [
+        run
+        for of in sources
+        for part in of.parts
+        if part.byte_count >= FEWEST_BYTES
+        for run in runs_of(of.storage, part)
+    ]
+    total, done = sum(part.byte_count for of in sources for part in of.parts), 0
+    lengths: dict[str, list[Lengths]] = {}
+    sizes = {run.stored.name: run.stored.byte_count for run in runs}
+    with ThreadPoolExecutor(threads, "pqweights") as pool:
+        for run, of_run in _in_order(pool, runs, 2 * threads):
+            lengths.setdefault(run.stored.name, []).append(of_run)
+            done += len(of_run) * CHUNK_ITEMS * item_width(run.stored.dtype)
+            progress(min(done, total), total, run.stored.name)
+    whole = {name: np.concatenate(of_runs) for name, of_runs in lengths.items()}
+    return {name: of for name, of in whole.items() if of.sum(dtype=np.int64) + of.nbytes < sizes[name]}
+
+
+def _in_order(pool: ThreadPoolExecutor, runs: Sequence[ChunkRun], most: int) -> Iterator[tuple[ChunkRun, Lengths]]:
+    """Yield the bytes of each chunk of runs, of which only some are under way at a time."""
+    under_way: deque[tuple[ChunkRun, Future[Lengths]]] = deque()
+    for run in runs:
+        under_way.append((run, pool.submit(run.lengths)))
+        if len(under_way) > most:
+            first, future = under_way.popleft()
+            yield first, future.result()
+    yield from ((run, future.result()) for run, future in under_way)
+
+
+def plan_lossless(checkpoint: Checkpoint, max_shard_bytes: int, run: RunOptions) -> Conversion:
+    """Plan a master of the codec `native` by coding every weight once.
+
+    run: with how many threads, and how to show progress
+
+    Raises SourceError for a source that would be decoded.
+    """
+    checkpoint.storage.keep(checkpoint.weight_files, run.progress)
+    lengths, model = measure(checkpoint, run.threads, run.progress), text_model(checkpoint.config)
+    tensors = [_planned(tensor, model, lengths) for tensor in checkpoint.tensors]
+    return Conversion(
+        kind=MASTER,
+        made_by={"recipe": RECIPE},
+        checkpoint=checkpoint,
+        plan=make_plan(checkpoint, tensors, Safetensors(), max_shard_bytes),
+        encode=partial(encode, lengths=lengths),
+        config=master_config,
+    )
+
+
+def _stored(part: StoredTensor, lengths: Mapping[str, Lengths]) -> tuple[TensorSpec, ...]:
+    """Return what a stored tensor of the source becomes."""
+    spec, of_part = TensorSpec(*part[:3]), lengths.get(part.name)
+    return (spec,) if of_part is None else coded_specs(spec, int(of_part.sum(dtype=np.int64)))
+
+
+def _planned(tensor: LogicalTensor, model: ModelDescription, lengths: Mapping[str, Lengths]) -> TensorPlan:
+    """Plan a tensor by what was measured."""
+    role, source = classify(tensor.name, tensor.dtype, tensor.shape, model), source_tensor(tensor, model)
+    is_coded = source is not None and any(part.name in lengths for part in source.parts)
+    if source is None or not math.prod(tensor.shape) or not (is_coded or isinstance(source, DecodedTensor)):
+        reason = role.keep if source is None and role.keep else "coding would not make it smaller"
+        stored: tuple[TensorSpec, ...] = (TensorSpec(tensor.name, tensor.plain_dtype, tensor.shape),)
+        action, codec, bits = KEEP, None, None
+    else:
+        stored = tuple(spec for part in source.parts for spec in _stored(part, lengths))
+        action, codec, bits = QUANTIZE, Native.name, bits_of(stored_bytes(stored), math.prod(tensor.shape))
+        reason = "lossless, coded by its entropy" if is_coded else "lossless, as it is stored"
+    return TensorPlan(
+        name=tensor.name,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        role=role.name,
+        action=action,
+        codec=codec,
+        bits=bits,
+        reason=reason,
+        bytes=stored_bytes(stored),
+        stored=stored,
+    )
+
+
+def encode(planned: TensorPlan, tensor: LogicalTensor, *, lengths: Mapping[str, Lengths]) -> Job:
+    """Return the pass that codes a weight, or copies a tensor that is kept."""
+    if planned.action == KEEP:
+        return CopyJob(planned, tensor)
+    assert isinstance(tensor, PlainTensor | DecodedTensor)
+    return LosslessJob(planned, tensor, lengths)
+
+
+class LosslessJob:
+    """The job that stores a weight in the source's own numbers."""
+
+    def __init__(self, planned: TensorPlan, tensor: SourceTensor, lengths: Mapping[str, Lengths]) -> None:
+        self._planned, self._lengths = planned, lengths
+        coded = [part for part in tensor.parts if part.name in lengths]
+        self._ends = {part.name: np.append(0, np.cumsum(lengths[part.name], dtype=np.int64)) for part in coded}
+        others = [part for part in tensor.parts if part.name not in lengths]
+        copies = [
+            CopyJob(planned._replace(stored=(TensorSpec(*part[:3]),)), PlainTensor.of(tensor.storage, part))
+            for part in others
+        ]
+        self._work: list[tuple[CopyJob, int] | ChunkRun] = [
+            run for part in coded for run in runs_of(tensor.storage, part)
+        ]
+        self._work += [(copy, chunk) for copy in copies for chunk in range(copy.chunks)]
+
+    @property
+    def chunks(self) -> int:
+        """The number of runs of chunks, and of chunks of what is copied."""
+        return len(self._work)
+
+    def run(self, chunk: int, sink: Sink) -> None:
+        """Code or copy one. Raises SourceChangedError if chunks are not as they were when they were measured."""
+        work = self._work[chunk]
+        if not isinstance(work, ChunkRun):
+            copy, place = work
+            copy.run(place, sink)
+            return
+        coded, lengths = work.code()
+        name, first, last = work.stored.name, work.first, work.first + len(lengths)
+        if not np.array_equal(lengths, self._lengths[name][first:last]):
+            raise SourceChangedError(f"{work.stored.file}: tensor {name!r} changed while it was read; run it again")
+        stream, table = (spec.name for spec in coded_specs(TensorSpec(*work.stored[:3]), 0))
+        sink.write(stream, int(self._ends[name][first]), coded)
+        sink.write(table, 4 * first, lengths.view(np.uint8))
+
+    def collect(self, result: None) -> None:
+        """Do nothing: nothing is measured."""
+
+    def finish(self, sink: Sink) -> TensorRecord:
+        """Return the record of a weight without an error."""
+        return TensorRecord(name=self._planned.name, state={}, relative_mse=0.0)

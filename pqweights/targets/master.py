@@ -1,0 +1,233 @@
+"""The target `master`: a source checkpoint into packed codes and norms, the conversion behind `quantize`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from pqweights.checkpoint.config import model_facts
+from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.master import encoded_specs
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.source import Checkpoint, proven
+from pqweights.convert.conversion import MASTER, Conversion, accept_any, make_plan
+from pqweights.convert.convert import convert
+from pqweights.convert.jobs import CopyJob, EncodeJob, Job
+from pqweights.convert.master_config import master_config
+from pqweights.convert.ready import FinishedWeights, ReadyWeights
+from pqweights.convert.records import TensorRecord, exceeds
+from pqweights.convert.scales import AwqScales
+from pqweights.convert.task import RewriteReport, RunOptions
+from pqweights.errors import SourceError, StrictError
+from pqweights.formats import get_codec, nearest_rate
+from pqweights.models import text_model
+from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller, without
+from pqweights.planning.fit import Fit, fit
+from pqweights.planning.options import QuantizeOptions
+from pqweights.planning.plan import KEEP, QUANTIZE, Safetensors, TensorPlan, stored_bytes
+from pqweights.planning.recipe import Recipe, SizeTarget
+from pqweights.planning.sensitivity import Sensitivity
+from pqweights.storage import Store, open_store
+from pqweights.storage.sources import open_source, place_apart
+from pqweights.targets.lossless import plan_lossless
+from pqweights.targets.possible import possible_exports
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What was learned of a source by running it.
+
+    ready: the weights whose codes a calibration found
+    awq: scales for input channels
+    sensitivity: how much the loss rises with errors, by which bit widths are chosen for a size
+    """
+
+    ready: ReadyWeights | FinishedWeights | None = None
+    awq: AwqScales | None = None
+    sensitivity: Sensitivity | None = None
+
+
+def quantize(
+    source: str | Path,
+    out: str | Path | Store,
+    recipe: Recipe,
+    *,
+    options: QuantizeOptions = QuantizeOptions(),
+    run: RunOptions = RunOptions(),
+    learned: Learned = Learned(),
+) -> RewriteReport:
+    """Turn a checkpoint into a master in `out`, continuing an interrupted run of the same call.
+
+    source: a folder or a file; a string may also be a repository on the Hub, whose files are fetched during the run,
+        or an address in object storage
+    out: a folder or an address in object storage, new, empty, or written by an earlier run
+    recipe: which codec encodes which tensor
+    learned: what was learned of this source
+
+    Raises SourceError, RecipeError, OutputError, HubError or StorageError.
+    """
+    store = open_store(out)
+    conversion = plan_quantize(source, recipe, options, learned, run=run, surely=True)
+    place_apart(source, conversion.checkpoint, store)
+    report = convert(replace(conversion, model=model_facts(conversion.checkpoint.storage)), store, run)
+    return replace(report, exports=possible_exports(conversion.checkpoint))
+
+
+def plan_quantize(
+    source: str | Path,
+    recipe: Recipe,
+    options: QuantizeOptions = QuantizeOptions(),
+    learned: Learned = Learned(),
+    *,
+    run: RunOptions = RunOptions(),
+    surely: bool = False,
+) -> Conversion:
+    """Open a source, and decide what quantizing it would do: from its headers alone, but for `lossless`.
+
+    learned: what was learned of the source; without scales, all matrices are planned with them if `awq` asks for some
+    run: with how many threads to find out how small weights become without loss, and how to show progress
+    surely: whether to read all values that decide, as what is done with them cannot be undone
+
+    Raises SourceError, RecipeError, OptionError or HubError.
+    """
+    checkpoint = open_source(
+        source,
+        options.access,
+        low_disk=options.low_disk,
+        allow_pickle=options.allow_pickle,
+        include=options.include_files,
+    )
+    if surely:
+        checkpoint = proven(checkpoint, run.progress)
+    if options.leave_out:
+        checkpoint = without(checkpoint, options.leave_out)
+    refuse_master(checkpoint)
+    if options.lossless:
+        return plan_lossless(checkpoint, options.max_shard_bytes, run)
+    ready, awq, fitted = learned.ready, learned.awq, None
+    # A size leaves room for scales of all matrices: the search is for the widths that are chosen.
+    matrices = frozenset(tensor.name for tensor in checkpoint.tensors if len(tensor.shape) in (2, 3))
+    planner = rate_planner(checkpoint, recipe, frozenset() if options.awq is None else matrices)
+    if recipe.target is not None:
+        fitted = _fitted(checkpoint, recipe.target, planner, learned.sensitivity, options.max_shard_bytes)
+    if awq is not None:
+        planner = rate_planner(checkpoint, recipe, awq.scaled)
+    tensors = planner.planned({} if fitted is None else fitted.rates)
+    if ready is not None:  # what a fit says of calibrated weights does not hold
+        tensors, fitted = ready.planned(tensors), None
+    stated = {} if ready is None else {"calibrated": ready.describe()}
+    stated |= {} if awq is None else {"awq": dict(awq.about)}
+    stated |= {} if fitted is None else {"fit": fitted.describe()}
+    reads = {} if awq is None or awq.files is None else {"scales": awq.files}
+    reads |= {} if ready is None or ready.files is None else {"calibrated": ready.files}
+    return Conversion(
+        kind=MASTER,
+        made_by={"recipe": recipe.to_json()} | stated,
+        checkpoint=checkpoint,
+        plan=make_plan(checkpoint, tensors, Safetensors(), options.max_shard_bytes),
+        encode=partial(encode, effort=recipe.effort, awq=awq, ready=ready),
+        config=master_config,
+        reads=reads,
+        accept=_refuse_exceeding if options.strict else accept_any,
+        warnings=partial(_of_calibration, () if ready is None else ready.warnings),
+        fit=fitted,
+        found={} if awq is None else {"awq": {**awq.about, "weights": awq.reports}},
+    )
+
+
+def refuse_master(checkpoint: Checkpoint) -> None:
+    """Raise SourceError for a checkpoint that is a master."""
+    if checkpoint.is_master:
+        raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
+
+
+def rate_planner(checkpoint: Checkpoint, recipe: Recipe, scaled: frozenset[str] = frozenset()) -> RatePlanner:
+    """Return what plans the tensors by the recipe's decisions, with any bit widths where the recipe gives none.
+
+    scaled: the weights whose input channels are scaled if they are quantized
+
+    Raises RecipeError if the recipe names a tensor that is not there.
+    """
+    return RatePlanner(
+        tensors=checkpoint.tensors,
+        decisions=decide(recipe, checkpoint.tensors, text_model(checkpoint.config)),
+        scaled=scaled,
+        unnamed=partial(_planned, recipe),
+    )
+
+
+def _planned(recipe: Recipe, tensor: LogicalTensor, decision: Decision, chosen: Chosen, scaled: bool) -> TensorPlan:
+    """Return the plan of a tensor, and of all that differ from it in name alone, with an empty name.
+
+    chosen: the rate that was chosen in place of the decision's, if any; a rate of None keeps the tensor
+    scaled: whether its input channels are scaled if it is quantized
+    """
+    codec, bits, reason = decision.codec, decision.bits, decision.reason
+    if chosen:
+        (rate,), reason = chosen, f"{reason}; to keep {recipe.target}"
+        # The rate of a group; codecs that share one may have other rates.
+        bits = None if rate is None or codec is None else nearest_rate(codec, rate)
+        if bits is None or not is_smaller(tensor, codec, bits):
+            codec = bits = None
+    if codec is not None and bits is not None:
+        stored = encoded_specs("", tensor.shape, get_codec(codec).coder(bits), awq=scaled)
+        reason += ", input channels scaled" if scaled else ""
+    else:
+        stored = (TensorSpec("", tensor.plain_dtype, tensor.shape),)
+    return TensorPlan(
+        name="",
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        role=decision.role,
+        action=KEEP if codec is None else QUANTIZE,
+        codec=codec,
+        bits=bits,
+        reason=reason,
+        bytes=stored_bytes(stored),
+        stored=stored,
+    )
+
+
+def encode(
+    planned: TensorPlan,
+    tensor: LogicalTensor,
+    *,
+    effort: int | None,
+    awq: AwqScales | None,
+    ready: ReadyWeights | FinishedWeights | None,
+) -> Job:
+    """Return the pass that encodes a weight, stores its ready codes, or copies a tensor that is kept."""
+    if ready is not None and planned.name in ready.weights:
+        return ready.job(planned)
+    if planned.action == KEEP:
+        return CopyJob(planned, tensor)
+    scales = awq.read(planned.name) if awq is not None and planned.is_scaled else None
+    assert planned.codec is not None
+    return EncodeJob(planned, tensor, awq=scales, effort=effort if get_codec(planned.codec).efforts else None)
+
+
+def _refuse_exceeding(planned: TensorPlan, record: TensorRecord) -> None:
+    """Raise StrictError for a weight that exceeds what its codec promises."""
+    if exceeds(planned, record):
+        raise StrictError(
+            f"tensor {planned.name!r}: `strict`: relative error {record.relative_mse} at {planned.bits} bits "
+            "exceeds what the codec promises, even with its rescue; keep the tensor with a rule, or give it more "
+            "bits"
+        )
+
+
+def _of_calibration(warnings: tuple[str, ...], records: Sequence[TensorRecord]) -> tuple[str, ...]:
+    return warnings
+
+
+def _fitted(
+    checkpoint: Checkpoint, target: SizeTarget, planner: RatePlanner, known: Sensitivity | None, max_shard_bytes: int
+) -> Fit:
+    """Choose the bit widths of a recipe with a target. Raises RecipeError for a target that cannot be met."""
+
+    def file_bytes(tensors: Sequence[TensorPlan]) -> int:
+        return sum(shard.file_bytes for shard in Safetensors().shards(tensors, max_shard_bytes))
+
+    return fit(checkpoint, target, sensitivity=known, planner=planner, file_bytes=file_bytes)

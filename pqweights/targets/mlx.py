@@ -1,0 +1,495 @@
+"""The mlx target: a folder for mlx_lm.load, with affine integers (w = code * scale + bias) or mlx's small floats.
+
+mlx-lm itself decides what becomes of each tensor (mlx_model.py, mlx_trace.py). With its rule for scales and biases, the
+tensors are those of mlx_lm.convert, byte for byte. mlx is imported when an export is made, not before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import shlex
+from collections.abc import Callable, Collection, Mapping, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.config import declare_drafts, edited_config, model_dtype
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.promise import differing_head
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.views import MatrixCache, MovedTensor, sources_of
+from pqweights.checkpoint.weight_files import read_json_object
+from pqweights.common.advice import pip_install
+from pqweights.common.dtypes import DTYPE_BITS, convert, item_bytes
+from pqweights.common.markdown import fenced
+from pqweights.common.strict_json import json_bytes
+from pqweights.common.threads import ProcessLock
+from pqweights.errors import ExportError, MissingDependencyError, OptionError
+from pqweights.kernels.groups import FloatRule, GroupRule
+from pqweights.models import described, text_config, text_model
+from pqweights.models.conventions import HEADS
+from pqweights.models.description import ModelDescription
+from pqweights.models.mlx_lm import UNWRAPPED
+from pqweights.models.names import is_leftover
+from pqweights.planning.options import ExportOptions
+from pqweights.planning.plan import stored_bytes
+from pqweights.targets.architectures import MLX as MLX_TARGET
+from pqweights.targets.architectures import check_computed, other_targets
+from pqweights.targets.assignment import (
+    NOTHING,
+    PLAIN,
+    PLAIN_ERROR,
+    Assignment,
+    Candidate,
+    Layers,
+    chosen_within,
+    distortion,
+    known_names,
+)
+from pqweights.targets.bf16 import is_weight, role_of, stored_dtype
+from pqweights.targets.carried import plain_beside_codes
+from pqweights.targets.formats import Rounding, Stays
+from pqweights.targets.integer_export import plan_integers
+from pqweights.targets.integers import Outline
+from pqweights.targets.linear import FUSED_WITH_KEPT, HEADER_BYTES, PLAIN_IN_SOURCE, fused_warnings, kept_by_recipe
+from pqweights.targets.loading import LoadableModel, shell
+from pqweights.targets.target import (
+    ASSIGNMENT_OPTIONS,
+    BEST,
+    INTEGER_OPTIONS,
+    MINMAX,
+    MLX,
+    ExportTarget,
+    FormatChoice,
+    GroupSize,
+    check_rounding,
+    one_of,
+)
+
+if TYPE_CHECKING:
+    from pqweights.targets.mlx_model import MlxModel, QuantizedModule
+    from pqweights.targets.mlx_trace import Traced
+
+NAME = "mlx"
+# Bit widths and group sizes of the modes; the first is the default.
+BITS = {"affine": (4, 2, 3, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
+# The formats by name: mode and bits. Formats are chosen for a size from those of integers.
+INTEGERS = {f"q{bits}": ("affine", bits) for bits in sorted(BITS["affine"])}
+FORMATS = INTEGERS | {mode: (mode, bits[0]) for mode, bits in BITS.items() if mode != "affine"}
+# Mixes of mlx-lm: the bits of most weights, and of those that get more.
+MIXES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
+GROUP_SIZES = {"affine": (64, 32, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
+# The tensors that mlx computes, for the most part norms, are held in memory until they are written.
+MOST_EVALUATED_BYTES = 256_000_000
+GENERATION_CONFIG = "generation_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlxFormat:
+    """The format with its options: see ExportOptions."""
+
+    mode: str
+    bits: int
+    groups: GroupSize
+    qparams: str
+    mix: str | None = None
+    assignment: Assignment = NOTHING
+
+    def describe(self) -> dict[str, Any]:
+        """Return the manifest's account of the target and its options."""
+        stated = {"target": NAME, "mode": self.mode, "bits": self.bits}
+        stated |= {"group_size": self.groups.size, "qparams": self.qparams}
+        return stated | ({} if self.mix is None else {"mix": self.mix}) | self.assignment.describe()
+
+    def outline(self, checkpoint: Checkpoint) -> Outline:
+        """Decide which weights become integers; names and shapes are those of mlx-lm.
+
+        Raises MissingDependencyError without mlx or mlx-lm, ExportError if mlx-lm cannot take the model.
+        """
+        _check_packages()
+        model = self._model(checkpoint)
+        outputs = _outputs(model)
+        text = text_model(checkpoint.config)
+        fused_with = _fused_with_kept(model, text, checkpoint.weights)
+        stay = self._plain_in_source(checkpoint)
+        fused = {name for names in fused_with.values() for name in names}
+        decisions = self._decisions(model, outputs, text, weights=checkpoint.weights, fused=fused, stay=stay)
+        used = {tensor.name for output in model.outputs.values() for tensor in output.sources}
+        _check_head(checkpoint, used)
+        declare_drafts(model.config, sorted(used))
+        model_type = (checkpoint.config or {}).get("model_type")
+        reason = f"mlx-lm's model of type {model_type!r} does not hold them"
+        return Outline(
+            tensors=outputs,
+            decisions=decisions,
+            config=model.config,
+            left_out=dict.fromkeys((t.name for t in checkpoint.tensors if t.name not in used), reason),
+            metadata={"format": "mlx"},
+            plain_dtype=None,
+            warnings=(
+                *model.warnings,
+                *fused_warnings({k: [t for t in outputs if t.name in names] for k, names in fused_with.items()}),
+            ),
+        )
+
+    def _model(self, checkpoint: Checkpoint) -> MlxModel:
+        """Return the model that mlx-lm makes of the checkpoint."""
+        from pqweights.targets import mlx_model, mlx_trace
+
+        held = [t for t in checkpoint.tensors if not is_leftover(t.name, t.dtype, t.shape)]
+        checkpoint = replace(checkpoint, tensors=tuple(held))
+        model_plain = model_dtype(checkpoint.config, checkpoint.tensors)
+        dtypes = {
+            t.name: stored_dtype(t, checkpoint.weights, model=model_plain, dtype="BF16") for t in checkpoint.tensors
+        }
+        for name, dtype in dtypes.items():
+            if dtype not in mlx_trace.MLX_DTYPES:
+                raise ExportError(f"tensor {name!r}: mlx has no dtype for {dtype}; keep it out of the checkpoint")
+        has_generation, stay = GENERATION_CONFIG in checkpoint.companions, self._plain_in_source(checkpoint)
+        generation = json_bytes(read_json_object(checkpoint.storage, GENERATION_CONFIG)) if has_generation else None
+        return mlx_model.read_model(
+            _config(checkpoint, model_plain),
+            generation_config=json_bytes(read_json_object(checkpoint.storage, GENERATION_CONFIG))
+            if generation
+            else None,
+            tensors={tensor.name: tensor for tensor in checkpoint.tensors},
+            weights=checkpoint.weights,
+            dtypes=dtypes,
+            default=mlx_model.QuantizedModule(self.bits, self.groups.size, self.mode),
+            smaller=self.groups.tried[1:],
+            mix=self.mix,
+            choose=functools.partial(self._choose, checkpoint) if self.assignment != NOTHING or stay else None,
+        )
+
+    def _choose(
+        self, checkpoint: Checkpoint, outputs: Mapping[str, Traced], quantized: Mapping[str, QuantizedModule]
+    ) -> dict[str, QuantizedModule | None]:
+        """Return how modules are quantized otherwise than mlx-lm would, None for those that stay plain."""
+        weights = {f"{path}.weight": outputs[f"{path}.weight"] for path in quantized}
+        model = text_model(checkpoint.config)
+        known = {
+            name: ([name, *(t.name for t in o.sources)], role_of(o.sources[0], model)) for name, o in weights.items()
+        }
+        rules = {name: self.assignment.rule_of([known[name]]) for name in weights}
+        self.assignment.check_used(rules.values(), [name for names, _ in known.values() for name in names])
+        formats = {name: rule.format for name, rule in rules.items() if rule is not None}
+        stay = self._plain_in_source(checkpoint)
+        in_source = (n for n, o in weights.items() if o.sources and all(source.name in stay for source in o.sources))
+        formats |= {name: PLAIN for name in in_source if name not in formats}
+        if self.assignment.target_size is not None:
+            formats |= self._within(checkpoint, outputs, weights=weights, ruled=formats)
+        return {
+            name.removesuffix(".weight"): None if how == PLAIN else self._module(how, weights[name].shape[-1])
+            for name, how in formats.items()
+        }
+
+    def _plain_in_source(self, checkpoint: Checkpoint) -> set[str]:
+        """Return the weights that stay plain as in the source, unless a rule, a mix or a size decides."""
+        from pqweights.targets.mlx_model import QuantizedModule
+
+        if self.mix is not None or self.assignment.target_size is not None:
+            return set()
+        usual = _rounding(QuantizedModule(self.bits, self.groups.size, self.mode), self.qparams)
+        return plain_beside_codes(checkpoint.tensors, usual.rule)
+
+    def _module(self, name: str, columns: int) -> QuantizedModule | None:
+        """Return how a module is quantized in a format; None if no group size divides its rows."""
+        from pqweights.targets.mlx_model import QuantizedModule
+
+        mode, bits = FORMATS[name]
+        groups = self.groups if mode == self.mode else GroupSize.of(NAME, GROUP_SIZES[mode], None)
+        size = groups.fitting([columns])
+        return None if size is None else QuantizedModule(bits, size, mode)
+
+    def _within(
+        self,
+        checkpoint: Checkpoint,
+        outputs: Mapping[str, Traced],
+        *,
+        weights: Mapping[str, Traced],
+        ruled: Mapping[str, str],
+    ) -> dict[str, str]:
+        """Choose formats for the weights about which no rule decides, so that the files have at most a size."""
+        assert self.assignment.target_size is not None
+        overhead = sum(HEADER_BYTES + _stored(o.shape, None) for n, o in outputs.items() if n not in weights)
+        for name, how in ruled.items():
+            columns = weights[name].shape[-1]
+            overhead += _stored(weights[name].shape, None if how == PLAIN else self._module(how, columns))
+        layers = Layers.of(checkpoint, {name: o.sources[0] for name, o in weights.items() if name not in ruled})
+        candidates: dict[str, list[Candidate]] = {}
+        for layer, names in layers.members.items():
+            shapes = [weights[name].shape for name in names]
+            candidates[layer] = [Candidate(PLAIN, 2 * sum(map(math.prod, shapes)), PLAIN_ERROR)]
+            for name in INTEGERS if self.mode == "affine" else (self.mode, "q8"):
+                modules = [self._module(name, shape[-1]) for shape in shapes]
+                if (first := modules[0]) is not None and None not in modules:
+                    cost = sum(HEADER_BYTES + _stored(shape, how) for shape, how in zip(shapes, modules, strict=True))
+                    candidates[layer].append(Candidate(name, cost, distortion(_rounding(first, self.qparams).rule)))
+        chosen = chosen_within(
+            self.assignment.target_size,
+            candidates,
+            overhead=overhead,
+            weights=layers.weights,
+            roles=layers.roles,
+            known=self.assignment.known,
+        )
+        return {name: chosen[layer] for layer, names in layers.members.items() for name in names}
+
+    def _decisions(
+        self,
+        model: MlxModel,
+        outputs: tuple[LogicalTensor, ...],
+        text: ModelDescription,
+        *,
+        weights: frozenset[str],
+        fused: Collection[str],
+        stay: Collection[str],
+    ) -> dict[str, Rounding | Stays]:
+        """Decide what becomes of each weight.
+
+        weights: see Checkpoint
+        fused: the names of those that stay plain as they are partly kept
+        stay: the names in the checkpoint of those that stay plain as the source has them
+        """
+        decisions: dict[str, Rounding | Stays] = {}
+        for module, how in model.quantized.items():
+            decisions[f"{module}.weight"] = _rounding(how, self.qparams)
+        for tensor in outputs:
+            if tensor.name in fused:
+                decisions[tensor.name] = Stays(FUSED_WITH_KEPT)
+            elif tensor.name not in decisions and is_weight(tensor, weights):
+                columns = tensor.shape[-1] if tensor.shape else 1
+                self.groups.check(tensor.name, columns)
+                as_source = all(source.name in stay for source in sources_of(tensor) or (tensor,))
+                why = PLAIN_IN_SOURCE if as_source else self._why_plain(tensor, text)
+                decisions[tensor.name] = Stays(self.groups.why_not(columns) or why)
+        if not model.quantized:
+            reasons = (str(decision.reason) for decision in decisions.values())
+            why = next(reasons, "mlx-lm quantizes no layer of it")
+            raise ExportError(f"no weight of this model can become integers for {NAME}: {why}")
+        return decisions
+
+    def _why_plain(self, tensor: LogicalTensor, model: ModelDescription) -> str:
+        """Return why a weight stays plain whose rows groups divide."""
+        rule = self.assignment.rule_of([(known_names(tensor), role_of(tensor, model))])
+        if rule is not None and rule.format == PLAIN:
+            return f"rule {rule.pattern}"
+        size = self.assignment.target_size
+        return "mlx-lm does not quantize it" if size is None else f"chosen for {size} bytes"
+
+
+def _rounding(how: QuantizedModule, qparams: str) -> Rounding:
+    """Return how the weight of a module is rounded."""
+    name = BEST if qparams == BEST else "mlx"
+    if how.mode != "affine":
+        return Rounding(FloatRule(how.mode, how.bits, how.group_size, name), "mlx-floats")
+    rule = GroupRule(bits=how.bits, group_size=how.group_size, symmetric=False, middle=False, rule=name)
+    return Rounding(rule, "mlx-affine")
+
+
+def _stored(shape: tuple[int, ...], how: QuantizedModule | None) -> int:
+    """Return the bytes of a weight that is quantized, or of a tensor that is not."""
+    return 2 * math.prod(shape) if how is None else stored_bytes(_rounding(how, BEST).specs("", shape))
+
+
+def _check_head(checkpoint: Checkpoint, used: Set[str]) -> None:
+    """Raise ExportError if mlx-lm has the embeddings in place of a head that differs. used: names of tensors"""
+    unused = {tensor.name for tensor in checkpoint.tensors} - used
+    if unused.isdisjoint(f"{head}.weight" for head in HEADS):
+        return
+    config = checkpoint.config or {}
+    pair = differing_head(checkpoint.tensors, config)
+    if pair is not None and pair[0] not in used:
+        raise ExportError(
+            f"tensor {pair[0]!r}: mlx-lm's model of type {config.get('model_type')!r} computes with {pair[1]!r} in its "
+            f"place, and their values differ; {other_targets(MLX_TARGET, config)}"
+        )
+
+
+def _check_packages() -> None:
+    """Raise MissingDependencyError if mlx or mlx-lm is not installed."""
+    try:
+        from pqweights.targets import mlx_model  # noqa: F401
+    except ImportError as error:
+        if (error.name or "").startswith("pqweights"):
+            raise  # a module of pqweights that is missing is a bug
+        raise MissingDependencyError(f"`target` {NAME} needs mlx and mlx-lm ({error}): {pip_install('mlx')}") from None
+
+
+def _config(checkpoint: Checkpoint, model_plain: str) -> dict[str, Any]:
+    """Return the configuration to give to mlx-lm. Raises ExportError if it has no model_type."""
+    if not isinstance((checkpoint.config or {}).get("model_type"), str):
+        raise ExportError(
+            f"config.json: `target` {NAME} needs a model_type, by which mlx-lm finds the model; found none: fetch the "
+            "original's config.json, or use --target bf16"
+        )
+    config = edited_config(checkpoint.config, "BF16", old_dtype=model_plain)
+    for settings in (config, config.get("text_config")):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(settings, dict) and key in settings:
+                settings[key] = "bfloat16"  # mlx-lm would cast everything to another dtype, scales included
+    return config
+
+
+def _outputs(model: MlxModel) -> tuple[LogicalTensor, ...]:
+    """Return the tensors that mlx-lm holds: moved from those of the checkpoint, or computed from them."""
+    _check_size(model)
+    values, cache = _Values(model.compute), MatrixCache()
+    outputs: list[LogicalTensor] = []
+    for name, output in model.outputs.items():
+        known: dict[str, Any] = {"name": name, "shape": output.shape, "dtype": model.dtypes[name]}
+        if output.segments is None:
+            parts = tuple(part for source in sorted(output.sources, key=lambda t: t.name) for part in source.parts)
+            outputs.append(EvaluatedTensor(**known, parts=parts, values=values))
+        else:
+            known |= {"segments": output.segments, "columns": output.columns, "transposed": output.transposed}
+            outputs.append(MovedTensor(**known, cache=cache))
+    return tuple(outputs)
+
+
+def _fused_with_kept(model: MlxModel, text: ModelDescription, weights: frozenset[str]) -> dict[str, list[str]]:
+    """Return the outputs that stay plain because a part is kept and others are not, by the first part that is kept."""
+    result = dict[str, list[str]]()
+    for name, output in model.outputs.items():
+        kept = sorted(source.name for source in output.sources if kept_by_recipe(source, text, weights))
+        if kept and any(is_weight(source, weights) for source in output.sources):
+            result.setdefault(kept[0], []).append(name)
+    return result
+
+
+def _check_size(model: MlxModel) -> None:
+    """Raise ExportError if the tensors that mlx computes do not fit into the memory set aside for them."""
+    computed = {name: output.shape for name, output in model.outputs.items() if output.segments is None}
+    sizes = {name: math.prod(shape) * DTYPE_BITS[model.dtypes[name]] // 8 for name, shape in computed.items()}
+    if sum(sizes.values()) > MOST_EVALUATED_BYTES:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise ExportError(
+            f"tensor {largest!r}: mlx-lm computes it from others ({sizes[largest]} bytes), and all tensors that it "
+            f"computes take more than the {MOST_EVALUATED_BYTES} bytes that this export holds in memory; use --target "
+            "bf16 and mlx_lm.convert"
+        )
+
+
+class _Values:
+    """The outputs that mlx computes, all of them when the first is asked for; another process gets them computed."""
+
+    def __init__(self, compute: Callable[[], dict[str, npt.NDArray[np.uint8]]]) -> None:
+        self._compute, self._lock = compute, ProcessLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_raw": self._raw, "_lock": self._lock}
+
+    @functools.cached_property
+    def _raw(self) -> dict[str, npt.NDArray[np.uint8]]:
+        return self._compute()
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """Return the bytes of an output, in the dtype in which it is kept."""
+        with self._lock:
+            return self._raw[name]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EvaluatedTensor:
+    """An output of sanitize that is computed, such as a norm's weight plus one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[StoredTensor, ...]
+    values: _Values
+
+    @property
+    def plain_dtype(self) -> str:
+        """The dtype in which mlx keeps it."""
+        return self.dtype
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read elements [start, start + count) as raw bytes of `dtype` into `out`."""
+        size = item_bytes(self.dtype)
+        raw = self.values.raw(self.name)[start * size : (start + count) * size]
+        out[: count * item_bytes(dtype)] = raw if dtype == self.dtype else convert(raw, self.dtype, dtype)
+
+
+def read_options(options: ExportOptions) -> MlxFormat:
+    """Return the format. Raises OptionError for an option that it does not have."""
+    asked = None if options.format is None else one_of(NAME, "format", options.format, allowed=(*FORMATS, *MIXES))
+    if asked is not None and (options.mode is not None or options.bits is not None):
+        raise OptionError("`format`: says the mode and the bits; leave out `mode` and `bits`")
+    by_format = FORMATS.get(asked or "", ("affine", None)) if asked is not None else (options.mode, options.bits)
+    mode = one_of(NAME, "mode", by_format[0], allowed=tuple(BITS))
+    mix = asked if asked in MIXES else None
+    why_not = None if mode == "affine" else f"expected integers (`mode` affine), found the float format {mode}"
+    check_rounding(NAME, options, why_not=why_not)
+    with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
+    return MlxFormat(
+        mode=mode,
+        bits=int(mix.split("_")[1]) if mix else one_of(with_mode, "bits", by_format[1], allowed=BITS[mode]),
+        groups=GroupSize.of(with_mode, GROUP_SIZES[mode], options.group_size),
+        qparams=one_of(with_mode, "qparams", options.qparams, allowed=(BEST, MINMAX)),
+        mix=mix,
+        assignment=Assignment.of(options, tuple(FORMATS)),
+    )
+
+
+def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
+    parts = ["For mlx-lm, on Apple Silicon."]
+    if not model.tokenizer:
+        return [*parts, "mlx-lm needs a tokenizer beside the weights, and there is none here."]
+    fetch, folder = [], model.quoted
+    if model.branch is not None:  # mlx_lm.generate only loads main
+        folder = shlex.quote(f"{model.location.rpartition('/')[2]}-{model.branch.replace('/', '-')}")
+        fetch = [f"hf download {model.quoted}{model.revision_option} --local-dir {folder}"]
+    python = [
+        "from mlx_lm import generate, load",
+        "",
+        f"model, tokenizer = load({model.literal}{model.revision})",
+        'print(generate(model, tokenizer, prompt="Once upon a time", max_tokens=20))',
+    ]
+    command = f'mlx_lm.generate --model {folder} --prompt "Once upon a time"'
+    return [*parts, shell("pip install mlx-lm", *fetch, command), fenced("python", python)]
+
+
+def _check(checkpoint: Checkpoint, settings: MlxFormat) -> None:
+    """Ask mlx-lm for its models by its files, as to import it takes a second."""
+    config = _config(checkpoint, model_dtype(checkpoint.config, checkpoint.tensors))
+    mlx = described(config["model_type"]).mlx
+    model_type = text_config(config).get("model_type") if mlx.layout == UNWRAPPED else mlx.module
+    model_type = model_type or config["model_type"]
+    package = importlib.util.find_spec("mlx_lm")
+    if importlib.util.find_spec("mlx") is None or package is None or not package.submodule_search_locations:
+        raise MissingDependencyError(f"it needs mlx and mlx-lm: {pip_install('mlx')}")
+    folder = Path(package.submodule_search_locations[0])
+    # Some types are those of another module, by tables of literals that only an import would give.
+    is_file = (folder / "models" / f"{model_type}.py").is_file()
+    if not is_file and f'"{model_type}"' not in (folder / "utils.py").read_text(encoding="utf-8"):
+        advice = other_targets(MLX_TARGET, config)
+        raise ExportError(f"mlx-lm does not support this model ({config['model_type']!r}); {advice}")
+    check_computed(config)
+
+
+def _bits(mode: str, bits: int) -> float:
+    """Return the bits of a weight: integers have a scale and an offset of 16 bits for each group, floats 8 bits."""
+    return bits + (32 if mode == "affine" else 8) / GROUP_SIZES[mode][0]
+
+
+TARGET = ExportTarget(
+    name=NAME,
+    runtime=MLX,
+    tags=("mlx",),
+    options=("mode", *ASSIGNMENT_OPTIONS, *INTEGER_OPTIONS),
+    account=("mix", "formats"),
+    read_options=read_options,
+    plan=plan_integers,
+    check=_check,
+    unchecked="if mlx-lm takes its configuration and tensors",
+    load_section=_load_section,
+    library="mlx",
+    choices=tuple(FormatChoice(name, ExportOptions(format=name), _bits(*how)) for name, how in FORMATS.items()),
+)

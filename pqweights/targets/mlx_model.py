@@ -1,0 +1,487 @@
+"""The model that mlx-lm builds from a configuration, with placeholders for weights: what it holds, how it quantizes.
+
+The steps are those of mlx_lm.convert (0.32): build, sanitize, check names and shapes, cast, quantize. Weights are only
+read for what mlx computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import re
+import tempfile
+import textwrap
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
+
+from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.common.dtypes import item_bytes
+from pqweights.errors import ExportError
+from pqweights.models import described, text_model
+from pqweights.models.mlx_lm import (
+    AS_PUBLISHED,
+    NESTED,
+    STACKED,
+    TRANSPOSED,
+    UNPREFIXED,
+    UNWRAPPED,
+    MlxDifferences,
+)
+from pqweights.models.names import tower_of
+from pqweights.targets.architectures import MLX, check_computed, other_targets
+from pqweights.targets.bf16 import is_weight
+from pqweights.targets.linear import kept_by_recipe
+from pqweights.targets.mlx_positions import position_warnings, state_positions
+from pqweights.targets.mlx_trace import MLX_DTYPES, Sanitize, Traced, Weights, placeholder, trace
+
+# Keys of a configuration: the old name, and the name that transformers 5 writes.
+RENAMED = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
+# Keys whose defaults in mlx-lm are not those of transformers.
+DEFAULTS = ("rms_norm_eps", "layer_norm_eps", "tie_word_embeddings", "max_position_embeddings", "hidden_act")
+# Settings that some of mlx-lm's models require, and that transformers computes where the configuration lacks them.
+COMPUTED: dict[str, Callable[[dict[str, Any]], int]] = {
+    "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
+    "intermediate_size": lambda config: int(config["expand"] * config["hidden_size"]),  # Mamba2
+}
+# What mlx-lm's own code raises for configurations and weights that it does not support, and how much of it is quoted.
+REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+MOST_QUOTED = 240
+# What mlx-lm says of it, and the same in words of ours.
+IN_WORDS = (
+    (r"Model type (\S+) not supported", r"it has no model of type '\1'"),
+    (r".* missing \d+ required .* arguments?: (.*)", r"it needs settings that config.json does not have: \1"),
+    (r"Received (\d+) parameters? not in model: (.*)", r"its model has no place for \1 tensors: \2"),
+    (r"Missing (\d+) parameters?: (.*)", r"its model needs \1 tensors that the checkpoint does not have: \2"),
+)
+DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64"}
+
+
+class QuantizedModule(NamedTuple):
+    """How mlx-lm quantizes the weight of a module."""
+
+    bits: int
+    group_size: int
+    mode: str
+
+
+# How a module is quantized, by its name: a dict of the fields of QuantizedModule, or whether it is, as by default.
+Predicate = Callable[[str, nn.Module], bool | dict[str, Any]]
+Choose = Callable[[Mapping[str, Traced], Mapping[str, QuantizedModule]], Mapping[str, QuantizedModule | None]]
+MIXES: tuple[str, ...] = tuple(QUANT_RECIPES)
+
+
+class MlxModel(NamedTuple):
+    """What mlx-lm makes of a checkpoint.
+
+    outputs: the parameters before quantization, by name, in the order of sanitize
+    dtypes: the dtypes in which they are kept, by name
+    quantized: how mlx-lm quantizes, by the name of the module
+    config: the configuration of the quantized model, as mlx-lm saves it
+    compute: returns the bytes of the outputs that mlx computes, by name
+    warnings: what mlx-lm computes otherwise than transformers
+    """
+
+    outputs: dict[str, Traced]
+    dtypes: dict[str, str]
+    quantized: dict[str, QuantizedModule]
+    config: dict[str, Any]
+    compute: Callable[[], dict[str, npt.NDArray[np.uint8]]]
+    warnings: tuple[str, ...]
+
+
+def read_model(
+    config: dict[str, Any],
+    *,
+    generation_config: bytes | None,
+    weights: frozenset[str],
+    tensors: Mapping[str, LogicalTensor],
+    dtypes: Mapping[str, str],
+    default: QuantizedModule,
+    smaller: Sequence[int],
+    mix: str | None = None,
+    choose: Choose | None = None,
+) -> MlxModel:
+    """Build the model of a configuration, and find out what mlx-lm makes of its tensors.
+
+    config: config.json
+    generation_config: the content of generation_config.json, if there is one
+    weights: see Checkpoint
+    tensors, dtypes: the checkpoint's tensors and the dtypes that mlx-lm gets them in, by name
+    default: how a module is quantized for which mlx-lm has no settings of its own
+    smaller: other group sizes, the largest first, for modules of which the master encodes a part, and whose rows that
+        of `default` does not divide
+    mix: a recipe of mlx-lm's for the bits of each module, one of MIXES
+    choose: returns how modules are quantized otherwise than mlx-lm would, None for not at all, by their names, given
+        how mlx-lm would quantize each that it can
+
+    Raises ExportError if mlx-lm does not support the model.
+    """
+    checked = functools.partial(_checked, config.get("model_type"), other_targets(MLX, config))
+    with checked():
+        of_source = config
+        config = _loaded(config, generation_config)
+        _add_old_names(config)
+        known = text_model(config)
+        mlx = described(config["model_type"]).mlx
+        _arrange(config, mlx)
+        building = _Building(config, mlx.layout, _builder(config, mlx), tensors, dtypes)
+        model, outputs = building.load()
+        warnings = position_warnings(model, of_source)
+    kept_in = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
+    kept = {
+        p.removesuffix(".weight")
+        for p, o in outputs.items()
+        if any(kept_by_recipe(s, known, weights) for s in o.sources)
+    }
+    coded = [path for path, o in outputs.items() if any(is_weight(source, weights) for source in o.sources)]
+    in_codes = {path.removesuffix(".weight") for path in coded}
+    predicate = getattr(model, "quant_predicate", None)  # the model's own function for how a module is quantized
+    quantize = functools.partial(_quantize_in_sizes, config=config, default=default, smaller=smaller, in_codes=in_codes)
+    with checked():
+        if mix is not None:
+            predicate = mixed_quant_predicate_builder(mix, model, default.group_size)
+        model, stated = quantize(model, predicate, kept)
+        if choose is not None:
+            chosen = choose(outputs, _quantized(model))
+            plain = kept | {path for path, how in chosen.items() if how is None}
+            model, stated = quantize(building.load()[0], _with_choices(predicate, chosen), plain)
+        quantized, config = _quantized(model), _saved(stated, "vision_tower" in getattr(model, "model", {}))
+    return MlxModel(outputs, kept_in, quantized, config, lambda: building.compute(outputs, kept_in), warnings)
+
+
+class _Building(NamedTuple):
+    """What a model is built of, again and again: its configuration, its class, and the checkpoint's tensors."""
+
+    config: dict[str, Any]
+    layout: str | None
+    build: Callable[[], Any]
+    tensors: Mapping[str, LogicalTensor]
+    dtypes: Mapping[str, str]
+
+    def load(self) -> tuple[Any, dict[str, Traced]]:
+        """Return a model with placeholders, and its parameters before quantization."""
+        model = self.build()
+        # With the sanitize of this very model: some models drop parts of themselves in it.
+        outputs = trace(_sanitize(model, self.layout), self.tensors, self.dtypes)
+        model.eval()
+        model.load_weights([(name, mx.zeros(o.shape, o.dtype)) for name, o in outputs.items()], strict=True)
+        _cast(model, self.config)
+        return model, outputs
+
+    def compute(self, outputs: Mapping[str, Traced], kept_in: Mapping[str, str]) -> dict[str, npt.NDArray[np.uint8]]:
+        """Return the bytes of the outputs that mlx computes, in the dtypes in which they are kept."""
+        names = [name for name, output in outputs.items() if output.segments is None]
+        needed = {tensor.name for name in names for tensor in outputs[name].sources}
+        weights = {n: (_load if n in needed else placeholder)(t, self.dtypes[n]) for n, t in self.tensors.items()}
+        result = _sanitize(self.build(), self.layout)(weights)
+        mx.eval([result[name] for name in names])
+        return {n: np.array(result[n].astype(MLX_DTYPES[kept_in[n]]).reshape(-1).view(mx.uint8)) for n in names}
+
+
+def _quantize_in_sizes(
+    model: Any,
+    predicate: Predicate | None,
+    plain: Collection[str],
+    *,
+    config: dict[str, Any],
+    default: QuantizedModule,
+    smaller: Sequence[int],
+    in_codes: Set[str],
+) -> tuple[Any, dict[str, Any]]:
+    """Have modules quantized but for the plain ones; of those in codes, what is left in groups of smaller sizes."""
+    quantized, described = _quantize(model, config, default, predicate, lambda path: path not in plain)
+    for size in smaller:
+        if left := in_codes - set(plain) - set(_quantized(quantized)):
+            how = default._replace(group_size=size)
+            quantized, described = _quantize(quantized, described, how, predicate, left.__contains__, only_size=True)
+    return quantized, described
+
+
+def _load(tensor: LogicalTensor, dtype: str) -> mx.array:
+    """Read a whole tensor as an mlx array."""
+    count = element_count(tensor)
+    raw = np.empty(count * item_bytes(dtype), dtype=np.uint8)
+    tensor.read(0, count, dtype, raw)
+    return mx.array(raw).view(MLX_DTYPES[dtype]).reshape(tensor.shape)
+
+
+@contextlib.contextmanager
+def _checked(model_type: object, advice: str) -> Iterator[None]:
+    """Turn an error of mlx-lm into an ExportError that ends with `advice`; what mlx-lm prints is dropped.
+
+    Where mlx-lm does not say itself what it lacks, the line of its code tells about which setting it stumbled.
+    """
+    what = f"mlx-lm does not support this model ({model_type!r})"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    except SystemExit as error:  # mlx-lm's OLMo
+        raise ExportError(f"{what}: a package that it needs is not installed; {advice}") from error
+    except REFUSALS as error:
+        text = str(error).rstrip(". ")
+        lines = traceback.extract_tb(error.__traceback__)
+        line = next(
+            (f" in {Path(f.filename).name}, line {f.lineno}" for f in lines[::-1] if "mlx_lm" in f.filename), ""
+        )
+        said = f"its code fails ({type(error).__name__}{line}): {text}"
+        for pattern, words in IN_WORDS:
+            if match := re.fullmatch(pattern, text, re.DOTALL):
+                said = match.expand(words)
+        raise ExportError(f"{what}: {textwrap.shorten(said, MOST_QUOTED, placeholder=' ...')}; {advice}") from error
+
+
+def _with_choices(predicate: Predicate | None, chosen: Mapping[str, QuantizedModule | None]) -> Predicate:
+    """Return a function for how modules are quantized that some were chosen for."""
+
+    def decided(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        how = chosen.get(path)
+        return (predicate is None or predicate(path, module)) if how is None else how._asdict()
+
+    return decided
+
+
+def _quantize(
+    model: Any,
+    config: dict[str, Any],
+    how: QuantizedModule,
+    predicate: Predicate | None,
+    wanted: Callable[[str], bool],
+    only_size: bool = False,
+) -> tuple[Any, dict[str, Any]]:
+    """Have mlx-lm quantize some modules of placeholders, as far as groups divide their rows.
+
+    It names each module in the configuration that is quantized otherwise than the first ones.
+
+    only_size: the model's own settings for a module get this group size
+    """
+
+    def quantizes(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not wanted(path):
+            return False
+        decided = predicate is None or predicate(path, module)
+        return {**decided, "group_size": how.group_size} if only_size and isinstance(decided, dict) else decided
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        result: tuple[Any, dict[str, Any]] = mlx_lm_utils.quantize_model(
+            model, config, how.group_size, how.bits, mode=how.mode, quant_predicate=quantizes
+        )
+    return result
+
+
+def _quantized(model: Any) -> dict[str, QuantizedModule]:
+    """Return how mlx-lm quantized the modules of a model, by name."""
+    names = {name for name, _ in tree_flatten(model.parameters())}
+    return {
+        path: QuantizedModule(module.bits, module.group_size, getattr(module, "mode", "affine"))
+        for path, module in model.named_modules()
+        if f"{path}.scales" in names
+    }
+
+
+def _sanitize(model: Any, layout: str | None) -> Sanitize:
+    """Return the model's own sanitize, if it has one, behind what converts the layout of transformers to its own."""
+    own: Sanitize = getattr(model, "sanitize", lambda weights: weights)
+    if layout is None:
+        return own
+    convert = CONVERTERS[layout]
+    return lambda weights: own(convert(weights))
+
+
+def _loaded(config: dict[str, Any], generation_config: bytes | None) -> dict[str, Any]:
+    """The configuration as mlx-lm reads it from a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        if generation_config is not None:
+            (Path(folder) / "generation_config.json").write_bytes(generation_config)
+        loaded: dict[str, Any] = mlx_lm_utils.load_config(Path(folder))
+    return loaded
+
+
+def _saved(config: dict[str, Any], keep_vision_config: bool) -> dict[str, Any]:
+    """The configuration as mlx-lm writes it to a folder."""
+    with tempfile.NamedTemporaryFile() as file:
+        mlx_lm_utils.save_config(config, file.name, keep_vision_config=keep_vision_config)
+        saved: dict[str, Any] = json.loads(Path(file.name).read_bytes())
+    return saved
+
+
+def _builder(config: dict[str, Any], mlx: MlxDifferences) -> Callable[[], Any]:
+    """Return a function that makes the model, without memory for its parameters."""
+    model_class, arguments_class = mlx_lm_utils._get_classes(config)
+    check_computed(config)
+    _check_activation(config, arguments_class)
+    _add_computed(config, arguments_class, mlx)
+    arguments = arguments_class.from_dict(config)
+    return lambda: model_class(arguments)
+
+
+def _add_old_names(config: dict[str, Any]) -> None:
+    """Add the old names of keys that transformers 5 writes under new names.
+
+    Most of mlx-lm's models only know the old names, and many silently take a default for a missing one, such as a wrong
+    base of the rotary embedding.
+    """
+    state_positions(config)
+    _add_defaults(config)
+    for settings in (config, config.get("text_config")):
+        if not isinstance(settings, dict):
+            continue
+        mlx = described(settings.get("model_type")).mlx
+        with contextlib.suppress(KeyError):
+            settings.update(mlx.computed(settings))
+        for key, value in mlx.constants.items():
+            settings.setdefault(key, value)
+        for old, new in RENAMED.items():
+            if new in settings:
+                settings.setdefault(old, settings[new])
+
+
+def _check_activation(config: dict[str, Any], arguments_class: Any) -> None:
+    """Raise ExportError for an activation that mlx-lm does not read: it computes with the usual one of the type."""
+    usual, stated = text_model(config).defaults.get("hidden_act"), config.get("hidden_act")
+    read = {field.name for field in dataclasses.fields(arguments_class)} & {"hidden_act", "text_config"}
+    if usual == "silu" and stated not in (None, "silu", "swish") and not read:
+        raise ExportError(
+            f"config.json: mlx-lm computes this model ({config['model_type']}) with hidden_act silu only, found "
+            f"{stated!r}; {other_targets(MLX, config)}"
+        )
+
+
+def _add_defaults(config: dict[str, Any]) -> None:
+    """State what transformers takes for keys that are absent: mlx-lm takes something else, or refuses the model."""
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    defaults = text_model(config).defaults
+    for key in DEFAULTS:
+        if key in defaults and (key != "tie_word_embeddings" or text is config):
+            text.setdefault(key, defaults[key])
+
+
+def _arrange(config: dict[str, Any], mlx: MlxDifferences) -> None:
+    """Put the settings of the text model where mlx-lm looks for them; name the type under which it has the model."""
+    if mlx.layout == NESTED:
+        config["text_config"] = {**config}
+    elif mlx.layout == UNWRAPPED:
+        outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config |= config.pop("text_config", {}) | outer
+    config["model_type"] = mlx.module or config["model_type"]
+
+
+def _add_computed(config: dict[str, Any], arguments_class: Any, mlx: MlxDifferences) -> None:
+    """Add settings that mlx-lm reads, and that transformers computes from others or has in another place.
+
+    Only those are added without which mlx-lm refuses the model.
+    """
+    text = config.get("text_config") or {}
+    for field in dataclasses.fields(arguments_class):
+        compute = COMPUTED.get(field.name)
+        has_right_default = field.default is not dataclasses.MISSING and not mlx.other_head_dim
+        if compute is None or field.name in config or has_right_default:
+            continue
+        with contextlib.suppress(KeyError):  # mlx-lm will say what is missing
+            value = compute(config)
+            if value != field.default:
+                config[field.name] = value
+    if mlx.vocabulary is not None and text.get("vocab_size", mlx.vocabulary) != mlx.vocabulary:
+        config.setdefault("vocab_size", text["vocab_size"])
+    tied = config.get("tie_word_embeddings")
+    if mlx.head_in_text and tied is not None and tied != mlx.tied:
+        text.setdefault("tie_word_embeddings", tied)
+
+
+def _cast(model: Any, config: dict[str, Any]) -> None:
+    """Cast as mlx_lm.convert does: to the dtype that the configuration names in one of the two places where it looks.
+
+    The key `dtype` of the top level is not one of them.
+    """
+    name = config.get("torch_dtype") or config.get("text_config", {}).get("dtype")
+    if name not in ("float16", "bfloat16", "float32"):
+        return
+    dtype, applies = getattr(mx, name), getattr(model, "cast_predicate", lambda _: True)
+    model.update(
+        tree_map_with_path(
+            lambda path, array: (
+                array.astype(dtype) if applies(path) and mx.issubdtype(array.dtype, mx.floating) else array
+            ),
+            model.parameters(),
+        )
+    )
+
+
+def _unfused_gpt_oss(weights: Weights) -> Weights:
+    """Convert gpt-oss with plain experts: mlx-lm expects packed experts, whose rows run along the input."""
+    result: Weights = {}
+    for name, weight in weights.items():
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            name, weight = f"{name}.weight", weight.swapaxes(-1, -2)
+        result[name] = weight
+    return result
+
+
+def _stacked_experts(weights: Weights) -> Weights:
+    """Convert Qwen3.5 with single experts, as transformers saves it: mlx-lm expects stacked experts, as published."""
+    single = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+    rest: Weights = {}
+    layers: dict[str, dict[tuple[str, int], mx.array]] = defaultdict(dict)
+    for name, weight in weights.items():
+        match = single.fullmatch(name)
+        if match:
+            layers[match[1]][match[3], int(match[2])] = weight
+        else:
+            rest[name] = weight
+    for experts, parts in layers.items():
+        count = sum(matrix == "down" for matrix, _ in parts)
+        pairs = [mx.concatenate([parts["gate", e], parts["up", e]]) for e in range(count)]
+        rest[f"{experts}.gate_up_proj"] = mx.stack(pairs)
+        rest[f"{experts}.down_proj"] = mx.stack([parts["down", e] for e in range(count)])
+    return rest
+
+
+def _experts_as_published(weights: Weights) -> Weights:
+    """Turn the stacks of experts of Qwen3 VL that transformers 5 saved, [experts, out, in], to those as published."""
+    result = dict(weights)
+    for name, up in weights.items():
+        down_name = name.replace("gate_up_proj", "down_proj")
+        if name.endswith(".experts.gate_up_proj") and up.shape[-1] != 2 * weights[down_name].shape[-2]:
+            result |= {stack: weights[stack].swapaxes(-1, -2) for stack in (name, down_name)}
+    return result
+
+
+def _nested(weights: Weights) -> Weights:
+    """Name a text model alone as within its model of images and text."""
+    return {name.replace("model.", "model.language_model.", 1): weight for name, weight in weights.items()}
+
+
+def _unwrapped(weights: Weights) -> Weights:
+    """Name the text model of one of images and text as it is named alone, and leave the rest out."""
+    text = {name: weight for name, weight in weights.items() if tower_of(name) is None}
+    return {re.sub("(language|text)_model[.]", "", name, count=1): weight for name, weight in text.items()}
+
+
+def _unprefixed_gpt2(weights: Weights) -> Weights:
+    """Convert GPT-2 as transformers saves it with its head: mlx-lm expects the names of the model without one."""
+    return {name.removeprefix("transformer."): w for name, w in weights.items()}
+
+
+# By the layouts that mlx-lm's sanitize expects: what makes them of what transformers writes.
+CONVERTERS: dict[str, Callable[[Weights], Weights]] = {
+    UNPREFIXED: _unprefixed_gpt2,
+    TRANSPOSED: _unfused_gpt_oss,
+    STACKED: _stacked_experts,
+    AS_PUBLISHED: _experts_as_published,
+    NESTED: _nested,
+    UNWRAPPED: _unwrapped,
+}

@@ -1,0 +1,77 @@
+"""Which targets a checkpoint can be exported to, decided by the targets themselves.
+
+Only the configuration and the names and shapes of tensors are looked at, so that the answer is there before the first
+weight is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.convert.task import PossibleExport
+from pqweights.errors import ExportError, MissingDependencyError, SourceError
+from pqweights.planning.choice import with_weights
+from pqweights.planning.options import ExportOptions
+from pqweights.targets import EXPORTS, get_target
+from pqweights.targets.architectures import UNEXAMINED, is_examined
+from pqweights.targets.target import COMPRESSED_TENSORS, TORCHAO
+
+# A layer or an expert: what its name begins with, its number, and the name of a tensor in it.
+_NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.*)")
+
+
+def possible_exports(checkpoint: Checkpoint) -> tuple[PossibleExport, ...]:
+    """Return for every target whether a checkpoint can be exported to it."""
+    checkpoint = with_weights(checkpoint)
+    return tuple(_possible(name, checkpoint) for name in EXPORTS)
+
+
+def _possible(name: str, checkpoint: Checkpoint) -> PossibleExport:
+    target = get_target(name)
+    try:
+        target.check(checkpoint, target.settings(ExportOptions()))
+    except (ExportError, SourceError) as error:
+        return PossibleExport(target=name, possible=False, reason=str(error))
+    except MissingDependencyError as error:
+        return PossibleExport(target=name, possible=None, reason=str(error))
+    names = target.runtime in (TORCHAO, COMPRESSED_TENSORS) and not is_examined(checkpoint.config)
+    return PossibleExport(target=name, possible=True, reason=UNEXAMINED if names else target.unchecked)
+
+
+class _Alike(NamedTuple):
+    """A tensor for all that are alike.
+
+    name: the part of its name that is its own within a layer
+    is_weight: whether an export may round it
+    """
+
+    name: str
+    tensor: LogicalTensor
+    is_weight: bool
+
+
+def one_of_each(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the first of all layers, and within them of all experts, that are alike."""
+    held = [_Alike(tensor.name, tensor, tensor.name in checkpoint.weights) for tensor in checkpoint.tensors]
+    return replace(checkpoint, tensors=tuple(of.tensor for of in _firsts(held)))
+
+
+def _firsts(held: Sequence[_Alike]) -> Iterator[_Alike]:
+    blocks: dict[tuple[str, str], list[_Alike]] = {}
+    for of in held:
+        match = _NUMBERED.fullmatch(of.name)
+        if match is None:
+            yield of
+        else:
+            blocks.setdefault((match[1], match[2]), []).append(of._replace(name=match[3]))
+    firsts: dict[object, list[_Alike]] = {}
+    for (prefix, _), block in blocks.items():
+        content = (prefix, tuple([(of.name, of.tensor.shape, of.tensor.dtype, of.is_weight) for of in block]))
+        firsts.setdefault(content, block)
+    for block in firsts.values():
+        yield from _firsts(block)

@@ -1,0 +1,229 @@
+"""What an export target is: which options it takes, how it is made, which runtime loads it, and what its card says.
+
+Each target is one module with a constant TARGET, registered by a line in EXPORTS (the package's `__init__.py`). How the
+values of options are checked that several targets have is here, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.convert.conversion import Conversion
+from pqweights.convert.manifest import Manifest
+from pqweights.errors import ExportError, OptionError
+from pqweights.planning.inputs import KnownInputs
+from pqweights.planning.options import LLAMA_CPP as LLAMA_CPP
+from pqweights.planning.options import MLX as MLX
+from pqweights.planning.options import TRANSFORMERS as TRANSFORMERS
+from pqweights.planning.options import ExportOptions
+from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, stored_bytes
+from pqweights.targets.formats import Rounding
+from pqweights.targets.loading import LoadableModel
+
+# The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
+TORCHAO, COMPRESSED_TENSORS = "torchao", "compressed-tensors"
+# The options of a target of integers beside its own.
+INTEGER_OPTIONS = ("bits", "group_size", "qparams", "rounding", "calibrate", "calibration_tokens")
+# Those of a target that can give weights different formats.
+ASSIGNMENT_OPTIONS = ("format", "recipe", "set_format", "target_size", "sensitivity")
+
+BEST, MINMAX = "best", "minmax"
+PLAIN, GPTQ, IMPORTANCE = "plain", "gptq", "importance"
+
+T = TypeVar("T")
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSource:
+    """A checkpoint that is to be exported.
+
+    where: where it lies, a path, an address or a repository, of which names are made
+    checkpoint: the opened checkpoint
+    manifest: of a master, its manifest, if it has one
+    inputs: what is known of the inputs of its weights, for rounding with a view to the outputs
+    rounding: how codes are chosen, "plain" or "gptq"
+    max_shard_bytes: after how many bytes of data a new file begins
+    """
+
+    where: str
+    checkpoint: Checkpoint
+    manifest: Manifest | None = None
+    inputs: KnownInputs | None = None
+    rounding: str = PLAIN
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
+
+
+# Of a layer of a usual size.
+USUAL_SHAPE = (4096, 4096)
+
+
+def stored_bits(rounding: Rounding) -> float:
+    """Return the bits of a weight of a usual layer, scales included."""
+    return 8 * stored_bytes(rounding.specs("weight", USUAL_SHAPE)) / math.prod(USUAL_SHAPE)
+
+
+class FormatChoice(NamedTuple):
+    """A format of a target, for those who choose one by the memory that they have.
+
+    name: what a list calls it
+    options: what asks for it
+    bits: about how many it has for each weight, scales included
+    """
+
+    name: str
+    options: ExportOptions
+    bits: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportTarget(Generic[Settings]):
+    """One kind of export.
+
+    name: its key in EXPORTS
+    runtime: what loads it, one of the runtimes above
+    tags: the tags of its card
+    options: the fields of ExportOptions that it takes; the manifest of an export states them under the same names
+    read_options: checks the values of those options, and returns what `plan` takes;
+        raises OptionError for a value that the target does not have
+    plan: returns the conversion; raises ExportError for a model that the target cannot store
+    check: decides whether a checkpoint can be exported, from the configuration and the names and shapes of tensors,
+        of which there may be one layer of each kind; raises ExportError if it cannot, MissingDependencyError if a
+        package is missing that knows
+    load_section: returns the paragraphs and code blocks of a card that say how to load the result,
+        from Manifest.made_by and the model
+    library: the library_name of its card, if that is not transformers
+    account: keys of the manifest's account besides options
+    unchecked: what `check` leaves open, for a message; None if it leaves nothing open
+    choices: its formats, of which memory.py proposes those that fit
+    max_shard_bytes: after how many bytes of data a new file begins, unless the user says otherwise
+    plain_roles: of the weights that it stores in 16 bits, whatever the format
+    """
+
+    name: str
+    runtime: str
+    tags: tuple[str, ...]
+    options: tuple[str, ...]
+    read_options: Callable[[ExportOptions], Settings]
+    plan: Callable[[ExportSource, Settings], Conversion]
+    check: Callable[[Checkpoint, Settings], object]
+    load_section: Callable[[Mapping[str, Any], LoadableModel], list[str]]
+    library: str | None = None
+    account: tuple[str, ...] = ()
+    unchecked: str | None = None
+    choices: tuple[FormatChoice, ...] = ()
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
+    plain_roles: tuple[str, ...] = ()
+
+    def settings(self, asked: ExportOptions) -> Settings:
+        """Return what `plan` takes. Raises OptionError for an option, or a value, that the target does not have."""
+        for name in (field.name for field in fields(ExportOptions) if field.name in asked.given):
+            if name not in self.options:
+                raise OptionError(f"`{name}`: the target {self.name} does not take this option")
+        return self.read_options(asked)
+
+
+def is_compensated(options: ExportOptions) -> bool:
+    """Whether codes are chosen with a view to the error of outputs: if data are given, unless something else is."""
+    if options.rounding is not None:
+        return options.rounding in (GPTQ, IMPORTANCE)
+    return (
+        options.calibrate is not None
+        and options.qparams != MINMAX
+        and options.mode in (None, "affine")
+        and options.format in (None, "w4a16", "w8a16")
+    )
+
+
+def check_rounding(target: str, options: ExportOptions, *, why_not: str | None = None) -> None:
+    """Raise OptionError for a rounding that does not exist, or that does not go with the other options.
+
+    why_not: why the format that was asked for has no compensated rounding; None if it has
+    """
+    rounding = one_of(target, "rounding", options.rounding, allowed=(PLAIN, GPTQ))
+    if rounding == PLAIN:
+        return
+    if why_not is not None:
+        raise OptionError(f"`rounding` {GPTQ}: {why_not}")
+    if options.calibrate is None:
+        wanted = "`calibrate` as well, which samples the inputs of weights"
+        raise OptionError(f"`rounding` {GPTQ}: expected {wanted}")
+    if options.qparams == MINMAX:
+        raise OptionError(f"`rounding` {GPTQ}: expected `qparams` {BEST}, found {MINMAX}")
+
+
+def one_of(target: str, option: str, asked: T | None, *, allowed: Sequence[T]) -> T:
+    """Return the value that was asked for, or by default the first allowed value, which may be None."""
+    if asked is None:
+        return allowed[0]
+    if asked not in allowed:
+        ordered = sorted(allowed, key=lambda value: value if isinstance(value, int) else 0)
+        listed = ", ".join(str(value) for value in ordered if value is not None)
+        raise OptionError(f"`{option}` {asked}: the target {target} takes {listed}")
+    return asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSize:
+    """How many weights of a row share a scale.
+
+    target: what messages call the target
+    allowed: the sizes that the target has, the default first
+    asked: the size that the user asked for, which must divide every row; None for the default, and where it does not
+        divide the rows of a layer, for the largest smaller size that does
+    only: the size that all layers have, if the runtime reads one size for all
+    """
+
+    target: str
+    allowed: tuple[int, ...]
+    asked: int | None
+    only: int | None = None
+
+    @staticmethod
+    def of(target: str, allowed: tuple[int, ...], asked: int | None) -> GroupSize:
+        """Check the size that was asked for. Raises OptionError for one that the target does not have."""
+        checked = one_of(target, "group_size", asked, allowed=(None, *sorted(allowed)))
+        return GroupSize(target=target, allowed=allowed, asked=checked)
+
+    @property
+    def size(self) -> int:
+        """The number of weights that share a scale wherever that is possible."""
+        return self.asked or self.only or self.allowed[0]
+
+    @property
+    def tried(self) -> tuple[int, ...]:
+        """The sizes that a layer may get, the largest first."""
+        one_alone = self.asked is not None or self.only is not None
+        return (self.size,) if one_alone else tuple(s for s in sorted(self.allowed, reverse=True) if s <= self.size)
+
+    def fitting(self, columns: Collection[int]) -> int | None:
+        """Return the largest size that divides rows of these lengths; None if there is none."""
+        return next((size for size in self.tried if all(length % size == 0 for length in columns)), None)
+
+    def why_not(self, columns: int) -> str | None:
+        """Return why a tensor with rows of `columns` weights stays plain; None if groups divide its rows.
+
+        Manifests state the reason, so its words stay as they are.
+        """
+        if self.fitting([columns]) is not None:
+            return None
+        sizes, would = " or ".join(str(size) for size in self.tried), self._dividing(columns) or "none"
+        return f"groups of {sizes} do not divide its rows of {columns} weights (--group-size that would: {would})"
+
+    def check(self, tensor: str, columns: int) -> None:
+        """Raise ExportError if the user asked for a size that does not divide the rows of a tensor."""
+        if self.asked is None or columns % self.asked == 0:
+            return
+        fitting = self._dividing(columns)
+        advice = "; without `group_size` each layer gets one that divides its rows" if fitting else ""
+        raise ExportError(
+            f"tensor {tensor!r}: `group_size` {self.asked} does not divide its rows of {columns} weights; of the sizes "
+            f"that {self.target} has, these would: {fitting or 'none'}{advice}"
+        )
+
+    def _dividing(self, columns: int) -> str:
+        return ", ".join(str(size) for size in sorted(self.allowed) if columns % size == 0)

@@ -1,0 +1,228 @@
+"""The inputs of weights, layer by layer: they are those that hooks record, in every family."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+import torch
+from closeness import F32_MATRIX, F32_SOLVED, ROUNDED_ONCE_MORE, each_near
+from helpers import Array, as_float32, folder_bytes, read_all
+
+import pqweights
+from pqweights.calibrate.collecting import RowSample
+from pqweights.calibrate.layer_passes import LayerPasses
+from pqweights.calibrate.layer_statistics import LayerStatistics
+from pqweights.calibrate.layered import ModelMatrix
+from pqweights.calibrate.sample import SampleOf
+from pqweights.calibrate.sampled_inputs import SampledInputs, inputs_of
+from pqweights.checkpoint.source import open_local
+from pqweights.planning.options import ExportOptions
+from pqweights.planning.plan import QUANTIZE
+from pqweights.planning.recipe import load_recipe
+from pqweights.storage import open_store
+from pqweights.targets.master import rate_planner
+
+WINDOW, WINDOWS = 64, 16
+IDS = np.random.default_rng(11).integers(0, 490, (WINDOWS, WINDOW))
+NARROW = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
+SMALL = {
+    name: replace(
+        families.FAMILIES[name],
+        settings={**families.FAMILIES[name].settings, **NARROW, "num_key_value_heads": 1, **experts},
+    )
+    for name, experts in (("llama", {}), ("mixtral", EXPERTS), ("gpt_oss", EXPERTS))
+}
+# Weights that checkpoint and model hold as [in, out].
+TRANSPOSED = {
+    "gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+    **dict.fromkeys(("gpt_oss", "llama4"), ("gate_up_proj", "down_proj")),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sample() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SampleOf, "ids", lambda *_: torch.from_numpy(IDS))
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: families.build(each, tmp_path_factory.mktemp(name) / "model") for name, each in SMALL.items()}
+
+
+@contextlib.contextmanager
+def run(source: Path, out: Path) -> Iterator[SampledInputs]:
+    with inputs_of(source, open_local(source), open_store(out), ExportOptions(calibrate="self"), 1) as known:
+        known.prepare(lambda *_: None)
+        yield known
+
+
+def hooked(model: Any, layers: list[str]) -> dict[str, Array]:
+    """The inputs of linear layers in every window, [windows, rows, K], recorded by hooks."""
+    rows: dict[str, list[Any]] = {name: [] for name in layers}
+    for name in layers:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, args, name=name: rows[name].append(args[0].reshape(-1, args[0].shape[-1]).numpy().copy())
+        )
+    with torch.inference_mode():
+        for window in IDS:
+            model(torch.from_numpy(window)[None], use_cache=False)
+    return {name: np.stack(found) for name, found in rows.items()}
+
+
+def test_moments_are_those_of_the_inputs_that_hooks_record(models, tmp_path):
+    """Those of the head are computed from states that were rounded to bfloat16."""
+    stem = "model.layers.0."
+    layers = [stem + name for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")]
+    truth = hooked(families.load(models["llama"], SMALL["llama"]), [*layers, "lm_head"])
+    with run(models["llama"], tmp_path / "out") as found:
+        for name, rows in truth.items():
+            accuracy = ROUNDED_ONCE_MORE if name == "lm_head" else F32_MATRIX
+            (vector,) = found.weights[f"{name}.weight"].vectors
+            assert vector is not None
+            moments, held_back = found.moments(vector)
+            assert np.array_equal(found.moments(vector)[0], moments)
+            learned = np.delete(rows, np.s_[3::4], axis=0).reshape(-1, rows.shape[-1]).astype(np.float64)
+            wanted = learned.T @ learned / len(learned)
+            assert np.abs(moments - wanted).max() < accuracy * np.abs(wanted).max()
+            assert each_near(found.mean_squares(vector), np.diagonal(wanted), 5 * accuracy)
+            about = found.vectors[vector]
+            assert (about.tokens, about.windows, about.held_back) == (len(learned), WINDOWS // 4, len(held_back))
+            distances = np.abs(held_back[:, None] - rows[3::4].reshape(1, -1, rows.shape[-1])).max(axis=2)
+            assert distances.min(axis=1).max() < accuracy * np.abs(rows).max()
+    assert not list(tmp_path.iterdir())
+
+
+def test_matrices_that_read_the_same_share_a_vector(models, tmp_path):
+    by_vector: dict[Any, set[str]] = {}
+    with run(models["llama"], tmp_path / "out") as found:
+        for name, weight in found.weights.items():
+            by_vector.setdefault(weight.vectors, set()).add(name.split(".")[-2])
+        assert len(found.vectors) == len(by_vector) == 5
+    shared = {frozenset(names) for names in by_vector.values()}
+    assert {frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"})} <= shared
+
+
+def test_experts_have_the_moments_of_their_own_tokens(models, tmp_path):
+    """The input of an expert's down projection is computed from those of its gate and up projections."""
+    stored = read_all(models["mixtral"])
+    with run(models["mixtral"], tmp_path / "out") as found:
+        tokens = []
+        for expert in range(3):
+            names = [f"model.layers.0.block_sparse_moe.experts.{expert}.{part}.weight" for part in ("w1", "w3", "w2")]
+            (first,), (other,), (down,) = (found.weights[name].vectors for name in names)
+            assert first == other != down and first is not None and down is not None
+            tokens.append(found.vectors[first].tokens + found.vectors[first].held_back)
+            x, read = found.moments(first)[1].astype(np.float64), found.moments(down)[1]
+            gate, up = (x @ as_float32(stored[name]).T for name in names[:2])
+            assert each_near(gate / (1 + np.exp(-gate)) * up, read, F32_SOLVED, F32_MATRIX)
+        assert sum(tokens) == 2 * IDS.size and len(set(tokens)) > 1
+
+
+def test_an_export_that_was_interrupted_goes_on_and_a_finished_one_runs_no_model(models, tmp_path, monkeypatch):
+    master, whole, broken = (tmp_path / name for name in ("master", "whole", "broken"))
+    pqweights.quantize(models["llama"], master, "q8")
+    asked: dict[str, Any] = {"target": "vllm", "calibrate": "self", "threads": 1, "max_shard_size": "100kB"}
+    pqweights.export(master, whole, **asked)
+    forward, computed = LayerPasses.forward, []
+
+    def interrupted(self: LayerPasses, layer: int, *arguments: Any) -> None:
+        if computed:  # the moments of the layer, after its mean squares
+            raise KeyboardInterrupt
+        counted(self, layer, *arguments)
+
+    def counted(self: LayerPasses, layer: int, *arguments: Any) -> None:
+        computed.append(layer)
+        forward(self, layer, *arguments)
+
+    monkeypatch.setattr(LayerPasses, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pqweights.export(master, broken, **asked)
+    assert computed == [0] and (tmp_path / ".broken.calibration").exists()
+    monkeypatch.setattr(LayerPasses, "forward", counted)
+    pqweights.export(master, broken, **asked)
+    assert computed == [0, 0] and folder_bytes(broken) == folder_bytes(whole)
+    assert pqweights.export(master, broken, **asked).already_done and computed == [0, 0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "master", "whole"]
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_inputs_of_every_multiplied_weight_are_seen(name, tmp_path_factory, tmp_path):
+    """Embeddings are looked up, and multiplied only if tied."""
+    folder = families.model(tmp_path_factory.getbasetemp(), name)
+    checkpoint = open_local(folder)
+    planned = [t for t in rate_planner(checkpoint, load_recipe("q5")).planned({}) if t.action == QUANTIZE]
+    with run(folder, tmp_path / "out") as found:
+        unseen = {tensor.name for tensor in planned} - found.weights.keys()
+        assert len(unseen) == (0 if name == "llama-tied" else 1)
+        assert all("embed_tokens" in weight or "wpe" in weight for weight in unseen)
+        for tensor in planned:
+            if tensor.name not in unseen:
+                reads = found.weights[tensor.name]
+                assert reads.transposed == tensor.name.endswith(TRANSPOSED.get(name, ("-",))), tensor.name
+                assert len(reads.vectors) == (tensor.shape[0] if len(tensor.shape) == 3 else 1)
+                size = tensor.shape[-2 if reads.transposed else -1]
+                assert {found.vectors[vector].size for vector in reads.vectors if vector is not None} == {size}
+
+
+def test_every_row_is_sampled_with_the_same_probability():
+    kept = np.zeros(1000)
+    for seed in range(200):
+        sample = RowSample(50, 3)
+        sample._random = np.random.default_rng(seed)
+        rows = np.repeat(np.arange(1000, dtype=np.float32)[:, None], 3, axis=1)
+        for at in range(0, 1000, 170):
+            sample.add(rows[at : at + 170], at)
+        assert (sample.rows == sample.rows[:, :1]).all()
+        kept[sample.rows[:, 0].astype(int)] += 1
+        assert np.array_equal(sample.windows, sample.rows[:, 0].astype(int) // 170 * 170)
+    assert kept.sum() == 200 * 50
+    for part in np.split(kept, 10):
+        assert 0.85 < part.mean() / 10 < 1.15
+
+
+class Kept:
+    """All inputs of a vector."""
+
+    def __init__(self, size: int) -> None:
+        self.rows: list[Array] = []
+
+    def add(self, rows: torch.Tensor) -> None:
+        self.rows.append(rows.detach().numpy().copy())
+
+
+def test_every_kind_of_product_is_recognised_with_the_gradients_at_its_outputs():
+    """Positional and keyword arguments, matrices and stacks, plain and transposed; of a view of a stack, one matrix."""
+    torch.manual_seed(0)
+    named = {name: torch.nn.Parameter(torch.randn(8, 8)) for name in "abcde"}
+    named |= {"stack": torch.nn.Parameter(torch.randn(3, 8, 4)), "single": torch.nn.Parameter(torch.randn(3, 4, 8))}
+    x = torch.randn(6, 8, requires_grad=True)
+    with LayerStatistics(named, Kept) as seen:
+        products = {
+            ("a", 0): torch.nn.functional.linear(input=x, weight=named["a"]),
+            ("b", 0): x @ named["b"],
+            ("c", 0): torch.matmul(x, other=named["c"].T),
+            ("d", 0): torch.addmm(torch.zeros(8), x, named["d"]),
+            ("e", 0): torch.addmm(input=torch.zeros(8), mat1=x, mat2=named["e"]),
+            ("single", 2): torch.nn.functional.linear(x, named["single"][torch.tensor(2)]),
+        }
+        stacked = torch.bmm(x.expand(3, *x.shape), named["stack"])
+        outputs = [*products.values(), stacked]
+        weights = [torch.randn_like(output) for output in outputs]
+        sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True)).backward()
+    gradients = dict(zip(products, weights, strict=False)) | {("stack", n): weights[-1][n] for n in range(3)}
+    assert seen.products.keys() == {ModelMatrix(*matrix) for matrix in gradients}
+    for matrix, gradient in gradients.items():
+        product = seen.products[ModelMatrix(*matrix)]
+        assert product.along_rows == (matrix[0] in ("a", "c", "single"))
+        assert each_near(product.squares.float(), gradient.square().sum(0), F32_MATRIX)
+        assert np.array_equal(np.concatenate(seen.collected[product.vector].rows), x.detach().numpy())

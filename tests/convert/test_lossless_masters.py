@@ -1,0 +1,279 @@
+"""Masters without loss: every bit of the source comes back, by every way of reading, for every format of sources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import families
+import helpers
+import numpy as np
+import pytest
+import torch
+from calls import export
+from commands import done, refused
+from native_decoder import decode
+from packed_cases import (
+    FLOATS,
+    INTEGERS,
+    UP,
+    awq,
+    compress,
+    gptq,
+    save,
+    settings_of,
+    source_of,
+    tensor_of,
+    transposed_source,
+    values,
+)
+from safetensors.torch import load_file
+
+from pqweights.checkpoint.native import NativeTensor
+from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.source import open_local
+from pqweights.convert.listed_files import open_result
+from pqweights.convert.manifest import read_manifest
+from pqweights.errors import MasterError
+from pqweights.planning.options import ExportOptions
+from pqweights.results.verify import verify
+from pqweights.targets import lossless
+
+
+def plain_source(folder: Path) -> Path:
+    """A source in BF16, F16 and F32 with every bit pattern of the 16-bit dtypes."""
+    everything = np.arange(1 << 16, dtype=np.uint16)
+    return helpers.write_checkpoint(
+        folder,
+        {
+            "model.embed_tokens.weight": helpers.bf16(helpers.gaussian(300, 64, seed=1)),
+            "model.layers.0.mlp.up_proj.weight": (
+                "BF16",
+                np.concatenate([everything, everything % 9 + 16256]).reshape(-1, 256),
+            ),
+            "model.layers.0.mlp.gate_proj.weight": (
+                "F16",
+                np.concatenate([everything, everything % 9]).reshape(256, -1),
+            ),
+            "model.layers.0.mlp.down_proj.weight": helpers.f32(helpers.gaussian(310, 257, seed=2)),
+            "model.layers.0.input_layernorm.weight": helpers.bf16(helpers.gaussian(2000, seed=3)),
+            "model.layers.0.mlp.small.weight": helpers.bf16(helpers.gaussian(5, 7, seed=4)),
+            "model.position_ids": ("I64", np.arange(700)),
+        },
+        config={"model_type": "llama", "dtype": "bfloat16"},
+    )
+
+
+def block_fp8(folder: Path) -> Path:
+    generator = torch.Generator().manual_seed(1)
+    weight = (torch.randn(300, 260, generator=generator) * 30).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 3, generator=generator)
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    return save(folder, {UP: weight, f"{UP}_scale_inv": scales, "model.norm.weight": torch.ones(9)}, settings)
+
+
+def gpt_oss(folder: Path) -> Path:
+    generator = torch.Generator().manual_seed(2)
+    blocks = torch.randint(0, 256, (2, 40, 3, 16), generator=generator).to(torch.uint8)
+    scales = torch.randint(118, 122, (2, 40, 3), generator=generator).to(torch.uint8)
+    return save(folder, {f"{UP}_blocks": blocks, f"{UP}_scales": scales}, {"quant_method": "mxfp4"})
+
+
+def compressed(group: dict[str, Any]) -> Callable[[Path], Path]:
+    return lambda folder: source_of(folder, compress((256, 256), group)[0], settings_of(group))
+
+
+def transposed(made: tuple[dict[str, Any], dict[str, Any], Any]) -> Callable[[Path], Path]:
+    return lambda folder: transposed_source(folder, made[0], made[1])
+
+
+SOURCES = {
+    "plain": plain_source,
+    "block FP8": block_fp8,
+    "MXFP4 of gpt-oss": gpt_oss,
+    **{
+        f"{group['format']} {group['weights']['num_bits']}": compressed(group)
+        for group, _ in (INTEGERS[2], INTEGERS[6])
+    },
+    "int-quantized": compressed(INTEGERS[-1][0]),
+    **{group["format"]: compressed(group) for group, _ in FLOATS},
+    "GPTQ": transposed(gptq(4, "gptq", order=True, shape=(256, 256))),
+    "AWQ": transposed(awq((256, 256))),
+}
+
+
+def made(tmp_path: Path, source: Path) -> Path:
+    done("quantize", source, tmp_path / "master", "--lossless")
+    return tmp_path / "master"
+
+
+def raw(tensor: LogicalTensor, dtype: str, start: int, count: int) -> bytes:
+    out = np.zeros(count * {"BF16": 2, "F16": 2, "F32": 4, "I64": 8}[dtype], dtype=np.uint8)
+    tensor.read(start, count, dtype, out)
+    return out.tobytes()
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_any_range_of_a_master_is_that_of_its_source(name: str, tmp_path: Path) -> None:
+    source = SOURCES[name](tmp_path / "source")
+    master = made(tmp_path, source)
+    assert verify(master, threads=2).problems == ()
+    opened = open_result(open_local(master).storage, read_manifest(master))
+    originals, generator = open_local(source).tensors, np.random.default_rng(5)
+    assert {t.name for t in opened.tensors} == {t.name for t in originals}
+    by_name = {tensor.name: tensor for tensor in opened.tensors}
+    assert any(isinstance(tensor, NativeTensor) for tensor in opened.tensors)
+    for original in originals:
+        tensor, count = by_name[original.name], element_count(original)
+        assert (tensor.shape, tensor.dtype, tensor.plain_dtype) == (
+            original.shape, original.dtype, original.plain_dtype,
+        )  # fmt: skip
+        for _ in range(8):
+            start = int(generator.integers(count))
+            length = int(generator.integers(1, count - start + 1))
+            for dtype in {tensor.plain_dtype, tensor.plain_dtype if tensor.dtype == "I64" else "F32"}:
+                assert raw(tensor, dtype, start, length) == raw(original, dtype, start, length)
+    opened.finish_checks()
+
+
+def stored_bytes(file: Path) -> dict[str, Any]:
+    return {name: tensor.view(torch.uint8) if tensor.ndim else tensor for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_independent_decoder_finds_every_stored_byte_of_the_source(name: str, tmp_path: Path) -> None:
+    source = SOURCES[name](tmp_path / "source")
+    master = made(tmp_path, source)
+    config = json.loads((master / "config.json").read_bytes())["quantization_config"]
+    held = helpers.read_safetensors(master / "model-00001-of-00001.safetensors")
+    found = {}
+    for stored, (_, array) in held.items():
+        whole = stored.removesuffix("_coded")
+        if whole != stored and f"{whole}_lengths" in held:
+            own = config["coded"].get(whole) or {"dtype": config["dtype"], **config["overrides"][whole]}
+            lengths = held[f"{whole}_lengths"][1].tobytes()
+            found[whole] = decode(array.tobytes(), lengths, own["dtype"], tuple(own["shape"]))
+        elif not stored.endswith("_lengths"):
+            found[stored] = array.tobytes()
+    expected = helpers.read_safetensors(source / "model.safetensors")
+    assert found == {stored: array.tobytes() for stored, (_, array) in expected.items()}
+
+
+def test_weights_of_no_and_of_one_number_are_kept_or_coded(tmp_path: Path) -> None:
+    """Of one number with a scale in F64 72 bits are stored."""
+    weights = {UP: torch.zeros(0, 64, dtype=torch.float8_e4m3fn), f"{UP}_scale_inv": torch.ones(0, 1)}
+    gate = UP.replace("up", "gate")
+    weights |= {gate: torch.ones(1, 1).to(torch.float8_e4m3fn), f"{gate}_scale_inv": torch.full((1, 1), 2.0).double()}
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    source = save(tmp_path / "source", weights, settings)
+    opened = {tensor.name: tensor for tensor in open_local(made(tmp_path, source)).tensors}
+    assert opened[UP].shape == (0, 64)
+    assert raw(opened[gate], "F32", 0, 1) == np.float32(2).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["source", "bf16"])
+def test_export_gives_the_bytes_of_the_source(dtype: str, tmp_path: Path) -> None:
+    """What is not in the dtype of the model keeps its own."""
+    source = plain_source(tmp_path / "source")
+    export(made(tmp_path, source), tmp_path / "out", "bf16", ExportOptions(dtype=dtype))
+    exported = helpers.read_safetensors(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    for name, (dtype, array) in helpers.read_safetensors(source / "model.safetensors").items():
+        assert (exported[name][0], exported[name][1].tobytes()) == (dtype, array.tobytes()), name
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_bytes_do_not_depend_on_threads(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = plain_source(tmp_path / "source")
+    expected = helpers.folder_bytes(made(tmp_path, source))
+    monkeypatch.setattr(lossless, "RUN_CHUNKS", 1)
+    done("quantize", source, tmp_path / "again", "--lossless", "--threads", threads)
+    assert helpers.folder_bytes(tmp_path / "again") == expected
+
+
+def test_plan_states_the_bytes_that_the_run_writes(tmp_path: Path) -> None:
+    source = plain_source(tmp_path / "source")
+    planned = json.loads(done("plan", source, "--lossless", "--json").stdout)
+    written = json.loads(done("quantize", source, tmp_path / "master", "--lossless", "--json").stdout)
+    assert planned["totals"]["output_bytes"] == written["totals"]["output_bytes"]
+    assert (
+        planned["totals"]["output_bytes"] == (tmp_path / "master" / "model-00001-of-00001.safetensors").stat().st_size
+    )
+    actions = {tensor["name"]: tensor["codec"] for tensor in planned["tensors"]}
+    assert actions.pop("model.layers.0.mlp.small.weight") is None
+    assert actions.pop("model.layers.0.input_layernorm.weight") is None
+    assert actions.pop("model.position_ids") is None
+    assert set(actions.values()) == {"native"}
+
+
+def test_advice_and_cards_know_that_loading_decodes_a_master_without_loss(tmp_path: Path) -> None:
+    source = families.model(tmp_path, "llama")
+    master = made(tmp_path, source)
+    done("card", master)
+    card = (master / "README.md").read_text()
+    assert "bit for bit" in card and "packed=True" not in card
+    planned = json.loads(done("plan", source, "--lossless", "--memory", "1GB", "--json").stdout)
+    assert not any("packed" in str(proposal) for proposal in planned["memory"]["proposals"])
+
+
+def test_second_run_of_the_same_command_finds_its_result(tmp_path: Path) -> None:
+    source = plain_source(tmp_path / "source")
+    made(tmp_path, source)
+    assert "already holds this result" in done("quantize", source, tmp_path / "master", "--lossless").stderr
+
+
+def test_source_that_changes_between_the_readings_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = plain_source(tmp_path / "source")
+    measured = lossless.measure
+
+    def other(*arguments: Any) -> Any:
+        lengths = measured(*arguments)
+        lengths["model.embed_tokens.weight"][0] += 1
+        return lengths
+
+    monkeypatch.setattr("pqweights.targets.lossless.measure", other)
+    line = refused("quantize", source, tmp_path / "out", "--lossless")
+    assert "tensor 'model.embed_tokens.weight' changed while it was read" in line
+
+
+@pytest.mark.parametrize("part", ["coded", "lengths"])
+def test_damage_is_noticed_without_a_manifest(part: str, tmp_path: Path) -> None:
+    master = made(tmp_path, plain_source(tmp_path / "source"))
+    (master / "pqweights.json").unlink()
+    file = master / "model-00001-of-00001.safetensors"
+    (stored,) = [t for t in open_local(master).stored if t.name == f"model.embed_tokens.weight_{part}"]
+    data = bytearray(file.read_bytes())
+    data[stored.offset] ^= 2
+    file.write_bytes(data)
+    tensor = tensor_of(master, "model.embed_tokens.weight")
+    with pytest.raises(MasterError, match=f"model.embed_tokens.weight_{part}'.*the master is damaged"):
+        values(tensor, "F32")
+
+
+LEFT_OUT = [("--recipe", "q5"), ("--bits", "4"), ("--strict",)]
+
+
+@pytest.mark.parametrize("option", LEFT_OUT)
+def test_options_that_have_no_meaning_without_loss_are_refused(option: tuple[str, ...], tmp_path: Path) -> None:
+    line = refused("quantize", plain_source(tmp_path / "source"), tmp_path / "out", "--lossless", *option, code=2)
+    assert f"leave out --lossless or {option[0]}" in line
+
+
+def test_the_first_of_several_options_that_have_no_meaning_is_named(tmp_path: Path) -> None:
+    """In whatever order they are given, and sets have them."""
+    source = plain_source(tmp_path / "source")
+    asked = ("--strict", "--keep", "x", "--codec", "trellis", "--bits", "4")
+    line = refused("quantize", source, tmp_path / "out", "--lossless", *asked, code=2)
+    assert "leave out --lossless or --codec" in line
+
+
+def test_a_master_without_loss_is_no_result_of_a_recipe(tmp_path: Path) -> None:
+    source = plain_source(tmp_path / "source")
+    line = refused("quantize", source, made(tmp_path, source))
+    assert "a master made with another recipe (lossless);" in line
+
+
+def test_a_master_is_not_a_source(tmp_path: Path) -> None:
+    master = made(tmp_path, plain_source(tmp_path / "source"))
+    assert "already a pqweights master" in refused("quantize", master, tmp_path / "out", "--lossless")
