@@ -101,7 +101,7 @@ def quiet() -> Iterator[None]:
 def _is_bug(error: BaseException) -> bool:
     """Whether an error was raised in a line of pqweights, not in a package that it calls."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    return bool(frames) and Path(frames[-1][0].f_code.co_filename).is_relative_to(Path(__file__).parents[2])
+    return bool(frames) and Path(frames[-1][0].f_code.co_filename).is_relative_to(Path(__file__).parents[1])
 
 
 class Refused(contextlib.AbstractContextManager["Refused"]):
