@@ -103,7 +103,7 @@ def test_tokens_that_look_special_are_special(tmp_path: Path) -> None:
 
 def test_no_token_is_put_before_the_text_unless_the_tokenizer_does(tmp_path: Path) -> None:
     """llama.cpp would put one there by the name of the pre-tokenizer."""
-    tokenizer = trained.byte_level(trained.vocabulary.LLAMA3, whole_words=True)
+    tokenizer = trained.byte_level(trained.splits.LLAMA3, whole_words=True)
     found = written(folder_with(tokenizer, tmp_path))
     assert (found["pre"], found["add_bos_token"]) == ("llama-bpe", False)
 

@@ -141,9 +141,13 @@ def edited(
         writer.add_key_value(key, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
     for key, value in changed.items():
         if value is not None:
-            {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[
-                type(value)
-            ](key, value)
+            {
+                bool: writer.add_bool,
+                str: writer.add_string,
+                int: writer.add_uint32,
+                float: writer.add_float32,
+                list: writer.add_array,
+            }[type(value)](key, value)
     for tensor in (tensor for tensor in reader.tensors if tensor.name != dropped and tensors is None):
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     for name, data in (tensors or {}).items():

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from pqweights.checkpoint.gguf import vocabulary
+from pqweights.checkpoint.gguf import splits
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog's back, and I've 123 reasons; they're 4567 in all, aren't they?",
@@ -179,19 +179,30 @@ def save(tokenizer: Tokenizer, folder: Path, **config: Any) -> None:
 
 _MADE: dict[str, Callable[[], Tokenizer]] = {
     "gpt2": byte_level, "digits": lambda: byte_level(digits=True),
-    "llama3": lambda: byte_level(vocabulary.LLAMA3, whole_words=True, starts=True),
-    "llama3 with merges": lambda: byte_level(vocabulary.LLAMA3), "qwen2": lambda: byte_level(vocabulary.QWEN2),
-    "qwen3.5": lambda: byte_level(vocabulary.QWEN35),
-    "exaone moe": lambda: byte_level(vocabulary.EXAONE_MOE),
-    "seed": lambda: byte_level(vocabulary.SEED),
-    "tekken": lambda: byte_level(vocabulary.TEKKEN, whole_words=True, starts=True),
-    "gpt-4o": lambda: byte_level(vocabulary.GPT4O),
-    "deepseek3": lambda: byte_level(r"\p{N}{1,3}", vocabulary.CJK, vocabulary.DEEPSEEK3),
+    "llama3": lambda: byte_level(splits.LLAMA3, whole_words=True, starts=True),
+    "llama3 with merges": lambda: byte_level(splits.LLAMA3), "qwen2": lambda: byte_level(splits.QWEN2),
+    "qwen3.5": lambda: byte_level(splits.QWEN35),
+    "exaone moe": lambda: byte_level(splits.EXAONE_MOE),
+    "seed": lambda: byte_level(splits.SEED),
+    "tekken": lambda: byte_level(splits.TEKKEN, whole_words=True, starts=True),
+    "gpt-4o": lambda: byte_level(splits.GPT4O),
+    "deepseek3": lambda: byte_level(r"\p{N}{1,3}", splits.CJK, splits.DEEPSEEK3),
     "llama2": lambda: sentencepiece(prefix="legacy"), "metaspace": sentencepiece,
     "gemma": lambda: sentencepiece(gemma=True),
     "bert": lambda: word_pieces(lowercase=True), "bert cased": lambda: word_pieces(lowercase=False),
     "unigrams": unigrams,
 }  # fmt: skip
+# Those above, by the name of what splits text in the same way.
+_SPLIT_ALIKE = {
+    "gpt-2": "gpt2", "smollm": "digits", "llama-bpe": "llama3", "smaug-bpe": "llama3 with merges", "qwen2": "qwen2",
+    "qwen35": "qwen3.5", "seed-coder": "seed", "exaone-moe": "exaone moe", "tekken": "tekken", "gpt-4o": "gpt-4o",
+    "deepseek-v3": "deepseek3",
+}  # fmt: skip
+for (expressions, whole_words), name in splits.NAMES.items():
+    if name not in _SPLIT_ALIKE:
+        _MADE[name] = functools.partial(byte_level, *expressions, whole_words=whole_words)
+# What splits text as llama.cpp does by each name.
+SPLITS = {name: _SPLIT_ALIKE.get(name, name) for name in splits.NAMES.values()}
 
 
 @functools.cache

@@ -14,27 +14,22 @@ from typing import Any
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.contents import MetadataList, MetadataValue
 from pqweights.checkpoint.gguf.encoders import CONTINUES
+from pqweights.checkpoint.gguf.splits import (
+    ALWAYS_BEGINS,
+    BEGINS,
+    DIGIT,
+    GPT2,
+    NAMES,
+    NORMALIZED,
+    OF_CHARACTERS,
+    SAME_PRE,
+    SEPARATES,
+)
 from pqweights.checkpoint.gguf.tokens import CONFIG, FAST, SPACE
-from pqweights.checkpoint.gguf.vocabulary import DIGIT, ENDS, GPT2, NAMES
+from pqweights.checkpoint.gguf.vocabulary import ENDS
 from pqweights.errors import SourceError
 
 GENERATION = "generation_config.json"
-# Other names for ways to split text, in src/llama-vocab.cpp.
-SAME_PRE = {
-    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), "llama-bpe"),
-    **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), "smaug-bpe"),
-    **dict.fromkeys(("deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan"), "qwen2"),
-    **dict.fromkeys(("solar-open", "grok-2"), "qwen2"),
-    **dict.fromkeys(("phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt", "olmo", "jais", "trillion"), "gpt-2"),
-    **dict.fromkeys(("granite-docling", "roberta-bpe", "modern-bert"), "gpt-2"),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), "smollm"),
-    **dict.fromkeys(("llama4", "kanana2", "talkie", "minimax-m2"), "gpt-4o"),
-    **dict.fromkeys(("hunyuan-dense", "joyai-llm", "hy_v4"), "deepseek-v3"),
-}
-# Tokenizers with a normalizer, which llama.cpp does without, by the way to split text.
-NORMALIZED = ("qwen2", "deepseek-r1-qwen", "qwen35")
-# Ways to split text for which llama.cpp begins texts with a token unless it is told otherwise.
-BEGINS = ("llama-bpe", "tekken")
 NAMED = {
     "bos": "bos",
     "eos": "eos",
@@ -132,8 +127,10 @@ def _added(held: Mapping[int, str], types: Sequence[Any]) -> list[dict[str, Any]
 
 
 def _byte_level(values: _Metadata, held: Mapping[int, str], types: Sequence[Any]) -> dict[str, Any]:
-    """Byte-level BPE."""
+    """Byte-level BPE, or of characters."""
     pre = values.of("pre", str)
+    if pre in OF_CHARACTERS:
+        return _gemma4(values, held, types)
     by_name = {name: rules for rules, name in NAMES.items()}
     rules = by_name.get(SAME_PRE.get(pre, pre))
     if rules is None:
@@ -150,13 +147,10 @@ def _byte_level(values: _Metadata, held: Mapping[int, str], types: Sequence[Any]
         for expression in (expressions[:-1] if by_regex else expressions)
     ]
     steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": by_regex})
-    merges = [str(merge).split(" ", 1) for merge in values.of("merges", MetadataList, [])]
-    if not merges or any(len(merge) != 2 for merge in merges):
-        raise values.refusal("merges", "expected pairs of tokens, found none or others")
     model = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": whole_words,
-        "vocab": {text: number for number, text in held.items()}, "merges": merges,
+        "vocab": {text: number for number, text in held.items()}, "merges": _merges(values),
     }  # fmt: skip
     return {
         "normalizer": {"type": "NFC"} if pre in NORMALIZED else None,
@@ -164,6 +158,13 @@ def _byte_level(values: _Metadata, held: Mapping[int, str], types: Sequence[Any]
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": model,
     }
+
+
+def _merges(values: _Metadata) -> list[list[str]]:
+    merges = [str(merge).split(" ", 1) for merge in values.of("merges", MetadataList, [])]
+    if not merges or any(len(merge) != 2 for merge in merges):
+        raise values.refusal("merges", "expected pairs of tokens, found none or others")
+    return merges
 
 
 def _scores(values: _Metadata, count: int) -> list[float]:
@@ -188,6 +189,19 @@ def _sentencepiece(values: _Metadata, held: Mapping[int, str], types: Sequence[A
         for at in range(1, len(text))
         if text[:at] in plain and text[at:] in plain
     ]
+    merges = [[text[:at], text[at:]] for _, _, at, text in sorted(pairs)]
+    return _of_characters(values, held, ids, merges, prefix=prefix)
+
+
+def _gemma4(values: _Metadata, held: Mapping[int, str], types: Sequence[Any]) -> dict[str, Any]:
+    """The merges of Gemma 4's tokenizer, and its kin."""
+    return _of_characters(values, held, {text: n for n, text in held.items()}, _merges(values), prefix=False)
+
+
+def _of_characters(
+    values: _Metadata, held: Mapping[int, str], ids: Mapping[str, int], merges: list[list[str]], *, prefix: bool
+) -> dict[str, Any]:
+    """BPE of characters, with tokens of bytes for others. prefix: whether text gets a space before it"""
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     steps = [{"type": "Prepend", "prepend": SPACE}, replaced] if prefix else [replaced]
     decoders: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}]
@@ -197,7 +211,7 @@ def _sentencepiece(values: _Metadata, held: Mapping[int, str], types: Sequence[A
     model = {
         "type": "BPE", "dropout": None, "unk_token": held.get(unknown), "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
-        "vocab": ids, "merges": [[text[:at], text[at:]] for _, _, at, text in sorted(pairs)],
+        "vocab": ids, "merges": merges,
     }  # fmt: skip
     return {
         "normalizer": {"type": "Sequence", "normalizers": steps},
@@ -251,15 +265,16 @@ def _unigrams(values: _Metadata, held: Mapping[int, str], types: Sequence[Any]) 
 
 
 # By tokenizer.ggml.model.
-_MODELS = {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _word_pieces, "t5": _unigrams}
+_MODELS = {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _word_pieces, "t5": _unigrams, "gemma4": _gemma4}
 
 
 def _around(values: _Metadata, tokens: Sequence[str]) -> dict[str, Any] | None:
     """Return what puts tokens around a text, if any stand there; unless a file says so, as llama.cpp assumes it."""
     kind, pre = values.of("model", str), values.of("pre", str)
-    begins = kind in ("llama", "bert") or SAME_PRE.get(pre, pre) in BEGINS
+    always = kind == "gemma4" or pre in ALWAYS_BEGINS
+    begins = kind in ("llama", "bert") or pre in BEGINS
     added = {
-        "bos": values.of("add_bos_token", bool, begins),
+        "bos": always or values.of("add_bos_token", bool, begins),
         "eos": values.of("add_eos_token", bool, kind in ("bert", "t5")),
     }
     ids = {name: values.of(f"{name}_token_id", int) for name in added}
@@ -278,9 +293,7 @@ def _around(values: _Metadata, tokens: Sequence[str]) -> dict[str, Any] | None:
 
     first, second = around("A", 0), around("B", int(kind == "bert"))
     if len(texts) == 2:  # a second text goes on from the end of the first, which may be repeated
-        second[:1] = (
-            first[2:] if pre != "modern-bert" and values.of("add_sep_token", bool, pre == "roberta-bpe") else []
-        )
+        second[:1] = first[2:] if pre != "modern-bert" and values.of("add_sep_token", bool, pre in SEPARATES) else []
     return {
         "type": "TemplateProcessing",
         "single": first,

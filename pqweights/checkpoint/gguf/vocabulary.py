@@ -3,7 +3,7 @@
 It is read from tokenizer.json as it is stored, without a tokenizer. Special tokens, merges and the template
 are collected by SpecialVocab of the gguf package, which reads a folder; what stands around a text is read here, because
 its versions take it from different files. llama.cpp's converter recognizes how a tokenizer splits text by a hash over a
-sample; here the rules themselves are looked up (the names and expressions are those of src/llama-vocab.cpp).
+sample; here the rules themselves are looked up.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from pqweights.checkpoint.gguf import gguf_package, silent
 from pqweights.checkpoint.gguf.encoders import ENCODERS
+from pqweights.checkpoint.gguf.splits import DIFFERS, DIGIT, DIGITS, GPT2, NAMES
 from pqweights.checkpoint.gguf.tokens import (
     CONFIG,
     FAST,
@@ -204,48 +205,6 @@ def _around(tokenizer: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         elif step.get("type") != "ByteLevel":
             raise unmapped(f"it processes tokens by {step}")
     return before, behind
-
-
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
-)
-_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
-LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
-QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
-QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
-SEED = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _SPACES
-_JOINED_WORDS = r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+"
-EXAONE_MOE = _CONTRACTIONS + _JOINED_WORDS + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
-TEKKEN = "".join(_CASED) + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
-GPT4O = f"{_CASED[0]}{_CONTRACTIONS}?{_CASED[1]}{_CONTRACTIONS}?" + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
-DEEPSEEK3 = _PUNCTUATION + r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES
-CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-DIGIT, DIGITS = r"\p{N}", r"\p{N}+"
-
-# The expressions by which text is split, one after the other; whether whole words of the vocabulary are taken before
-# merges apply -> the name in llama.cpp.
-NAMES = {
-    ((GPT2,), False): "gpt-2",
-    ((DIGIT, GPT2), False): "smollm",
-    ((LLAMA3,), True): "llama-bpe",
-    ((LLAMA3,), False): "smaug-bpe",
-    ((QWEN2,), False): "qwen2",
-    ((QWEN35,), False): "qwen35",
-    ((SEED,), False): "seed-coder",
-    ((EXAONE_MOE,), False): "exaone-moe",
-    ((TEKKEN,), True): "tekken",
-    ((GPT4O,), False): "gpt-4o",
-    ((r"\p{N}{1,3}", CJK, DEEPSEEK3), False): "deepseek-v3",
-}
-# Where llama.cpp only approximates the expressions, of which its engine lacks some classes of characters.
-_ROUGHLY = (
-    "words with combining marks, or with capitals beyond ASCII behind small letters: llama.cpp splits them otherwise"
-)
-DIFFERS = {"tekken": _ROUGHLY, "gpt-4o": _ROUGHLY}
 
 
 def _pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
