@@ -62,7 +62,7 @@ def _show(done: PushReport, *, dry_run: bool, json: bool) -> None:
         were = "would be" if dry_run else "were"
         output.note(
             f"your notes and keys in README.md on the Hub {were} replaced by those of the folder; commit "
-            f"{done.destination.remote.commit} has them"
+            f"{done.replaced} has them"
         )
 
 
@@ -76,7 +76,7 @@ def _lines(done: PushReport, dry_run: bool) -> list[str]:
     same = len(done.changes) - len(shown)
     if same:
         lines.append(f"same: {counted(same, 'file')}")
-    where = f"{done.repository}, branch {done.destination.branch}"
+    where = f"{done.repository}, branch {done.branch}"
     created = ""
     if done.created:
         created = " (would be created)" if dry_run else " (created)"

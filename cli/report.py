@@ -141,9 +141,11 @@ def warn_of_files_beside(source: str) -> None:
 
 def warn_of_broken_files(folder: Path | Storage, manifest: Manifest) -> None:
     """Warn if files that the manifest of a folder lists are missing, or weight files have another size."""
+    from pathlib import Path
+
     from pqweights.convert.listed_files import file_problems
 
-    problems = file_problems(folder, manifest)
+    problems = file_problems(folder if isinstance(folder, Path) else folder.files(), manifest)
     if problems:
         warn(f"{folder}: {problems[0]} ({counted(len(problems), 'problem')}); pqweights verify lists them all")
 

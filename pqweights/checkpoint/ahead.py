@@ -1,4 +1,4 @@
-"""Bytes of other machines, fetched ahead of the threads that read them: whole files, or blocks of files."""
+"""Bytes of other machines, fetched ahead of the threads that read them: whole files, or ranges of files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -110,31 +110,44 @@ class FileFetcher:
                     self._changed.notify_all()
 
 
+# The first bytes of a weight file that are requested for its header, and how many files at once, few, so that little
+# waits in memory.
+HEADER_BYTES = 1 << 16
+MOST_HEADER_BYTES = 1 << 20
+HEADERS_AT_ONCE = 32
+# Files without tensors up to this size come whole.
+SMALL_BYTES = 32_000_000
+# Larger reads are of whole blocks. So many are fetched behind the one that is needed if a file is read in order.
+LARGE_READ_BYTES = 1 << 18
 BLOCK_BYTES = 8 << 20
-FETCHING_THREADS = 6
-# Blocks that are fetched behind the one that is needed, how many are held in all, and how many more are waited for.
 BLOCKS_AHEAD = 4
-MOST_BLOCKS = 10
+MOST_HELD_BYTES = SMALL_BYTES + 10 * BLOCK_BYTES
+REQUESTS_AT_ONCE = 8
 READERS_AT_ONCE = 8
-# How often a reader that waits for a block looks whether it shall stop.
+# How often a reader that waits for a range looks whether it shall stop.
 LOOK_SECONDS = 0.2
 
+Range = tuple[str, int, int]  # a file, and where the range starts and ends
 
-class BlockCache:
-    """Blocks of files that are read by many threads in chunks that lie in a row.
 
-    One request for each chunk would wait for as many replies as there are chunks; a connection reaches its rate with
-    large requests alone, and a network with several of them.
+class RangeCache:
+    """Ranges of files elsewhere, which many threads read: starts of weight files, whole small files, and blocks.
+
+    One request for each chunk that is read would wait for as many replies as there are chunks; a connection reaches its
+    rate with large requests alone, and a network with several of them.
     """
 
-    def __init__(self, fetch: Callable[[str, int, int], bytes], size_of: Callable[[str], int]) -> None:
+    def __init__(self, request: Callable[[str, int, int], bytes], size_of: Callable[[str], int]) -> None:
         """Take what makes requests.
 
-        fetch: called with a file, a start and an end; returns the bytes
+        request: called with a file, a start and an end; returns the bytes
         size_of: returns the size of a file in bytes
         """
-        self._fetch, self._size_of = fetch, size_of
-        self._blocks: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()  # the least recently used first
+        self._request, self._size_of = request, size_of
+        self._held: OrderedDict[Range, Future[bytes]] = OrderedDict()  # the least recently used first
+        self._expected: deque[str] = deque()  # files whose headers are read next
+        self._starts: dict[str, Range] = {}  # that were requested for headers
+        self._header_bytes = 0  # the longest header so far, with some room
         self._last: dict[str, int] = {}  # the block of each file that was needed last
         self._pool: ThreadPoolExecutor | None = None
         self._readers = threading.Semaphore(READERS_AT_ONCE)
@@ -144,52 +157,86 @@ class BlockCache:
     @staticmethod
     def memory_bytes() -> int:
         """Return how many bytes it may hold; a reply under way is held in pieces as well."""
-        return (MOST_BLOCKS + READERS_AT_ONCE + FETCHING_THREADS) * BLOCK_BYTES
+        return MOST_HELD_BYTES + (READERS_AT_ONCE + REQUESTS_AT_ONCE) * BLOCK_BYTES
+
+    def expect(self, files: Sequence[str]) -> None:
+        """Note the weight files whose headers are read next, in this order: the starts of several are requested."""
+        self._expected = deque(files)
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill the buffer with bytes of a file from `offset` on, all of which must lie inside of it.
 
-        Raises what `fetch` raises, TransferStopped while `stopped`.
+        Raises what `request` raises, TransferStopped while `stopped`.
         """
         done = 0
+        if not self._size_of(file):
+            self._request(file, 0, 0)  # which checks that it is there, and empty
+        while file in self._expected:
+            self._request_starts()
         while done < len(buffer):
-            number, at = divmod(offset + done, BLOCK_BYTES)
-            count = min(BLOCK_BYTES - at, len(buffer) - done)
+            at, left = offset + done, len(buffer) - done
             with self._readers:
-                data = self._content(file, number)
-                buffer[done : done + count] = np.frombuffer(data, dtype=np.uint8, count=count, offset=at)
+                wanted = self._range_at(file, at, left)
+                start = at if wanted is None else wanted[1]
+                data = self._request(file, at, at + left) if wanted is None else self._content(wanted)
+                count = min(start + len(data) - at, left)
+                buffer[done : done + count] = np.frombuffer(data, dtype=np.uint8, count=count, offset=at - start)
             done += count
+        if offset == 8 and self._starts.pop(file, None) is not None:  # the header follows 8 bytes of length
+            self._header_bytes = min(max(self._header_bytes, (8 + done) * 9 // 8), MOST_HEADER_BYTES)
 
-    def holds(self, file: str, offset: int) -> bool:
-        """Whether the block with a byte is held or was requested."""
-        return (file, offset // BLOCK_BYTES) in self._blocks
-
-    def _content(self, file: str, number: int) -> bytes:
-        """Return the bytes of a block, and have those fetched that follow it if the file is read in order."""
+    def _request_starts(self) -> None:
+        """Request the starts of the next files. The first file comes alone; it shows how long headers are here."""
+        count = HEADERS_AT_ONCE if self._header_bytes else 1
         with self._lock:
-            block = self._requested(file, number)
-            is_next = 0 < number - self._last.get(file, -1) <= BLOCKS_AHEAD
+            for file in [self._expected.popleft() for _ in range(min(count, len(self._expected)))]:
+                end = min(max(HEADER_BYTES, self._header_bytes), self._size_of(file))
+                self._starts[file] = file, 0, end
+                self._requested(self._starts[file])
+
+    def _range_at(self, file: str, offset: int, count: int) -> Range | None:
+        """Return the range with a byte that is held for a read of so many bytes; None for a read by itself."""
+        size = self._size_of(file)
+        if (start := self._starts.get(file)) is not None:
+            return start if offset < start[2] else None
+        if not file.endswith(".safetensors") and (size <= SMALL_BYTES or count == size):
+            return file, 0, size
+        block = self._block(file, offset // BLOCK_BYTES)
+        if count < LARGE_READ_BYTES and block not in self._held:
+            return None
+        with self._lock:
+            self._requested(block)
+            number = block[1] // BLOCK_BYTES
+            if 0 < number - self._last.get(file, -1) <= BLOCKS_AHEAD:  # the file is read in order
+                for ahead in range(number + 1, min(number + BLOCKS_AHEAD, (size - 1) // BLOCK_BYTES) + 1):
+                    self._requested(self._block(file, ahead))
             self._last[file] = number
-            for ahead in range(number + 1, number + 1 + BLOCKS_AHEAD) if is_next else ():
-                if ahead * BLOCK_BYTES < self._size_of(file):
-                    self._requested(file, ahead)
-        while not block.done():
+        return block
+
+    def _block(self, file: str, number: int) -> Range:
+        return file, number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self._size_of(file))
+
+    def _requested(self, wanted: Range) -> Future[bytes]:
+        """Return a range, which takes the place of those that were not used for the longest time if it is new."""
+        requested = self._held.pop(wanted, None)
+        if requested is None:
+            self._pool = self._pool or ThreadPoolExecutor(REQUESTS_AT_ONCE, "pqweights-ranges")
+            requested = self._pool.submit(self._request, *wanted)
+        self._held[wanted] = requested
+        while sum(end - start for _, start, end in self._held) > MOST_HELD_BYTES:
+            self._held.popitem(last=False)  # its readers keep it
+        return requested
+
+    def _content(self, wanted: Range) -> bytes:
+        """Wait for the bytes of a range."""
+        with self._lock:
+            requested = self._requested(wanted)
+        while not requested.done():
             if self.stopped:
                 raise TransferStopped
-            concurrent.futures.wait([block], timeout=LOOK_SECONDS)
-        if block.exception() is not None:
+            concurrent.futures.wait([requested], timeout=LOOK_SECONDS)
+        if requested.exception() is not None:
             with self._lock:  # it is requested again when it is needed again
-                if self._blocks.get((file, number)) is block:
-                    del self._blocks[file, number]
-        return block.result()
-
-    def _requested(self, file: str, number: int) -> Future[bytes]:
-        """Return a block, which takes the place of the one that was not used for the longest time if it is new."""
-        if (file, number) not in self._blocks:
-            self._pool = self._pool or ThreadPoolExecutor(FETCHING_THREADS, "pqweights-blocks")
-            start, size = number * BLOCK_BYTES, self._size_of(file)
-            self._blocks[file, number] = self._pool.submit(self._fetch, file, start, min(start + BLOCK_BYTES, size))
-            if len(self._blocks) > MOST_BLOCKS:
-                self._blocks.popitem(last=False)  # its readers keep it
-        self._blocks.move_to_end((file, number))
-        return self._blocks[file, number]
+                if self._held.get(wanted) is requested:
+                    del self._held[wanted]
+        return requested.result()

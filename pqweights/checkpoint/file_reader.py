@@ -25,20 +25,20 @@ class FileState:
     """What a file was when it was listed.
 
     byte_count: its size
-    stamp: changes with it: its modification time, or a hash of its content or version
+    stamp: changes with it: its modification time, a hash of its content, or what a storage calls its version
     modified: when it was changed last, in nanoseconds since 1970; 0 if that is not known
     inode: its number in the file system; 0 if that is not known, as on another machine
     """
 
     byte_count: int
-    stamp: int
+    stamp: str
     modified: int = 0
     inode: int = 0
 
     @staticmethod
     def of(status: os.stat_result) -> FileState:
         """Return the state of a file on this machine."""
-        return FileState(status.st_size, status.st_mtime_ns, status.st_mtime_ns, status.st_ino)
+        return FileState(status.st_size, str(status.st_mtime_ns), status.st_mtime_ns, status.st_ino)
 
     def check(self, file: str, now: FileState | None) -> None:
         """Raise SourceChangedError unless a file is still what it was.
@@ -94,18 +94,14 @@ MOST_OPEN_FILES = 8
 
 
 class FileReader:
-    """Reads files, from any thread, which stay open for a while. A pickled one has opened nothing elsewhere.
-
-    A file that is opened again must be the one that it was: what is known of it would be wrong for another.
-    """
+    """Reads files, from any thread, which stay open for a while."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, _OpenFile] = OrderedDict()  # the least recently used first
-        self._states: dict[Path, FileState] = {}  # when each file was opened first
         self._lock = threading.Lock()
 
     def read_into(
-        self, path: Path, file: str, offset: int, buffer: npt.NDArray[np.uint8], *, expected: FileState | None = None
+        self, path: Path, file: str, offset: int, buffer: npt.NDArray[np.uint8], *, expected: FileState
     ) -> None:
         """Fill the buffer with bytes of a file from `offset` on.
 
@@ -135,38 +131,23 @@ class FileReader:
                 )
             done += count
 
-    def __reduce__(self) -> tuple[type[FileReader], tuple[()]]:
-        return FileReader, ()
-
     def forget(self, path: Path) -> None:
         """Close a file once nobody reads it any more."""
         with self._lock:
             self._files.pop(path, None)
-            self._states.pop(path, None)
 
-    def _opened(self, path: Path, file: str, expected: FileState | None) -> _OpenFile:
+    def _opened(self, path: Path, file: str, expected: FileState) -> _OpenFile:
         with self._lock:
-            opened = self._files.get(path)
-            if opened is None:
-                opened = self._files[path] = self._open(path, file, expected)
+            if path not in self._files:
+                try:
+                    self._files[path] = _OpenFile(path)
+                except FileNotFoundError:
+                    expected.check(file, None)
                 if len(self._files) > MOST_OPEN_FILES:
                     self._files.popitem(last=False)
-            elif expected is not None:
-                expected.check(file, opened.state)
             self._files.move_to_end(path)
-            return opened
-
-    def _open(self, path: Path, file: str, expected: FileState | None) -> _OpenFile:
-        known = [state for state in (expected, self._states.get(path)) if state is not None]
-        try:
-            opened = _OpenFile(path)
-        except FileNotFoundError:
-            for state in known:
-                state.check(file, None)
-            raise
-        for state in known:
-            state.check(file, opened.state)
-        self._states[path] = opened.state
+            opened = self._files[path]
+        expected.check(file, opened.state)
         return opened
 
 

@@ -199,7 +199,7 @@ def open_folder(storage: Storage, allow_pickle: bool = False, *, include: Sequen
     Raises SourceError, MasterError for a damaged master or an unfinished one.
     """
     check_not_interrupted(storage)
-    check_links(storage.links.broken, storage.links.outside)
+    check_links(storage.broken_links, storage.outside_links)
     return open_checkpoint(storage, allow_pickle, include=include)
 
 
@@ -279,7 +279,7 @@ def open_checkpoint(
         first = tensor.parts[0]
         return order[first.file], first.offset, tensor.name
 
-    beside = companions(files, weight_files, include, outside_links=storage.links.outside)
+    beside = companions(files, weight_files, include, outside_links=storage.outside_links)
     coded = frozenset(tensor.name for tensor in model.tensors if isinstance(tensor, EncodedTensor))
     checked = checked_config(storage, model.tensors, config)
     return Checkpoint(

@@ -3,10 +3,10 @@
 Files are read into the caller's buffer, because mapped pages would count as resident memory. Only the weights of a
 model that computes with them as they are stored are mapped: they stay in memory anyhow.
 
-Of files elsewhere, headers and small files come by requests of their own. Inside `fetching`, the files of the Hub are
-fetched whole, ahead of their readers, because the Hub lists a hash of each, which must be right before a byte is used:
-into the shared cache; or, with low_disk, into a folder of the caller, two at a time, and `release` deletes them. Files
-in object storage are read in blocks, and nothing of them is stored on this machine.
+Of files elsewhere, ranges come by requests of their own (ahead.py). Inside `fetching`, the files of the Hub are fetched
+whole, ahead of their readers, because the Hub lists a hash of each, which must be right before a byte is used: into the
+shared cache; or, with low_disk, into a folder of the caller, two at a time, and `release` deletes them. Files in object
+storage are never stored on this machine.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.ahead import BlockCache, FileFetcher, Stop
+from pqweights.checkpoint.ahead import FileFetcher, RangeCache, Stop
 from pqweights.checkpoint.companions import PARSED, leads_outside
 from pqweights.checkpoint.file_reader import FileReader, FileState, state_at
-from pqweights.checkpoint.header import HeaderStarts
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.checkpoint.unfinished import WorkFolder, describe_interrupted, local_work_folder
+from pqweights.checkpoint.unfinished import describe_interrupted, journal_line
 from pqweights.checkpoint.writer import DiskNeed, free_bytes
 from pqweights.errors import MasterError, SourceError
 
-# Files elsewhere up to this size come whole, if they do not hold tensors; so many bytes of them are kept.
-SMALL_BYTES = 32_000_000
-# Larger reads of a file in object storage are read in blocks.
-LARGE_READ_BYTES = 1 << 18
 LOW_DISK_FILES = 2
 DOWNLOADS_AT_ONCE = 2
+# What a Storage holds open, which is not pickled with it.
+OPENED = {
+    *("_lock", "_reader", "_mapped", "_read", "_unchecked", "_ranges", "_fetcher", "_folder", "_fetched"),
+    "_described",
+}
 
 
 class Origin(NamedTuple):
@@ -51,17 +51,6 @@ class Origin(NamedTuple):
 
     id: str
     revision: str
-
-
-class Links(NamedTuple):
-    """Links in a folder.
-
-    broken: those to files that are not there, which are not listed
-    outside: those out of the folder (companions.py); those that may be weights are listed, and all others are not
-    """
-
-    broken: tuple[str, ...] = ()
-    outside: tuple[str, ...] = ()
 
 
 class ByteReads(Protocol):
@@ -72,46 +61,39 @@ class ByteReads(Protocol):
         ...
 
 
-class Remote(Protocol):
-    """What a Storage asks of a folder on another machine. It may be pickled, and its text names it in messages."""
+class Remote:
+    """A folder on another machine, as a Storage reads it. It may be pickled, and its text names it in messages.
 
-    origin: Origin | None  # the repository and its commit; None in object storage
-    address: Any  # the Address in object storage; None on the Hub
+    origin: the repository and its commit, of which whole files are fetched; None in object storage
+    cache: for a repository, the folder of this machine in which fetched files are kept; it may not exist yet
+    """
 
-    @property
-    def cache(self) -> Cache | None:
-        """What fetches whole files; None if they are read in blocks."""
-        ...
+    origin: Origin | None = None
+    cache = Path()
 
-    def states(self, only: Sequence[str] | None, *, recursive: bool) -> dict[str, FileState]:
-        """Return what its files are now, by name, in sorted order; without hidden ones."""
-        ...
+    def states(self, only: Sequence[str] | None = None, *, recursive: bool = True) -> dict[str, FileState]:
+        """Return what its files are now, by name, in sorted order; without hidden ones.
 
-    def work_folder(self) -> WorkFolder | None:
-        """Look for what an unfinished run into it left."""
-        ...
+        only: the names of the files to look at; by default all
+        recursive: whether those in folders inside of it are listed, too
+        """
+        raise NotImplementedError
 
-    def read(self, file: str, start: int, end: int, *, expected: FileState | None) -> bytes:
+    def journal_line(self) -> bytes | None:
+        """Return what an unfinished run into it left, see unfinished.journal_line."""
+        return None
+
+    def read(self, file: str, start: int, end: int, *, expected: FileState | None = None) -> bytes:
         """Return bytes of a file, by one request. Raises SourceChangedError if it is known not to be as expected."""
-        ...
-
-
-class Cache(Protocol):
-    """A folder of this machine in which files from elsewhere are kept, once their content was checked."""
-
-    folder: Path
+        raise NotImplementedError
 
     def path(self, file: str) -> Path | None:
-        """Return where a file lies; None if it does not."""
-        ...
-
-    def read_small(self, file: str) -> bytes:
-        """Return the whole content of a file, checked, without keeping it."""
-        ...
+        """Return where a file lies in the cache; None if it does not."""
+        return None
 
     def fetch(self, file: str, target: Path | None, *, stop: Stop, show: Callable[[int], None]) -> Path:
         """Fetch a file, check its content, and return where it lies: at `target`, or in the cache."""
-        ...
+        raise NotImplementedError
 
 
 class Storage:
@@ -120,8 +102,9 @@ class Storage:
     Threads may share it, and other processes get it pickled, without what is open here.
 
     bytes_read: how many bytes all threads have read so far
-    links: the links in a local folder that are not simply files or folders of it, as they were when it was listed
     low_disk: whether files of the Hub are deleted when they are no longer needed
+    broken_links: of a local folder, links to files that are not there, which are not listed
+    outside_links: those out of the folder (companions.py); those that may be weights are listed, and all others are not
     """
 
     def __init__(
@@ -144,15 +127,18 @@ class Storage:
         self._remote = None if isinstance(source, Path) else source
         self.root = source if isinstance(source, Path) else Path()
         self.origin = origin if self._remote is None else self._remote.origin
-        self.low_disk, self.bytes_read, self.links = low_disk, 0, Links()
+        self.low_disk, self.bytes_read = low_disk, 0
+        self.broken_links, self.outside_links = tuple[str, ...](), tuple[str, ...]()
         if self._remote is not None:
             self._files = self._remote.states(only, recursive=recursive)
         else:
-            names, self.links = _walk(self.root) if only is None else (only, Links())
-            self._files = {name: FileState.of(os.stat(self.root / name)) for name in names}
+            if only is None:
+                only, self.broken_links, self.outside_links = _walk(self.root)
+            self._files = {name: FileState.of(os.stat(self.root / name)) for name in only}
         self._made: dict[str, bytes] = {}
-        self._described: Path | None = None
-        self._open({}, {})
+        # The digests of ranges of the Hub's files that came by themselves, and were not checked.
+        self._unproven: dict[str, dict[tuple[int, int], str]] = {}
+        self._open()
 
     def with_made(self, made: Mapping[str, bytes], without: Container[str] = ()) -> Storage:
         """Return this with files that are not there, but follow from one that is.
@@ -163,65 +149,39 @@ class Storage:
         other = copy.copy(self)
         kept = {name: state for name, state in self._files.items() if name not in without}
         other._made = {name: content for name, content in made.items() if name not in kept}
-        states = {name: FileState(len(content), zlib.crc32(content)) for name, content in other._made.items()}
+        states = {name: FileState(len(content), str(zlib.crc32(content))) for name, content in other._made.items()}
         other._files = dict(sorted({**kept, **states}.items()))
         return other
 
-    def _open(self, digests: dict[str, str], ranges: dict[str, dict[tuple[int, int], str]]) -> None:
-        """Begin with nothing open, held or read.
-
-        digests, ranges: of the headers that the plan was made from, and of parts of GGUF files
-        """
+    def _open(self) -> None:
+        """Begin with nothing open, held or read."""
         self._lock = threading.Lock()
         self._reader = FileReader()
         self._mapped: dict[str, npt.NDArray[np.uint8]] = {}
         self._read: set[str] = set()
         self._unchecked: set[str] = set()  # those that were read since `check_read`
-        self._small: dict[str, bytes] = {}
+        self._ranges = RangeCache(self._request, self._size_of)
         self._fetcher: FileFetcher | None = None
         self._folder = Path()  # where files are fetched to
         self._fetched: dict[str, tuple[Path, FileState]] = {}  # where files lie, and what they were when checked
-        self._blocks = BlockCache(self._range, self._size_of)
-        self._starts = HeaderStarts(
-            lambda file, offset, count: self._range(file, offset, offset + count), self._size_of
-        )
-        self._starts.digests, self._ranges = digests, ranges
+        self._described: Path | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Another machine may number the files otherwise.
         files = {name: replace(state, inode=0) for name, state in self._files.items()}
-        kept = (
-            "_source",
-            "_only",
-            "_recursive",
-            "_remote",
-            "root",
-            "origin",
-            "low_disk",
-            "bytes_read",
-            "links",
-            "_made",
-        )
-        opened = {"digests": self._starts.digests, "ranges": self._ranges}
-        return {name: vars(self)[name] for name in kept} | {"_files": files} | opened
+        return {name: value for name, value in vars(self).items() if name not in OPENED} | {"_files": files}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        opened = state.pop("digests"), state.pop("ranges")
         vars(self).update(state)
-        self._described = None
-        self._open(*opened)
+        self._open()
 
     def __str__(self) -> str:
         return str(self._source)
 
     @property
-    def address(self) -> Any:
-        """The Address in object storage; None elsewhere."""
-        return None if self._remote is None else self._remote.address
-
-    @property
-    def _cache(self) -> Cache | None:
-        return None if self._remote is None else self._remote.cache
+    def _on_hub(self) -> Remote | None:
+        """The repository whose files are read where they are."""
+        return self._remote if self.origin is not None else None
 
     @property
     def frees(self) -> int:
@@ -231,7 +191,7 @@ class Storage:
     @property
     def memory_bytes(self) -> int:
         """How many bytes it may hold in memory, beside what its readers hold."""
-        return 0 if self.address is None else BlockCache.memory_bytes() + SMALL_BYTES
+        return 0 if self._remote is None or self._on_hub else RangeCache.memory_bytes()
 
     def local_folder(self) -> Path | None:
         """Return the folder, if it is on this machine."""
@@ -241,14 +201,14 @@ class Storage:
         """Return the state of every file by its relative POSIX path, in sorted order; without hidden files."""
         return self._files
 
-    def work_folder(self) -> WorkFolder | None:
-        """Look for what an unfinished run into this folder left, which `files` leaves out."""
-        return local_work_folder(self.root) if self._remote is None else self._remote.work_folder()
+    def journal_line(self) -> bytes | None:
+        """Return what an unfinished run into this folder left, which `files` leaves out; see unfinished.py."""
+        return journal_line(self.root) if self._remote is None else self._remote.journal_line()
 
     def expect(self, files: Sequence[str]) -> None:
         """Prepare to read the headers of these files: once one is read, the first bytes of more are requested."""
         if self._remote is not None:
-            self._starts.expect(files)
+            self._ranges.expect(files)
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
         """Fill the buffer with bytes of a file from `offset` on.
@@ -256,57 +216,41 @@ class Storage:
         Raises SourceChangedError if the file is no longer the one that was listed, SourceError if it ends early,
         HubError or StorageError if it cannot be fetched.
         """
-        here = self._here(file)
+        here, left = self._here(file), max(0, self._size_of(file) - offset)
         if here is not None:
             self._reader.read_into(here[0], file, offset, buffer, expected=here[1])
-        elif offset + buffer.nbytes > self._size_of(file):
-            left = max(0, self._size_of(file) - offset)
+        elif buffer.nbytes > left:
             raise SourceError(f"{file}: expected {buffer.nbytes} bytes at offset {offset}, found {left}: it is shorter")
-        elif (data := self._held(file, offset, buffer.nbytes)) is not None:
-            buffer[:] = np.frombuffer(data, dtype=np.uint8)
-        elif self.address is not None and (buffer.nbytes >= LARGE_READ_BYTES or self._blocks.holds(file, offset)):
-            self._blocks.read_into(file, offset, buffer)
+        elif file in self._made:
+            buffer[:] = np.frombuffer(self._made[file][offset : offset + buffer.nbytes], dtype=np.uint8)
+            return
         else:
-            data = self._range(file, offset, offset + buffer.nbytes)
-            if self._cache is not None:
-                digest = hashlib.sha256(data).hexdigest()
-                self._ranges.setdefault(file, {}).setdefault((offset, buffer.nbytes), digest)
-            buffer[:] = np.frombuffer(data, dtype=np.uint8)
-        if file not in self._made:
-            with self._lock:
-                self.bytes_read += buffer.nbytes
-                self._read.add(file)
-                self._unchecked.add(file)
+            self._ranges.read_into(file, offset, buffer)
+        with self._lock:
+            self.bytes_read += buffer.nbytes
+            self._read.add(file)
+            self._unchecked.add(file)
 
     def _here(self, file: str) -> tuple[Path, FileState] | None:
         """Return where a file lies on this machine as a whole, and what it was when it was listed or fetched."""
+        if file in self._made:
+            return None
         if self._remote is None:
-            return None if file in self._made else (self.root / file, self._files[file])
-        if self._fetcher is None or file in self._small or file in self._made:
+            return self.root / file, self._files[file]
+        if self._fetcher is None:
             return None
         self._fetcher.path(file)
         return self._fetched[file]
 
-    def _held(self, file: str, offset: int, count: int) -> bytes | None:
-        """Return bytes of a small file, or of a header that was expected; None of other bytes of weights."""
-        if file in self._made:
-            return self._made[file][offset : offset + count]
-        size = self._size_of(file)
-        if file.endswith(".safetensors") or (size > SMALL_BYTES and count != size):
-            return self._starts.read(file, offset, count)
-        data = self._small.get(file)
-        if data is None:
-            data = self._range(file, 0, size) if self._cache is None else self._cache.read_small(file)
-            with self._lock:
-                if size <= SMALL_BYTES:
-                    self._small[file] = data
-                while sum(map(len, self._small.values())) > SMALL_BYTES:
-                    del self._small[next(iter(self._small))]
-        return data[offset : offset + count]
-
-    def _range(self, file: str, start: int, end: int) -> bytes:
+    def _request(self, file: str, start: int, end: int) -> bytes:
+        """Return bytes of a file elsewhere, by one request."""
         assert self._remote is not None
-        return self._remote.read(file, start, end, expected=self._files[file])
+        data = self._remote.read(file, start, end, expected=self._files[file])
+        if self._on_hub is not None:
+            digest = hashlib.sha256(data).hexdigest()
+            with self._lock:
+                self._unproven.setdefault(file, {}).setdefault((start, end), digest)
+        return data
 
     def _size_of(self, file: str) -> int:
         return self._files[file].byte_count
@@ -351,10 +295,10 @@ class Storage:
         files: further files to be checked
         """
         named = sorted({*self._read, *files} - self._made.keys())
-        if self._remote is not None and self.address is not None:
+        if self._remote is not None and self._on_hub is None:
             there = self._remote.states(self._only, recursive=self._recursive)
             for file in named:
-                self._files[file].check(str(self.address / file), there.get(file))
+                self._files[file].check(f"{self._remote}/{file}", there.get(file))
             return
         with self._lock:
             here = dict(self._fetched)
@@ -365,11 +309,11 @@ class Storage:
 
     def disk_need(self, files: Sequence[str]) -> DiskNeed | None:
         """Return what fetching these files takes on a disk outside of the folder of `fetching`; None if nothing."""
-        if self._cache is None or self.low_disk:
+        if (hub := self._on_hub) is None or self.low_disk:
             return None
-        needed = sum(self._size_of(file) for file in files if self._cache.path(file) is None)
+        needed = sum(self._size_of(file) for file in files if hub.path(file) is None)
         return DiskNeed(
-            folder=self._cache.folder,
+            folder=hub.cache,
             byte_count=needed,
             what=f"{self}: its weights need {needed} bytes in the Hub's cache",
             remedy="pass `low_disk`, or set HF_HOME to a folder on another disk",
@@ -380,12 +324,13 @@ class Storage:
 
         progress: called with the bytes that came, those in all, and the name of a file
         """
-        need = self.disk_need(files)
-        if self._cache is not None and need is not None and need.missing <= free_bytes(need.folder):
-            self.fetch([file for file in files if self._cache.path(file) is None], progress)
+        need, hub = self.disk_need(files), self._on_hub
+        if hub is not None and need is not None and need.missing <= free_bytes(need.folder):
+            self.fetch([file for file in files if hub.path(file) is None], progress)
 
     def fetch(self, files: Sequence[str], progress: Callable[[int, int, str], None]) -> Path:
         """Fetch files of the Hub into its cache, and return the folder in which they lie."""
+        assert self._on_hub is not None
         total, done, folder = sum(map(self._size_of, files)), 0, Path()
         for file in files:
 
@@ -394,8 +339,7 @@ class Storage:
                 done += count
                 progress(min(done, total), total, file)
 
-            assert self._cache is not None
-            path = self._cache.fetch(file, None, stop=lambda: False, show=show)
+            path = self._on_hub.fetch(file, None, stop=lambda: False, show=show)
             folder = path.parents[file.count("/")]
         return folder
 
@@ -406,49 +350,47 @@ class Storage:
         folder: where fetched files lie, unless they lie elsewhere already
         files: for each file, how many files are needed together when it is first read
         """
-        with contextlib.ExitStack() as at_end:
-            if self._cache is not None:
-                limit, threads = (LOW_DISK_FILES, 1) if self.low_disk else (len(self._files), DOWNLOADS_AT_ONCE)
-                self._folder = folder
-                # The attribute stays: threads that still read get what is there, or TransferStopped.
-                files = {file: count for file, count in files.items() if file not in self._made}
-                self._fetcher = FileFetcher(self._fetch_ahead, files, limit=limit, threads=threads)
-                at_end.callback(self._fetcher.close)
-                yield
-            else:
-                self._blocks.stopped = False
-                at_end.callback(setattr, self._blocks, "stopped", True)  # if it ends with an error
-                yield
-                at_end.pop_all()
+        self._ranges.stopped = False
+        if self._on_hub is not None:
+            limit, threads = (LOW_DISK_FILES, 1) if self.low_disk else (len(self._files), DOWNLOADS_AT_ONCE)
+            self._folder = folder
+            # The attribute stays: threads that still read get what is there, or TransferStopped.
+            files = {file: count for file, count in files.items() if file not in self._made}
+            self._fetcher = FileFetcher(self._fetch_ahead, files, limit=limit, threads=threads)
+        try:
+            yield
+        except BaseException:
+            self._ranges.stopped = True
+            raise
+        finally:
+            if self._fetcher is not None:
+                self._fetcher.close()
 
     def _fetch_ahead(self, file: str, stop: Stop) -> Path:
         """Fetch a whole file and return its path."""
-        assert self._cache is not None
-        own = self._own_path(file) if self.low_disk and self._cache.path(file) is None else None
+        assert self._on_hub is not None
+        own = self._own_path(file) if self.low_disk and self._on_hub.path(file) is None else None
         path = own if own is not None and own.exists() else None
-        path = path or self._cache.fetch(file, own, stop=stop, show=lambda count: None)
+        path = path or self._on_hub.fetch(file, own, stop=stop, show=lambda count: None)
         self._reader.forget(path)  # of a damaged file that was there before
-        self._check_header(file, path)
+        self._check_ranges(file, path)
         with self._lock:
             self._fetched[file] = path, FileState.of(path.stat())
         return path
 
     def _own_path(self, file: str) -> Path:
         """Where a file lies until `release`. The name is not chosen by the repository, and unique."""
-        return self._folder / f"{self._files[file].stamp:015x}-{hashlib.sha256(file.encode()).hexdigest()[:8]}"
+        return self._folder / f"{self._files[file].stamp[:15]}-{hashlib.sha256(file.encode()).hexdigest()[:8]}"
 
-    def _check_header(self, file: str, path: Path) -> None:
-        """Check the header that the plan was made from, which came by itself, before the whole file could be checked.
+    def _check_ranges(self, file: str, path: Path) -> None:
+        """Check the ranges that the plan was made from, which came before the whole file could be checked.
 
-        Raises SourceError if it was another one; no result of such a plan may stay.
+        Raises SourceError if one was damaged; no result of such a plan may stay.
         """
-        expected = dict(self._ranges.get(file, {}))
         with open(path, "rb") as stream:
-            if (digest := self._starts.digests.get(file)) is not None:
-                expected[0, 8 + int.from_bytes(stream.read(8), "little")] = digest
-            for (offset, count), digest in expected.items():
-                stream.seek(offset)
-                if hashlib.sha256(stream.read(count)).hexdigest() != digest:
+            for (start, end), digest in self._unproven.get(file, {}).items():
+                stream.seek(start)
+                if hashlib.sha256(stream.read(end - start)).hexdigest() != digest:
                     raise SourceError(
                         f"{self}: {file}: its header was damaged when it was fetched for the plan: run the same "
                         "command again"
@@ -456,8 +398,6 @@ class Storage:
 
     def release(self, file: str) -> None:
         """Note that a file is no longer needed."""
-        with self._lock:
-            self._small.pop(file, None)
         if self._fetcher is not None and self.low_disk:
             with self._lock:
                 self._fetched.pop(file, None)
@@ -478,8 +418,11 @@ class Storage:
         return self._described
 
 
-def _walk(root: Path) -> tuple[list[str], Links]:
-    """Return the names of all files but hidden ones, following links, but never into a folder that was visited."""
+def _walk(root: Path) -> tuple[list[str], tuple[str, ...], tuple[str, ...]]:
+    """Return the names of all files but hidden ones, and those of broken links and of links out of the folder.
+
+    Links are followed, but never into a folder that was visited.
+    """
     inside: list[str] = []
     broken: list[str] = []
     outside: list[str] = []
@@ -502,7 +445,7 @@ def _walk(root: Path) -> tuple[list[str], Links]:
                 is_outside = _leads_out(root, path)
                 outside += [name] * is_outside
                 inside += [name] * (not is_outside or path.name.endswith(PARSED))
-    return sorted(inside), Links(tuple(broken), tuple(outside))
+    return sorted(inside), tuple(broken), tuple(outside)
 
 
 def _leads_out(root: Path, path: Path) -> bool:
@@ -529,7 +472,5 @@ def read_file(storage: Storage, file: str, limit: int = 256_000_000) -> bytes:
 
 def check_not_interrupted(storage: Storage) -> None:
     """Raise MasterError if a run into a folder was interrupted, and it holds no earlier result."""
-    if MANIFEST_FILE not in storage.files():
-        work = storage.work_folder()
-        if work is not None and work.has_journal:
-            raise MasterError(f"{storage}: {describe_interrupted(work)}")
+    if MANIFEST_FILE not in storage.files() and (journal := storage.journal_line()):
+        raise MasterError(f"{storage}: {describe_interrupted(journal)}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pqweights.checkpoint.names import JOURNAL_FILE, MANIFEST_FILE, WORK_FOLDER
 
@@ -13,22 +14,18 @@ from pqweights.checkpoint.names import JOURNAL_FILE, MANIFEST_FILE, WORK_FOLDER
 COMMANDS = {"master": "pqweights quantize", "export": "pqweights export"}
 
 
-class WorkFolder(NamedTuple):
-    """The work folder of a run that is not finished: whether it has a journal, and the first line of that."""
+def journal_line(folder: Path) -> bytes | None:
+    """Return the first line of the journal that an unfinished run left in a folder on this machine.
 
-    has_journal: bool
-    first_line: bytes = b""
-
-
-def local_work_folder(folder: Path) -> WorkFolder | None:
-    """Look for what an unfinished run into a folder left."""
+    It is empty if there is only the work folder, or no way to read the journal; None without a work folder.
+    """
     if not (folder / WORK_FOLDER).exists():
         return None
     try:
         with open(folder / WORK_FOLDER / JOURNAL_FILE, "rb") as journal:
-            return WorkFolder(has_journal=True, first_line=journal.readline())
+            return journal.readline()
     except OSError:
-        return WorkFolder(has_journal=(folder / WORK_FOLDER / JOURNAL_FILE).exists())
+        return b""
 
 
 def is_interrupted(folder: Path) -> bool:
@@ -36,20 +33,17 @@ def is_interrupted(folder: Path) -> bool:
     return not (folder / MANIFEST_FILE).exists() and (folder / WORK_FOLDER / JOURNAL_FILE).exists()
 
 
-def describe_interrupted(work: WorkFolder | None) -> str:
-    """Say that a run was interrupted in a folder, by its work folder, which command it was, and how to continue it."""
-    command = "" if work is None else _command_in(work.first_line)
+def describe_interrupted(journal: bytes | None) -> str:
+    """Say that a run was interrupted in a folder, which command it was, and how to continue it.
+
+    journal: the first line of its journal, as far as it is known
+    """
+    command = ""
+    with contextlib.suppress(ValueError, RecursionError):
+        first = json.loads(journal or b"")
+        command = command_of(first) if isinstance(first, dict) else ""
     of = f" of {command}" if command else ""
     return f"holds an unfinished run{of}: run the same command again to continue where it stopped"
-
-
-def _command_in(first_line: bytes) -> str:
-    """Return the command to which a journal belongs, as far as its first line tells."""
-    try:
-        first = json.loads(first_line)
-    except (ValueError, RecursionError):
-        return ""
-    return command_of(first) if isinstance(first, dict) else ""
 
 
 def command_of(first: Mapping[str, Any]) -> str:

@@ -1,8 +1,7 @@
 """Writing small files whole, and what every file that is written has in common.
 
 No file has its final name before it is complete and on the disk. shard_file.py writes those with tensors.
-Before a run: whether there is room on the disks of this machine for all that it writes, and whether `calibrate` and
-`sensitivity` may write to a path.
+Before a run: whether there is room on the disks of this machine for all that it writes.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pqweights.errors import OutputError, SourceError
+from pqweights.errors import OutputError
 
 PARTIAL_SUFFIX = ".partial"
 COPY_BYTES = 1 << 20
@@ -143,28 +142,3 @@ def _check_disk(needs: Sequence[DiskNeed]) -> None:
 def _existing(folder: Path) -> Path:
     """Return a folder, or the nearest one around it that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-
-
-def check_free(path: Path, overwrite: bool, *, kind: str, read: Callable[[Path], object]) -> None:
-    """Raise OutputError if a result must not be written to a path.
-
-    path: the file to write.
-    overwrite: whether an older result may be replaced; other files never are.
-    kind: what the file holds, in the plural, for messages.
-    read: reads such a file; raises SourceError for any other.
-    """
-    if not path.absolute().parent.is_dir():
-        raise OutputError(f"{path}: its folder does not exist; make it first")
-    if path.is_dir():
-        raise OutputError(f"{path}: expected the name of a file, found a folder")
-    if not path.exists():
-        return
-    if not overwrite:
-        raise OutputError(f"{path}: the file exists; choose another name, or pass `overwrite`")
-    try:
-        read(path)
-    except SourceError:
-        raise OutputError(
-            f"{path}: expected a file of {kind}, and `overwrite` replaces nothing else; move it away, or choose "
-            "another name"
-        ) from None

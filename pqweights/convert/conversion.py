@@ -198,7 +198,7 @@ def make_plan(
     return replace(plan, original=original_of(checkpoint.storage)) if plan.already_quantized else plan
 
 
-def _states(storage: Storage, names: Iterable[str], before: str = "") -> dict[str, tuple[int, int]]:
+def _states(storage: Storage, names: Iterable[str], before: str = "") -> dict[str, tuple[int, str]]:
     """Return size and stamp of files by name. before: what messages say before each name"""
     states = storage.files()
     return {f"{before}{name}": (states[name].byte_count, states[name].stamp) for name in names}

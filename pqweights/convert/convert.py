@@ -8,6 +8,7 @@ is complete.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from pqweights.common.strict_json import json_pieces
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.finished_shards import records_of
 from pqweights.convert.identity import RunIdentity, is_under_way
-from pqweights.convert.listed_files import problems_of_sizes
+from pqweights.convert.listed_files import file_problems
 from pqweights.convert.manifest import Manifest, parse_manifest
 from pqweights.convert.records import TensorRecord
 from pqweights.convert.run import Run, open_run
@@ -114,17 +115,17 @@ def _difference(conversion: Conversion, store: Store, manifest: Manifest) -> str
         return f"holds another result: {_named(theirs)} made from another {source}"
     if theirs != asked:
         return f"holds another result: {_named(theirs)} made {_by_other_means(theirs, asked)}"
-    sizes = store.sizes()
-    problems = problems_of_sizes(sizes.get, manifest)
-    if lost := [*problems, *(f"{name} is missing" for name in manifest.files if name not in sizes)]:
+    files = store.files()
+    problems = file_problems(files, manifest)
+    if lost := [*problems, *(f"{name} is missing" for name in manifest.files if name not in files)]:
         return f"holds this result, but {lost[0]}"
     contents = _small_files(conversion, manifest.records)
     if contents.keys() | conversion.small_files(conversion.plan.shards).keys() != manifest.files.keys():
         return "holds this result, but other files were copied to it (`include_files`)"
     newest = max(_newest(checkpoint) for checkpoint in conversion.checkpoints)
     # A source that is newer may have changed in bytes that its fingerprint does not cover. What the transform adds
-    # follows from its account of itself, which the manifests have in common.
-    if newest > store.modified(MANIFEST_FILE) or any(
+    # follows from its account of itself, which the manifests have in common. A store may tell no times.
+    if newest > (files[MANIFEST_FILE].modified or sys.maxsize) or any(
         _sha256_of_pieces(pieces) != manifest.files[name].sha256 for name, pieces in contents.items()
     ):
         return "holds this result, but files of its source were changed or copied since"

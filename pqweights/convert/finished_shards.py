@@ -123,14 +123,14 @@ class FinishedShards:
 
     def _states(self, shards: Mapping[str, int]) -> dict[str, tuple[bool, bool]]:
         """Say of every shard whether it waits for its final name, and whether it is complete, under either name."""
-        below = self.store.sizes(f"{WORK_FOLDER}/{self.key}")
+        below = self.store.files(f"{WORK_FOLDER}/{self.key}")
         marked = {shard for shard in shards if self.name(shard) + MARK_SUFFIX in below}
-        published = self.store.sizes() if any(self.name(shard) not in below for shard in marked) else {}
+        published = self.store.files() if any(self.name(shard) not in below for shard in marked) else {}
         states = {}
         for shard, size in shards.items():
             is_waiting = self.name(shard) in below
             found = below[self.name(shard)] if is_waiting else published.get(shard)
-            states[shard] = is_waiting, shard in marked and found == size
+            states[shard] = is_waiting, shard in marked and found is not None and found.byte_count == size
         return states
 
     def _mark(self, shard: str) -> ShardMark | None:

@@ -117,7 +117,7 @@ class Journal(Document, frozen=True, kw_only=True, omit_defaults=True):
 
     work: str
     origin: Origin | None = None
-    source: dict[str, tuple[int, int]]
+    source: dict[str, tuple[int, str]]
     outputs: tuple[str, ...]
     replaces: tuple[str, ...]
     kind: str = ""
@@ -198,7 +198,7 @@ class RunStatement:
         )
 
 
-def key_of(work: str, origin: Origin | None, source: Mapping[str, tuple[int, int]]) -> str:
+def key_of(work: str, origin: Origin | None, source: Mapping[str, tuple[int, str]]) -> str:
     """Return the key of a RunStatement.
 
     work, origin: see Journal

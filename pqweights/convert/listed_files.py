@@ -13,13 +13,14 @@ from typing import Any
 
 from pqweights.checkpoint.companions import REASONS, is_needed, outside
 from pqweights.checkpoint.digests import REMEDY, CheckedReads
+from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.master import Encoding
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint, open_folder
 from pqweights.checkpoint.storage import Storage
-from pqweights.checkpoint.unfinished import describe_interrupted, is_interrupted, local_work_folder
+from pqweights.checkpoint.unfinished import describe_interrupted, is_interrupted, journal_line
 from pqweights.convert.manifest import Manifest, find_manifest, shards_of
 from pqweights.convert.master_config import encodings
 from pqweights.errors import MasterError
@@ -45,10 +46,10 @@ def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
     """
     if manifest is None:
         return open_folder(storage)
-    for name in storage.links.outside:
+    for name in storage.outside_links:
         if name in manifest.files:
             raise MasterError(f"{storage}: {outside(name)}")
-    for problem in file_problems(storage, manifest):
+    for problem in file_problems(storage.files(), manifest):
         raise MasterError(f"{storage}: {problem}; {REMEDY}")
     checkpoint = open_folder(storage)
     if checkpoint.config is not None and checkpoint.is_master:
@@ -148,7 +149,7 @@ def check_weight_files(folder: Path) -> Manifest | None:
     Raises MasterError.
     """
     if is_interrupted(folder):
-        raise MasterError(f"{folder}: {describe_interrupted(local_work_folder(folder))}")
+        raise MasterError(f"{folder}: {describe_interrupted(journal_line(folder))}")
     manifest = None
     with contextlib.suppress(MasterError):
         manifest = find_manifest(folder)
@@ -162,19 +163,17 @@ def files_of_result(manifest: Manifest) -> list[str]:
     return [*(shard.file for shard in shards_of(manifest)), *manifest.files, MANIFEST_FILE]
 
 
-def file_problems(result: Path | Storage, manifest: Manifest) -> tuple[str, ...]:
-    """Return which of the files that a manifest lists are missing, and which weight files have another size."""
-    if isinstance(result, Path):
-        return problems_of_sizes(lambda name: _size(result / name), manifest)
-    states = result.files()
-    return problems_of_sizes(lambda name: states[name].byte_count if name in states else None, manifest)
+def file_problems(result: Path | Mapping[str, FileState], manifest: Manifest) -> tuple[str, ...]:
+    """Return which of the files that a manifest lists are missing, and which weight files have another size.
 
-
-def problems_of_sizes(size_of: SizeOf, manifest: Manifest) -> tuple[str, ...]:
-    """Return the same of files anywhere. The sizes of small files may differ, as users edit them.
-
-    size_of: returns the size of a file in bytes, None if there is no such file
+    result: a folder, or its files; the sizes of small files may differ, as users edit them
     """
+
+    def size_of(name: str) -> int | None:
+        if isinstance(result, Path):
+            return _size(result / name)
+        return result[name].byte_count if name in result else None
+
     missing = (
         _missing(name, record.bytes)
         for name, record in manifest.files.items()

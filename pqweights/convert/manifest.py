@@ -233,8 +233,8 @@ def _top_level(folder: Path) -> Storage:
 
 
 def _why_no_manifest(storage: Storage) -> str:
-    if (work := storage.work_folder()) is not None:
-        return describe_interrupted(work)
+    if (journal := storage.journal_line()) is not None:
+        return describe_interrupted(journal)
     folder, names = storage.local_folder(), [name for name in storage.files() if "/" not in name]
     if not storage.files() and folder is None:
         return "no such folder, or nothing in it"

@@ -183,7 +183,7 @@ def _replaced_files(store: Store, journal: Journal | None) -> list[str]:
 def _refuse_foreign(store: Store, outputs: Collection[str], ours: Collection[str]) -> None:
     """Raise OutputError if a file that no run of ours wrote has the name of an output."""
     store.check_names(outputs)
-    there = store.names() | store.sizes().keys()
+    there = store.names() | store.files().keys()
     for name in outputs:
         if name in there and name not in ours:
             raise OutputError(

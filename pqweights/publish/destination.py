@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from pqweights.checkpoint.companions import is_weight_file
@@ -24,26 +23,6 @@ from pqweights.targets import target_name
 MAX_MANIFEST_BYTES = 256_000_000  # what a larger manifest on the Hub lists is not looked at
 _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
 _PULL_REQUEST = re.compile(r"refs/pr/\d+")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Destination:
-    """The repository and branch of a push.
-
-    branch: the branch that the commit is added to
-    remote: what the branch holds; main if the branch will be created, empty if the repository will be
-    exists, has_branch: whether the repository and the branch exist; None if that was not checked
-    """
-
-    branch: str
-    remote: Repository
-    exists: bool | None
-    has_branch: bool | None
-
-    @property
-    def card_branch(self) -> str:
-        """The branch that the card names; a pull request is made to be merged into main."""
-        return MAIN if _PULL_REQUEST.fullmatch(self.branch) else self.branch
 
 
 def checked_destination(repository: str, revision: str | None) -> tuple[str, str]:
@@ -66,15 +45,23 @@ def checked_destination(repository: str, revision: str | None) -> tuple[str, str
     return repository, branch
 
 
-def find_destination(hub: Hub, repository: str, branch: str, *, private: bool) -> Destination:
-    """Look at the repository and the branch. Raises HubError if they cannot take this push."""
-    exists = hub.exists(repository)
-    has_branch = branch == MAIN or (exists and _has_branch(hub, repository, branch))
-    remote = Repository(hub, repository)
-    if exists:
-        remote = open_repository(hub, repository, branch if has_branch else MAIN)
-        check_private(remote, private)
-    return Destination(branch=branch, remote=remote, exists=exists, has_branch=has_branch)
+def card_branch(branch: str) -> str:
+    """Return the branch that the card names; a pull request is made to be merged into main."""
+    return MAIN if _PULL_REQUEST.fullmatch(branch) else branch
+
+
+def find_destination(hub: Hub, repository: str, branch: str, *, private: bool) -> tuple[Repository, bool]:
+    """Return what a branch holds, and whether it exists; if it does not, what main holds, or an empty repository.
+
+    Raises HubError if they cannot take this push.
+    """
+    exists = bool(hub.call(repository, lambda: hub.api.repo_exists(repository)))
+    has_branch = exists and (branch == MAIN or _has_branch(hub, repository, branch))
+    if not exists:
+        return Repository(hub, repository), has_branch
+    remote = open_repository(hub, repository, branch if has_branch else MAIN)
+    check_private(remote, private)
+    return remote, has_branch
 
 
 def _has_branch(hub: Hub, repository: str, branch: str) -> bool:
@@ -123,17 +110,17 @@ def earlier_pushes(remote: Repository) -> list[Pushed]:
     """
     names = [name for name in remote.files if name == MANIFEST_FILE or name.endswith(f".{MANIFEST_FILE}")]
     found = []
-    for file in (remote.files[name] for name in names if "/" not in name):
-        if file.byte_count > MAX_MANIFEST_BYTES:
+    for file in (name for name in names if "/" not in name):
+        if remote.files[file].byte_count > MAX_MANIFEST_BYTES:
             continue
-        content = remote.read_small(file.name)
+        content = remote.read_whole(file)
         try:
             manifest = parse_manifest(content)
-            files = _files_of(manifest, file.name, remote)
+            files = _files_of(manifest, file, remote)
         except (MasterError, ValueError, TypeError, OverflowError, RecursionError):
             continue
-        if file.name in (MANIFEST_FILE, manifest_beside(manifest)):
-            found.append(Pushed(file.name, content, manifest, files))
+        if file in (MANIFEST_FILE, manifest_beside(manifest)):
+            found.append(Pushed(file, content, manifest, files))
     return found
 
 
@@ -149,7 +136,7 @@ def _files_of(manifest: Manifest, manifest_file: str, remote: Repository) -> set
         if there is None or there.byte_count != byte_count:
             continue
         # The Hub lists the SHA-256 of large files only, and the manifest that of other files than shards.
-        if None in (there.sha256, sha256) or there.sha256 == sha256:
+        if sha256 is None or len(there.stamp) != len(sha256) or there.stamp == sha256:
             pushed.add(name)
     return {name for name in pushed if name != CARD_FILE and not any(part.startswith(".") for part in name.split("/"))}
 
@@ -193,12 +180,10 @@ def check_weights(remote: Repository, ours: Set[str]) -> None:
 
 def card_on_hub(remote: Repository) -> str | None:
     """Return the card in the repository, or None if it has none. Raises HubError if it is not a text."""
-    file = remote.files.get(CARD_FILE)
-    if file is None:
+    if CARD_FILE not in remote.files:
         return None
+    is_too_large = remote.files[CARD_FILE].byte_count > MAX_CARD_BYTES
     try:
-        return card_text(
-            bytes(MAX_CARD_BYTES + 1) if file.byte_count > MAX_CARD_BYTES else remote.read_small(file.name)
-        )
+        return card_text(bytes(MAX_CARD_BYTES + 1) if is_too_large else remote.read_whole(CARD_FILE))
     except ValueError as error:
         raise HubError(f"{remote.id}: {CARD_FILE}: {error}; correct it there, or delete it") from None

@@ -19,10 +19,10 @@ from pqweights.common.units import counted
 from pqweights.convert.manifest import Manifest, evaluations_of, manifest_beside, read_manifest, shards_of
 from pqweights.convert.task import usable_cores
 from pqweights.errors import HubError, HubUnavailableError, MasterError
-from pqweights.publish.card import Card, make_card, read_card
+from pqweights.publish.card import MAIN, Card, make_card, read_card
 from pqweights.publish.destination import (
-    Destination,
     Pushed,
+    card_branch,
     card_on_hub,
     check_private,
     check_room_for,
@@ -35,7 +35,7 @@ from pqweights.publish.destination import (
 from pqweights.publish.options import CardOptions, PushOptions
 from pqweights.results.verify import verify
 from pqweights.storage.hub import Hub
-from pqweights.storage.repository import Repository, open_repository, pieces_of
+from pqweights.storage.repository import Repository, has_content, open_repository, pieces_of
 from pqweights.storage.sources import Access
 
 NEW, CHANGED, SAME, DELETED = "new", "changed", "same", "deleted"
@@ -63,7 +63,9 @@ class Change:
 class PushReport:
     """What a push did, or would do.
 
-    destination: where it went
+    repository, branch: where it went
+    created: whether the repository did not exist before; None if that was not checked
+    replaced: the commit that the branch had; empty if there was none
     url: the address of the repository
     changes: what happened to each file
     card: README.md as it was pushed
@@ -71,22 +73,15 @@ class PushReport:
     not_checked: of a dry run, why the Hub was not asked what it holds; None if it was
     """
 
-    destination: Destination
+    repository: str
+    branch: str
+    created: bool | None
+    replaced: str
     url: str
     changes: tuple[Change, ...]
     card: Card
     commit: str | None = None
     not_checked: str | None = None
-
-    @property
-    def repository(self) -> str:
-        """The id of the repository."""
-        return self.destination.remote.id
-
-    @property
-    def created(self) -> bool | None:
-        """Whether the repository did not exist before; None if that was not checked."""
-        return None if self.destination.exists is None else not self.destination.exists
 
     @property
     def sent_bytes(self) -> int:
@@ -97,7 +92,7 @@ class PushReport:
         """Return the document of push --json."""
         return {
             "repository": self.repository,
-            "branch": self.destination.branch,
+            "branch": self.branch,
             "created": self.created,
             "commit": self.commit,
             "url": self.url,
@@ -121,40 +116,52 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
     stamps = _stamps(folder)
     old_card = read_card(folder)
     hub, not_checked = access.hub(), None
+    remote, has_branch = Repository(hub, repository), False
     try:
-        hub.log_in()
-        to = find_destination(hub, repository, branch, private=options.private)
+        hub.call("login", lambda: hub.api.whoami())
+        remote, has_branch = find_destination(hub, repository, branch, private=options.private)
     except HubUnavailableError as error:
         if not options.dry_run:
             raise
-        to = Destination(branch=branch, remote=Repository(hub, repository), exists=None, has_branch=None)
         not_checked = str(error)
     _check_folder(folder, options)
-    manifest, pushed = read_manifest(folder), earlier_pushes(to.remote)
+    manifest, pushed = read_manifest(folder), earlier_pushes(remote)
     same = [one for one in pushed if export_of(one.manifest) == export_of(manifest)]
     others = [one for one in pushed if one not in same]
-    check_room_for(manifest, others, to.remote)
+    check_room_for(manifest, others, remote)
     if not manifest.identity.container:
-        check_weights(to.remote, {name for one in pushed for name in one.files} | stamps.keys())
-    card_options = CardOptions(repository=to.remote.id, revision=to.card_branch, base_model=options.base_model)
+        check_weights(remote, {name for one in pushed for name in one.files} | stamps.keys())
+    card_options = CardOptions(repository=remote.id, revision=card_branch(branch), base_model=options.base_model)
     beside = [one.manifest for one in others]
-    card = make_card(folder, card_options, old=old_card, pushed=card_on_hub(to.remote), beside=beside)
-    files = _files(to.remote, folder, manifest, card=card, same=same, others=others)
-    local = _Local(folder, stamps, dict(sorted(files.items())))
+    card = make_card(folder, card_options, old=old_card, pushed=card_on_hub(remote), beside=beside)
+    files = _files(remote, folder, manifest, card=card, same=same, others=others)
+    changes = _changes(files, remote, options, is_known=not_checked is None)
+    if any(c.change != SAME and files[c.name] == folder / MANIFEST_FILE for c in changes):
+        # While the manifest stays, so does everything that it lists, and so do the evaluations of it.
+        left = sorted(_left_behind(remote, same, others) - files.keys())
+        changes = (*changes, *(Change(name, DELETED, 0) for name in left))
     report = PushReport(
-        destination=to,
-        url=f"{hub.endpoint}/{to.remote.id}",
-        changes=_find_changes(local, to.remote, _left_behind(to.remote, same, others), options),
+        repository=remote.id,
+        branch=branch,
+        created=None if not_checked else not remote.commit,
+        replaced=remote.commit,
+        url=f"{hub.endpoint}/{remote.id}",
+        changes=changes,
         card=card,
         not_checked=not_checked,
     )
     if not_checked is not None:
-        return replace(report, changes=tuple(replace(change, change=UNKNOWN) for change in report.changes))
-    if any(change.name == CARD_FILE and change.change != SAME for change in report.changes):
-        _check_card(hub, to.remote.id, card)
-    if options.dry_run or all(change.change == SAME for change in report.changes):
         return report
-    return _send(hub, local, report, options)
+    if any(change.name == CARD_FILE and change.change != SAME for change in changes):
+        _check_card(hub, remote.id, card)
+    if options.dry_run or all(change.change == SAME for change in changes):
+        return report
+    _check_unchanged(folder, stamps)
+    remote = _made_ready(remote, branch, has_branch, options)
+    operations = _operations(remote, files, report, options)
+    _check_unchanged(folder, stamps)
+    title = options.message or f"pqweights push: {manifest.kind}"
+    return replace(report, commit=_commit(remote, branch, operations, title, files, options))
 
 
 def _check_folder(folder: Path, options: PushOptions) -> None:
@@ -211,12 +218,12 @@ def _files(
     content = (folder / MANIFEST_FILE).read_bytes()
     moved |= {one.manifest_file: (one, own) for one in same if one.content == content}
     for one, name in moved.values():
-        there = remote.files.get(evaluations_of(one.manifest_file))
+        there = evaluations_of(one.manifest_file)
         if one.manifest_file != name and name not in files:
             files[name] = one.content
-        if one.manifest_file != name and there is not None and evaluations_of(name) not in files:
-            files[evaluations_of(name)] = remote.read_small(there.name)
-    return files | ({CARD_FILE: card.text.encode()} if own == MANIFEST_FILE else {})
+        if one.manifest_file != name and there in remote.files and evaluations_of(name) not in files:
+            files[evaluations_of(name)] = remote.read_whole(there)
+    return dict(sorted((files | ({CARD_FILE: card.text.encode()} if own == MANIFEST_FILE else {})).items()))
 
 
 def _left_behind(remote: Repository, same: Sequence[Pushed], others: Sequence[Pushed]) -> Set[str]:
@@ -231,69 +238,43 @@ def _left_behind(remote: Repository, same: Sequence[Pushed], others: Sequence[Pu
     return {name for one in same for name in one.files} - kept
 
 
-@dataclass(frozen=True)
-class _Local:
-    """What is pushed: the files of a verified folder as they were before, and what is pushed, see `_files`."""
-
-    folder: Path
-    stamps: dict[str, Stamp]
-    files: Mapping[str, Path | bytes]
-
-    @property
-    def manifest_file(self) -> str:
-        """What the manifest of the folder is called in the repository."""
-        return next(name for name, content in self.files.items() if content == self.folder / MANIFEST_FILE)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes of the files by name, in bytes."""
-        return {
-            name: len(content) if isinstance(content, bytes) else content.stat().st_size
-            for name, content in self.files.items()
-        }
-
-    def pieces(self, name: str) -> Iterator[bytes]:
-        """Yield the content of a file, piece by piece."""
-        content = self.files[name]
-        return iter([content]) if isinstance(content, bytes) else pieces_of(content)
-
-    def check_unchanged(self) -> None:
-        """Check that the files are those that were verified. Raises MasterError."""
-        for name, stamp in self.stamps.items():
-            if _stamp(self.folder / name) != stamp:
-                raise MasterError(
-                    f"{self.folder}: {name}: was changed after it was verified: nothing was pushed; run the same "
-                    "command again once nothing writes to the folder"
-                )
+def _check_unchanged(folder: Path, stamps: Mapping[str, Stamp]) -> None:
+    """Check that the files of a folder are those that were verified. Raises MasterError."""
+    for name, stamp in stamps.items():
+        if _stamp(folder / name) != stamp:
+            raise MasterError(
+                f"{folder}: {name}: was changed after it was verified: nothing was pushed; run the same command again "
+                "once nothing writes to the folder"
+            )
 
 
-def _find_changes(local: _Local, remote: Repository, left: Set[str], options: PushOptions) -> tuple[Change, ...]:
-    """Return what happens to each file that is pushed, and to the files of an earlier push that are not.
-
-    left: the files of the repository that go unless they are pushed again, see `_left_behind`
-    """
-    compared = {
-        name: there
-        for name, byte_count in local.sizes.items()
-        if (there := remote.files.get(name)) is not None and there.byte_count == byte_count
+def _changes(
+    files: Mapping[str, Path | bytes], remote: Repository, options: PushOptions, *, is_known: bool = True
+) -> tuple[Change, ...]:
+    """Return what happens to each file that is pushed. is_known: whether the Hub said what the repository holds"""
+    sizes = {
+        name: content.stat().st_size if isinstance(content, Path) else len(content) for name, content in files.items()
     }
-    total, done = sum(there.byte_count for there in compared.values()), 0
+    compared = [name for name in files if name in remote.files and remote.files[name].byte_count == sizes[name]]
+    total, done = sum(sizes[name] for name in compared), 0
 
     def pieces(name: str) -> Iterator[bytes]:
         nonlocal done
-        for piece in local.pieces(name):
+        content = files[name]
+        for piece in pieces_of(content) if isinstance(content, Path) else [content]:
             done += len(piece)
             options.comparing(done, total, name)
             yield piece
 
-    same = {name for name, there in compared.items() if there.has_content(pieces(name))}
-    changes = [
-        Change(name, SAME if name in same else CHANGED if name in remote.files else NEW, byte_count)
-        for name, byte_count in local.sizes.items()
-    ]
-    # While the manifest stays, so does everything that it lists, and so do the evaluations of it.
-    deleted = [] if local.manifest_file in same else sorted(left - local.sizes.keys())
-    return (*changes, *(Change(name, DELETED, 0) for name in deleted))
+    same = {name for name in compared if has_content(remote.files[name], pieces(name))}
+    return tuple(
+        Change(
+            name,
+            UNKNOWN if not is_known else SAME if name in same else CHANGED if name in remote.files else NEW,
+            byte_count,
+        )
+        for name, byte_count in sizes.items()
+    )
 
 
 def _check_card(hub: Hub, repository: str, card: Card) -> None:
@@ -323,56 +304,65 @@ def _check_card(hub: Hub, repository: str, card: Card) -> None:
         )
 
 
-def _send(hub: Hub, local: _Local, report: PushReport, options: PushOptions) -> PushReport:
-    """Create what does not exist, send what the repository lacks, and commit it. Raises HubError, MasterError."""
-    to, repository = report.destination, report.repository
-    remote = to.remote
-    local.check_unchanged()
-    if deleted := [change.name for change in report.changes if change.change == DELETED]:
-        hub.tell(f"{repository}: removing what an earlier push of this export left: {', '.join(deleted)}")
-    if not to.exists:
+def _made_ready(remote: Repository, branch: str, has_branch: bool, options: PushOptions) -> Repository:
+    """Create the repository and the branch if they do not exist, and return what the branch holds. Raises HubError."""
+    hub, repository = remote.hub, remote.id
+    if not remote.commit:
         hub.call(repository, lambda: hub.api.create_repo(repository, private=options.private, exist_ok=True))
         remote = open_repository(hub, repository)
         check_private(remote, options.private)
-    if not to.has_branch:
-        hub.call(repository, lambda: hub.api.create_branch(repository, branch=to.branch, exist_ok=True))
-        remote = open_repository(hub, repository, to.branch)
-    operations = _operations(hub, local, report, options)
-    local.check_unchanged()
-    title = options.message or f"pqweights push: {read_manifest(local.folder).kind}"
-
-    def commit() -> Any:
-        try:
-            return hub.api.create_commit(
-                repository, operations, commit_message=title, revision=to.branch, parent_commit=remote.commit or None
-            )
-        except ValueError as error:
-            if type(error) is not ValueError:
-                raise  # its subclasses are refusals, or not an answer of a Hub
-            raise HubError(f"{repository}: the commit is refused: {hub.clean(str(error))[:300]}") from None
-
-    try:
-        return replace(report, commit=str(hub.call(repository, commit).oid))
-    except HubError:
-        after = open_repository(hub, repository, to.branch)
-        if any(change.change != SAME for change in _find_changes(local, after, frozenset(), options)):
-            raise
-        return replace(report, commit=after.commit)  # only the reply to the commit was lost
+        has_branch = branch == MAIN
+    if not has_branch:
+        hub.call(repository, lambda: hub.api.create_branch(repository, branch=branch, exist_ok=True))
+        remote = open_repository(hub, repository, branch)
+    return remote
 
 
-def _operations(hub: Hub, local: _Local, report: PushReport, options: PushOptions) -> list[Any]:
+def _operations(
+    remote: Repository, files: Mapping[str, Path | bytes], report: PushReport, options: PushOptions
+) -> list[Any]:
     """Send the large files, one by one, and return the operations of the commit.
 
     Those that were sent stay on the Hub if a later one fails.
     """
-    to, done = report.destination, 0
+    hub, done = remote.hub, 0
     operations: list[Any] = []
-    for change in report.changes:
-        if change.change == DELETED:
-            operations.append(hub.client.CommitOperationDelete(path_in_repo=change.name))
-        elif change.change != SAME:
-            options.progress(done, report.sent_bytes, change.name)
-            operations.append(to.remote.upload(change.name, local.files[change.name], to.branch))
-            done += change.byte_count
-            options.progress(done, report.sent_bytes, change.name)
+    if deleted := [change.name for change in report.changes if change.change == DELETED]:
+        hub.tell(f"{remote}: removing what an earlier push of this export left: {', '.join(deleted)}")
+        operations += [hub.client.CommitOperationDelete(path_in_repo=name) for name in deleted]
+    for change in (change for change in report.changes if change.change in (NEW, CHANGED)):
+        options.progress(done, report.sent_bytes, change.name)
+        operations.append(remote.upload(change.name, files[change.name], report.branch))
+        done += change.byte_count
+        options.progress(done, report.sent_bytes, change.name)
     return operations
+
+
+def _commit(
+    remote: Repository,
+    branch: str,
+    operations: Sequence[Any],
+    title: str,
+    files: Mapping[str, Path | bytes],
+    options: PushOptions,
+) -> str:
+    """Commit to a branch, and return the commit. Raises HubError."""
+    hub, id = remote.hub, remote.id
+
+    def commit() -> Any:
+        try:
+            return hub.api.create_commit(
+                id, operations, commit_message=title, revision=branch, parent_commit=remote.commit or None
+            )
+        except ValueError as error:
+            if type(error) is not ValueError:
+                raise  # its subclasses are refusals, or not an answer of a Hub
+            raise HubError(f"{id}: the commit is refused: {hub.clean(str(error))[:300]}") from None
+
+    try:
+        return str(hub.call(id, commit).oid)
+    except HubError:
+        after = open_repository(hub, id, branch)
+        if any(change.change != SAME for change in _changes(files, after, options)):
+            raise
+        return after.commit  # only the reply to the commit was lost

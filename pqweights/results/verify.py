@@ -160,8 +160,8 @@ def _check_state(storage: Storage, manifest: Manifest) -> Iterator[str]:
     if not _is(storage, MANIFEST_FILE, manifest.to_pieces()):
         yield f"{MANIFEST_FILE}: is not what pqweights writes for these tensors: its sums or sizes were changed"
     yield from _check_account(manifest)
-    if (work := storage.work_folder()) is not None:
-        yield f"{WORK_FOLDER}: the folder {describe_interrupted(work)}"
+    if (journal := storage.journal_line()) is not None:
+        yield f"{WORK_FOLDER}: the folder {describe_interrupted(journal)}"
 
 
 def _is(storage: Storage, name: str, pieces: Iterable[bytes]) -> bool:
@@ -211,7 +211,7 @@ def _check_files(storage: Storage, manifest: Manifest) -> Iterator[tuple[str, st
         size = _size_of(storage, name)
         if not is_inside(name):
             yield name, f"{MANIFEST_FILE}: lists {name!r}, which lies outside the folder"
-        elif name in storage.links.outside:
+        elif name in storage.outside_links:
             yield name, outside(name)
         elif size is None:
             yield name, f"{name}: missing"
@@ -237,7 +237,7 @@ def _unlisted(
     """
     known = {shard.file for shard in shards} | set(manifest.files) | {MANIFEST_FILE, CARD_FILE, EVALUATION_FILE}
     known |= {name for other in manifests_beside(storage) for name in other}
-    for name in sorted({*storage.files(), *storage.links.outside, *beside} - known):
+    for name in sorted({*storage.files(), *storage.outside_links, *beside} - known):
         if not any(part.startswith(".") for part in name.split("/")):
             yield name
 

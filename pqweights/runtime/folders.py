@@ -11,7 +11,7 @@ from pqweights.checkpoint.gguf.file import is_gguf, open_gguf
 from pqweights.checkpoint.names import CONFIG_FILE, MANIFEST_FILE, QUANT_METHOD
 from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import open_local, read_config
-from pqweights.checkpoint.unfinished import describe_interrupted, is_interrupted, local_work_folder
+from pqweights.checkpoint.unfinished import describe_interrupted, is_interrupted, journal_line
 from pqweights.errors import MasterError, SourceError
 from pqweights.models import text_config
 from pqweights.results.inspect import inspect
@@ -88,7 +88,7 @@ def read_folder(path: Path) -> Folder:
     Raises SourceError if the folder does not hold a model, MasterError if a run into it was interrupted.
     """
     if is_interrupted(path):
-        raise MasterError(f"{path}: {describe_interrupted(local_work_folder(path))}")
+        raise MasterError(f"{path}: {describe_interrupted(journal_line(path))}")
     if not path.exists():
         raise SourceError(f"{path}: no such folder")
     config = read_config(path)

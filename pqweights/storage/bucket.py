@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import hashlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,8 +17,7 @@ from typing import Any
 from pqweights.checkpoint.ahead import Stop, TransferStopped
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
-from pqweights.checkpoint.storage import Origin
-from pqweights.checkpoint.unfinished import WorkFolder
+from pqweights.checkpoint.storage import Remote
 from pqweights.errors import SourceChangedError, SourceError, StorageError
 from pqweights.storage import requests
 from pqweights.storage.addresses import SAME_SCHEMES, Address, is_inside
@@ -58,17 +56,14 @@ def upload_bytes_held() -> int:
     return (PARTS_AT_ONCE + 1) * PART_BYTES
 
 
-class RemoteFolder:
-    """One folder in object storage, as a Remote. Threads may share it, and other processes get it pickled.
+class RemoteFolder(Remote):
+    """One folder in object storage. Threads may share it, and other processes get it pickled.
 
     address: where it is
 
     It connects when it is first used. Every method raises StorageError for what the storage refuses, OptionError for an
     unknown scheme, and MissingDependencyError if a package is missing.
     """
-
-    origin: Origin | None = None
-    cache = None
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -92,15 +87,12 @@ class RemoteFolder:
             )
         return {name: state for name, state in states.items() if state is not None}
 
-    def work_folder(self) -> WorkFolder | None:
-        """Look for what an unfinished run into this folder left."""
+    def journal_line(self) -> bytes | None:
+        """Return the first line of the journal that an unfinished run into this folder left, see unfinished.py."""
         journal, found = f"{WORK_FOLDER}/{JOURNAL_FILE}", self.files(WORK_FOLDER)
-        if not found:
-            return None
         if journal not in found:
-            return WorkFolder(has_journal=False)
-        start = self.read(journal, 0, min(found[journal].byte_count, MOST_FIRST_LINE_BYTES))
-        return WorkFolder(has_journal=True, first_line=start.partition(b"\n")[0])
+            return b"" if found else None
+        return self.read(journal, 0, min(found[journal].byte_count, MOST_FIRST_LINE_BYTES)).partition(b"\n")[0]
 
     def files(self, below: str = "", *, recursive: bool = True) -> dict[str, FileState]:
         """List all files, by their path from this folder, in sorted order; an empty dict if there is no such folder.
@@ -143,7 +135,7 @@ class RemoteFolder:
 
         def fetch() -> bytes:
             data, version = self._range(self._path(name), start, end)
-            if expected is not None and version and _stamp(version) != expected.stamp:
+            if expected is not None and version and version != expected.stamp:
                 raise SourceChangedError(
                     f"{self.address / name}: it was replaced while it was being read: leave the source as it is, and "
                     "run the same command again"
@@ -228,7 +220,7 @@ class RemoteFolder:
         bucket, key, _ = self._system.split_path(path)
         reply = self._system.call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
         try:
-            return bytes(sync(self._system.loop, reply["Body"].read)), str(reply.get("ETag", ""))
+            return bytes(sync(self._system.loop, reply["Body"].read)), str(reply.get("ETag", "")).strip('"')
         except expected_errors() as error:
             raise Truncated(f"the reply ended with a {type(error).__name__}") from None
         finally:
@@ -288,7 +280,7 @@ def _state(info: dict[str, Any]) -> FileState:
     version = next((info[key] for key in VERSION_KEYS if info.get(key)), "")
     times = (_seconds(info[key]) for key in TIME_KEYS if info.get(key))
     modified = next((seconds for seconds in times if seconds is not None), 0.0)
-    return FileState(int(info.get("size") or 0), _stamp(str(_seconds(version) or version)), int(modified * 1e9))
+    return FileState(int(info.get("size") or 0), str(_seconds(version) or version).strip('"'), int(modified * 1e9))
 
 
 def _seconds(time: Any) -> float | None:
@@ -301,7 +293,3 @@ def _seconds(time: Any) -> float | None:
     if isinstance(time, datetime.datetime):
         return time.timestamp()
     return float(time) if isinstance(time, int | float) else None
-
-
-def _stamp(version: str) -> int:
-    return int(hashlib.sha256(version.strip('"').encode()).hexdigest()[:15], 16)

@@ -93,17 +93,6 @@ class Hub:
             text = text.replace(token, "hf_***")
         return " ".join(QUERY.sub(r"\1", CREDENTIALS.sub(r"\1", TOKEN.sub("hf_***", text))).split())
 
-    def log_in(self) -> str:
-        """Return the user name of the token, before anything is sent.
-
-        Raises HubError if there is no token, or if it is not valid.
-        """
-        return str(self.call("login", lambda: self.api.whoami())["name"])
-
-    def exists(self, repository: str) -> bool:
-        """Return whether there is a repository that the user can see. Raises HubError."""
-        return bool(self.call(repository, lambda: self.api.repo_exists(repository)))
-
     def call(
         self, repository: str, request: Callable[[], Result], *, about: str = "", stop: Stop = lambda: False
     ) -> Result:

@@ -12,14 +12,13 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.ahead import Stop, TransferStopped
 from pqweights.checkpoint.file_reader import FileState
-from pqweights.checkpoint.storage import Origin
+from pqweights.checkpoint.storage import Origin, Remote
 from pqweights.checkpoint.writer import COPY_BYTES, disk_errors, partial_path, sync_folder
 from pqweights.errors import HubError, HubUnavailableError, SourceError
 from pqweights.storage.addresses import is_inside
@@ -30,36 +29,17 @@ WRONG_CONTENT_ATTEMPTS = 3  # of a file whose content does not have the hash tha
 HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
-@dataclass(frozen=True)
-class RemoteFile:
-    """A file of a repository, as the Hub lists it.
+def has_content(file: FileState, pieces: Iterable[bytes]) -> bool:
+    """Return whether the pieces, one after the other, are the content of a file of the Hub, if its hash is known.
 
-    name: its path in the repository
-    byte_count: its size
-    sha256: the hash of its content; None unless it is stored as a large file
-    blob_id: the SHA-1 that git gives it; counts if there is no sha256; None in a cache that does not say it
+    The stamp of a file of the Hub is the SHA-256 of a large file, the SHA-1 that git gives another one; it is empty in
+    a cache without links.
     """
-
-    name: str
-    byte_count: int
-    sha256: str | None
-    blob_id: str | None
-
-    @property
-    def content_hash(self) -> str:
-        """The hash that the content must have: the SHA-256, or the SHA-1 of git."""
-        return self.sha256 or self.blob_id or ""
-
-    def has_content(self, pieces: Iterable[bytes]) -> bool:
-        """Return whether the pieces, one after the other, are the content of this file, if a hash of it is known."""
-        if not self.content_hash:  # in a cache without links
-            return True
-        digest = hashlib.sha256() if self.sha256 is not None else hashlib.sha1(usedforsecurity=False)
-        if self.sha256 is None:
-            digest.update(b"blob %d\0" % self.byte_count)
-        for piece in pieces:
-            digest.update(piece)
-        return digest.hexdigest() == self.content_hash
+    is_large = len(file.stamp) == 64
+    digest = hashlib.sha256() if is_large else hashlib.sha1(b"blob %d\0" % file.byte_count, usedforsecurity=False)
+    for piece in pieces if file.stamp else ():
+        digest.update(piece)
+    return digest.hexdigest() == file.stamp or not file.stamp
 
 
 def pieces_of(path: Path) -> Iterator[bytes]:
@@ -69,51 +49,28 @@ def pieces_of(path: Path) -> Iterator[bytes]:
             yield data
 
 
-def _remote_file(repository: str, listed: Any) -> RemoteFile:
-    """Return an entry of the Hub's list of files. Raises HubError if it lacks a size or a hash."""
-    sha256 = None if listed.lfs is None else listed.lfs.sha256
-    file = RemoteFile(listed.rfilename, listed.size, sha256, listed.blob_id)
-    if not isinstance(file.byte_count, int) or file.byte_count < 0 or not HASH.fullmatch(str(file.content_hash)):
-        raise HubError(f"{repository}: {file.name!a}: the Hub does not list its size and its hash")
-    return file
-
-
-def _cached_file(name: str, path: Path) -> RemoteFile:
-    """Return a file of a snapshot in the cache. It is a link to a blob, which is called by its hash."""
-    blob = path.resolve().name if path.is_symlink() else ""
-    hashes = (blob if re.fullmatch(f"[0-9a-f]{{{length}}}", blob) else None for length in (64, 40))
-    return RemoteFile(name, path.stat().st_size, *hashes)
-
-
-class Repository:
-    """A repository at one commit, as a Remote and its Cache. Every request names the commit: later ones change nothing.
+class Repository(Remote):
+    """A repository at one commit. Every request names the commit: later ones change nothing.
 
     id: ORG/NAME
     commit: the SHA-1 of the commit
-    files: its files by name, in sorted order, as the Hub lists them
+    files: its files by name, in sorted order, as the Hub lists them, with their hashes as stamps
     private: whether only its owner and those they let in can see it
-    folder: the cache that all users of the official client share; it may not exist yet
     """
 
     def __init__(
-        self, hub: Hub, id: str, commit: str = "", files: Sequence[RemoteFile] = (), *, private: bool = False
+        self, hub: Hub, id: str, commit: str = "", files: Mapping[str, FileState] = {}, *, private: bool = False
     ) -> None:
         self.hub, self.id, self.commit, self.private = hub, id, commit, private
-        self.files = {file.name: file for file in sorted(files, key=lambda file: file.name)}
-        self.folder = Path(str(hub.client.constants.HF_HUB_CACHE))
-        self.origin: Origin | None = Origin(id, commit)
-        self.address: Any = None
+        self.files = dict(sorted(files.items()))
+        self.cache = Path(str(hub.client.constants.HF_HUB_CACHE))
+        self.origin = Origin(id, commit)
 
     def __str__(self) -> str:
         return self.id
 
-    @property
-    def cache(self) -> Repository:
-        """It is its own Cache."""
-        return self
-
     def states(self, only: Sequence[str] | None = None, *, recursive: bool = True) -> dict[str, FileState]:
-        """Return what its files are, without hidden ones, as in a local folder.
+        """Return what its files are.
 
         Raises SourceError for a name that would lead out of a folder, or that does not mean what it displays.
         """
@@ -123,22 +80,30 @@ class Repository:
                 "characters; do not use this repository"
             )
         return {
-            name: FileState(file.byte_count, int(file.content_hash[:15] or "0", 16))
+            name: file
             for name, file in self.files.items()
             if not any(part.startswith(".") for part in name.split("/")) and (only is None or name in only)
         }
 
-    def work_folder(self) -> None:
-        """Nothing unfinished is on the Hub."""
-
     def read(self, file: str, start: int, end: int, *, expected: FileState | None = None) -> bytes:
-        """Return bytes of a file: from the cache, or by one request for the range. Raises HubError."""
-        path = self.path(file)
-        if path is None:
-            return self._request(file, start, end)
-        with open(path, "rb") as stream:
-            stream.seek(start)
-            return stream.read(end - start)
+        """Return bytes of a file: from the cache, or by one request. A whole file is checked. Raises HubError."""
+        there, path = self.files[file], self.path(file)
+        is_whole = (start, end) == (0, there.byte_count)
+        if path is not None:
+            with open(path, "rb") as stream:
+                stream.seek(start)
+                data = stream.read(end - start)
+            if not is_whole or has_content(there, [data]):
+                return data
+        for _ in range(WRONG_CONTENT_ATTEMPTS):
+            data = self._request(file, start, end)
+            if not is_whole or has_content(there, [data]):
+                return data
+        raise self._wrong_content(file)
+
+    def read_whole(self, file: str) -> bytes:
+        """Return the content of a small file. Raises HubError."""
+        return self.read(file, 0, self.files[file].byte_count)
 
     def _request(self, file: str, start: int, end: int) -> bytes:
         """Return bytes of a file by one request for the range."""
@@ -166,18 +131,8 @@ class Repository:
 
         if not count:
             return b""
-        self._refuse_offline(file)
+        self.refuse_offline([file])
         return self.hub.call(self.id, fetch, about=f": {file}")
-
-    def read_small(self, file: str) -> bytes:
-        """Return the content of a small file, checked against its hash. Raises HubError."""
-        path, there = self.path(file), self.files[file]
-        if path is not None and there.has_content([data := path.read_bytes()]):
-            return data
-        for _ in range(WRONG_CONTENT_ATTEMPTS):
-            if there.has_content([data := self._request(file, 0, there.byte_count)]):
-                return data
-        raise self._wrong_content(there)
 
     def path(self, file: str) -> Path | None:
         """Return where a file lies in the cache; None if it is not there or has another size."""
@@ -185,18 +140,14 @@ class Repository:
         is_there = isinstance(path, str) and Path(path).stat().st_size == self.files[file].byte_count
         return Path(path) if is_there else None
 
-    def check_cached(self, files: Iterable[str]) -> None:
+    def refuse_offline(self, files: Iterable[str]) -> None:
         """Raise HubError for the first of some files that cannot be had, because the Hub is switched off."""
         for file in files if self.hub.is_offline else ():
             if self.path(file) is None:
-                self._refuse_offline(file)
-
-    def _refuse_offline(self, file: str) -> None:
-        if self.hub.is_offline:
-            raise HubError(
-                f"{self}: {file}: not in the cache ({self.folder}), and HF_HUB_OFFLINE switches the Hub off; unset it "
-                "to fetch the file"
-            )
+                raise HubError(
+                    f"{self}: {file}: not in the cache ({self.cache}), and HF_HUB_OFFLINE switches the Hub off; unset "
+                    "it to fetch the file"
+                )
 
     def fetch(
         self,
@@ -219,9 +170,13 @@ class Repository:
             for _ in range(WRONG_CONTENT_ATTEMPTS):
                 if incoming is not None:
                     shutil.rmtree(incoming, ignore_errors=True)  # what a run that was killed has fetched of it
-                path = self._download(there, incoming, stop=stop, show=show)
-                if there.has_content(pieces_of(path)):
-                    return path if target is None else _moved(path, target)
+                path = self._download(file, incoming, stop=stop, show=show)
+                if has_content(there, pieces_of(path)):
+                    if target is not None:
+                        with disk_errors(target):
+                            os.replace(path, target)
+                            sync_folder(target.parent)
+                    return target or path
                 if self.hub.is_offline:
                     raise HubError(
                         f"{self}: {file}: damaged in the cache ({path}), and HF_HUB_OFFLINE switches the Hub off; "
@@ -232,11 +187,12 @@ class Repository:
         finally:
             if incoming is not None:
                 shutil.rmtree(incoming, ignore_errors=True)
-        raise self._wrong_content(there)
+        raise self._wrong_content(file)
 
-    def _download(self, file: RemoteFile, folder: Path | None, *, stop: Stop, show: Callable[[int], None]) -> Path:
+    def _download(self, file: str, folder: Path | None, *, stop: Stop, show: Callable[[int], None]) -> Path:
         """Have the official client fetch a file, and return its path. folder: where it goes; by default, the cache"""
         client, tqdm_class = self.hub.client, self.hub.client.utils.tqdm
+        byte_count = self.files[file].byte_count
         options = {"revision": self.commit, "token": self.hub.token} | ({} if folder is None else {"local_dir": folder})
 
         class DownloadBar(tqdm_class):  # type: ignore[misc, valid-type]
@@ -250,26 +206,25 @@ class Repository:
 
         def fetch() -> Path:
             try:
-                with disk_errors(Path(file.name)):
-                    return Path(client.hf_hub_download(self.id, file.name, tqdm_class=DownloadBar, **options))
+                with disk_errors(Path(file)):
+                    return Path(client.hf_hub_download(self.id, file, tqdm_class=DownloadBar, **options))
             except client.errors.LocalEntryNotFoundError as error:  # around the real error
                 raise error.__cause__ or error from None
             except OSError as error:
                 if type(error) is OSError and error.errno is None:  # the reply is shorter than the file
-                    raise Truncated(f"expected {file.byte_count} bytes, found fewer") from None
+                    raise Truncated(f"expected {byte_count} bytes, found fewer") from None
                 raise
             except RuntimeError as error:  # of xet
-                failed = f"{self}: {file.name}: the download failed: {self.hub.clean(str(error))[:200]}"
+                failed = f"{self}: {file}: the download failed: {self.hub.clean(str(error))[:200]}"
                 raise HubUnavailableError(failed) from None
             except ValueError as error:
-                if type(error) is not ValueError or file.byte_count <= client.constants.MAX_HTTP_DOWNLOAD_SIZE:
+                if type(error) is not ValueError or byte_count <= client.constants.MAX_HTTP_DOWNLOAD_SIZE:
                     raise
                 raise HubError(
-                    f"{self}: {file.name}: {file.byte_count} bytes, which is more than the Hub sends by HTTP: pip "
-                    "install hf_xet"
+                    f"{self}: {file}: {byte_count} bytes, which is more than the Hub sends by HTTP: pip install hf_xet"
                 ) from None
 
-        return self.hub.call(self.id, fetch, about=f": {file.name}", stop=stop)
+        return self.hub.call(self.id, fetch, about=f": {file}", stop=stop)
 
     def upload(self, name: str, content: Path | bytes, branch: str) -> Any:
         """Return the operation that adds a file to a commit. A large file is sent here, before the commit.
@@ -296,19 +251,12 @@ class Repository:
 
         return self.hub.call(self.id, send, about=f": {name}")
 
-    def _wrong_content(self, file: RemoteFile) -> HubError:
+    def _wrong_content(self, file: str) -> HubError:
         return HubError(
-            f"{self}: {file.name}: fetched {WRONG_CONTENT_ATTEMPTS} times, and its content never had the hash that the "
-            f"Hub lists ({file.content_hash[:16]}...); run the same command again, and if that does not help, tell the "
-            "owner of the repository"
+            f"{self}: {file}: fetched {WRONG_CONTENT_ATTEMPTS} times, and its content never had the hash that the Hub "
+            f"lists ({self.files[file].stamp[:16]}...); run the same command again, and if that does not help, tell "
+            "the owner of the repository"
         )
-
-
-def _moved(path: Path, target: Path) -> Path:
-    with disk_errors(target):
-        os.replace(path, target)
-        sync_folder(target.parent)
-    return target
 
 
 def open_repository(hub: Hub, id: str, revision: str | None = None) -> Repository:
@@ -329,7 +277,12 @@ def open_repository(hub: Hub, id: str, revision: str | None = None) -> Repositor
     )
     if not HASH.fullmatch(str(info.sha)):
         raise HubError(f"{id}: the Hub does not say which commit this is")
-    files = [_remote_file(id, sibling) for sibling in info.siblings or ()]
+    files = {}
+    for listed in info.siblings or ():
+        size, content_hash = listed.size, listed.blob_id if listed.lfs is None else listed.lfs.sha256
+        if not isinstance(size, int) or size < 0 or not HASH.fullmatch(str(content_hash)):
+            raise HubError(f"{id}: {listed.rfilename!a}: the Hub does not list its size and its hash")
+        files[listed.rfilename] = FileState(size, content_hash)
     return Repository(hub, str(info.id), str(info.sha), files, private=bool(info.private))
 
 
@@ -337,7 +290,7 @@ def _in_cache(hub: Hub, id: str, revision: str | None) -> Repository:
     """Return what the cache says of a repository. Raises HubError if it does not have it.
 
     The list of its files is in the cache if somebody has fetched all of them at once; else those count that are
-    there, whose blobs are called by their hashes.
+    there.
     """
     folder = Path(str(hub.client.constants.HF_HUB_CACHE)) / f"models--{id.replace('/', '--')}"
     wanted = revision or "main"
@@ -350,11 +303,14 @@ def _in_cache(hub: Hub, id: str, revision: str | None) -> Repository:
             f"{id}{f' at revision {revision}' if revision else ''}: not in the cache "
             f"({folder.parent}), and HF_HUB_OFFLINE switches the Hub off; unset it"
         )
-    paths = (path for path in snapshot.rglob("*") if path.is_file())
-    there = {path.relative_to(snapshot).as_posix(): path for path in paths}
-    files = {name: _cached_file(name, path) for name, path in there.items()}
+    files = {}
+    for path in (path for path in snapshot.rglob("*") if path.is_file()):
+        blob = path.resolve().name if path.is_symlink() else ""  # a blob is called by its hash
+        files[path.relative_to(snapshot).as_posix()] = FileState(
+            path.stat().st_size, blob if HASH.fullmatch(blob) else ""
+        )
     with contextlib.suppress(hub.client.errors.CachedRepoTreeNotFoundError):
         for file in hub.client.get_cached_repo_tree(id, revision=wanted):
             if file.path not in files or files[file.path].byte_count != file.size:
-                files[file.path] = RemoteFile(file.path, file.size, None, file.blob_id)
-    return Repository(hub, id, wanted, list(files.values()))
+                files[file.path] = FileState(file.size, file.blob_id)
+    return Repository(hub, id, wanted, files)

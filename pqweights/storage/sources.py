@@ -50,16 +50,22 @@ class Access:
 
 
 class Fetched(NamedTuple):
-    """A local folder with a model.
+    """A folder with a model or a result.
 
-    path: the folder, or the first file of a GGUF model
+    where: the local folder, or the first file of a GGUF model; a folder in object storage, which is read where it is
     origin: the repository that it was fetched from; None for a folder that the user named
     not_fetched: the other files that the repository lists
     """
 
-    path: Path
+    where: Path | Storage
     origin: Origin | None = None
     not_fetched: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """The local folder or file."""
+        assert isinstance(self.where, Path)
+        return self.where
 
 
 def _located(
@@ -121,7 +127,7 @@ def open_source(
     else:
         checkpoint = open_checkpoint(storage, allow_pickle, include=include)
     needed = (*checkpoint.weight_files, *checkpoint.companions)
-    repository.check_cached(name for name in needed if name in storage.files())
+    repository.refuse_offline(name for name in needed if name in storage.files())
     return checkpoint
 
 
@@ -184,7 +190,7 @@ def local_folder(
     repository = open_repository(access.hub(), location.id, access.revision)
     storage = Storage(repository)
     wanted, file = _needed(storage, location.file, only, ours)
-    repository.check_cached(wanted)
+    repository.refuse_offline(wanted)
     folder = storage.fetch(wanted, progress)
     if not repository.hub.is_offline:
         _remember(folder, access.revision or "main")
@@ -210,14 +216,6 @@ def _needed(storage: Storage, file: str, only: Sequence[str], ours: bool) -> tup
     return needed_files(storage), ""
 
 
-class FoundResult(NamedTuple):
-    """A folder that is read where it is: on this machine, or in object storage. The fields are those of Fetched."""
-
-    where: Path | Storage
-    origin: Origin | None = None
-    not_fetched: tuple[str, ...] = ()
-
-
 def find_result(
     source: str | Path,
     access: Access,
@@ -225,17 +223,17 @@ def find_result(
     only: Sequence[str] = (),
     ours: bool = False,
     progress: Progress = lambda done, total, name: None,
-) -> FoundResult:
-    """Return a local folder, a repository as `local_folder` does, or a folder in object storage.
+) -> Fetched:
+    """Return a folder as `local_folder` does, or one in object storage, of which nothing is fetched.
 
-    Of that nothing is fetched. The arguments are those of `local_folder`.
+    The arguments are those of `local_folder`.
 
     Raises SourceError, HubError, StorageError.
     """
     address, _ = _located(source, access)
     if isinstance(address, Address):
-        return FoundResult(Storage(RemoteFolder(address)))
-    return FoundResult(*local_folder(source, access, only=only, ours=ours, progress=progress))
+        return Fetched(Storage(RemoteFolder(address)))
+    return local_folder(source, access, only=only, ours=ours, progress=progress)
 
 
 def place_apart(source: str | Path, checkpoint: Checkpoint, out: Store) -> Path | Address | None:

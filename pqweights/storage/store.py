@@ -10,17 +10,17 @@ import contextlib
 import hashlib
 import os
 import secrets
-import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from pqweights.checkpoint.ahead import Stop
+from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER, is_inside
 from pqweights.checkpoint.writer import disk_errors, sync_folder, write_whole
 from pqweights.common.documents import Count
-from pqweights.errors import OptionError, OutputError, StorageError
+from pqweights.errors import OptionError, OutputError
 from pqweights.storage.addresses import Address, RepositoryName, parse_location
 from pqweights.storage.bucket import RemoteFolder
 from pqweights.storage.local import LOCK_FILE, clear, locked, make_private, refuse_linked_folders, remove_file
@@ -48,7 +48,7 @@ def open_store(where: str | Path | Store) -> Store:
             "to the Hub with pqweights push"
         )
     if isinstance(location, Address):
-        return BucketStore(RemoteFolder(location))
+        return Store(RemoteFolder(location))
     return Store(Path(where) if isinstance(location, RepositoryName) else location)
 
 
@@ -62,10 +62,11 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Store:
-    """A folder in which a result is made; this class, one on this machine. Its text names it. It may be pickled.
+    """A folder in which a result is made, on this machine or in object storage. Its text names it. It may be pickled.
 
     Files have names relative to it. Everything unfinished lies in its work folder, WORK_FOLDER, which readers of the
-    result ignore. Every method raises OutputError for what this machine refuses, StorageError for what a server does.
+    result ignore. What is sent to object storage is made in a scratch folder on this machine. Every method raises
+    OutputError for what this machine refuses, StorageError for what a server does.
     """
 
     folder: Path | RemoteFolder
@@ -80,21 +81,31 @@ class Store:
         return self.folder
 
     @property
-    def work(self) -> Path:
-        """The folder on this machine in which files are made; here, the work folder."""
-        return self.path / WORK_FOLDER
+    def remote(self) -> RemoteFolder | None:
+        """The folder in object storage."""
+        return None if isinstance(self.folder, Path) else self.folder
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether files that are made in `work` are then sent to another machine."""
-        return not isinstance(self.folder, Path)
+        return self.remote is not None
+
+    @property
+    def work(self) -> Path:
+        """The folder on this machine in which files are made: the work folder, or the scratch folder.
+
+        Runs that follow one another use the same scratch folder, runs into other folders another.
+        """
+        if self.remote is None:
+            return self.path / WORK_FOLDER
+        return default_scratch() / hashlib.sha256(self.remote.address.url.encode()).hexdigest()[:16]
 
     def check_apart(self, source: Path | Address) -> None:
         """Raise OutputError if the store is, holds, or lies within the source."""
-        if isinstance(self.folder, RemoteFolder):
-            overlaps = isinstance(source, Address) and self.folder.address.overlaps(source)
+        if self.remote is not None:
+            overlaps = isinstance(source, Address) and self.remote.address.overlaps(source)
         else:
-            inner, outer = self.folder.resolve(), source.resolve() if isinstance(source, Path) else None
+            inner, outer = self.path.resolve(), source.resolve() if isinstance(source, Path) else None
             overlaps = outer is not None and (inner == outer or outer in inner.parents or inner in outer.parents)
         if overlaps:
             raise OutputError(
@@ -103,52 +114,72 @@ class Store:
             )
 
     def check_names(self, names: Collection[str]) -> None:
-        """Raise OutputError or StorageError if files of these names cannot be written, so that no work is in vain."""
-        refuse_linked_folders(self.path, names)
+        """Raise OutputError or StorageError if files of these names cannot be written, so that no work is in vain.
+
+        Object storage is tried: it may refuse to write files, or to delete them.
+        """
+        if self.remote is None:
+            refuse_linked_folders(self.path, names)
+        else:
+            self.remote.write(PROBE_FILE, b"")
+            self.remote.remove([PROBE_FILE])
 
     def names(self) -> set[str]:
         """Return the names of the files and folders at its top. Raises OutputError if it is a file."""
+        if self.remote is not None:
+            return {name.partition("/")[0] for name in self.remote.files()}
         if not self.path.exists():
             return set()
         if not self.path.is_dir():
             raise OutputError(f"{self}: expected a folder or nothing, found a file; choose another output folder")
         return {path.name for path in self.path.iterdir()}
 
-    def sizes(self, below: str = "") -> Mapping[str, int]:
-        """Return the sizes in bytes of all files by name, without hidden ones, but with those in the folder `below`.
+    def files(self, below: str = "") -> dict[str, FileState]:
+        """Return the states of all files by name, without hidden ones, but with those in the folder `below`.
 
         below: a folder in it, hidden or not, to which the list is limited
         """
-        sizes = {}
+        if self.remote is not None:
+            return self.remote.files(below)
+        states = {}
         for folder, folders, names in os.walk(self.path / below):
             folders[:] = [name for name in folders if not name.startswith(".")]
             for path in (Path(folder) / name for name in names if not name.startswith(".")):
                 with contextlib.suppress(FileNotFoundError):
-                    sizes[path.relative_to(self.path).as_posix()] = path.stat().st_size
-        return sizes
-
-    def modified(self, name: str) -> int:
-        """Return when a file was written, in nanoseconds since 1970; a store that tells no times says: always later."""
-        return (self.path / name).stat().st_mtime_ns
+                    states[path.relative_to(self.path).as_posix()] = FileState.of(path.stat())
+        return states
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file; None if it is not there."""
+        if self.remote is not None:
+            return self.remote.read_whole(name)
         path = self.path / name
         return path.read_bytes() if path.is_file() else None
 
     def write(self, name: str, pieces: Iterable[bytes]) -> FileRecord:
         """Write a small file; it is there with all of its content, or not at all, and durable afterwards."""
-        path = self.path / name
-        refuse_linked_folders(self.path, [name])
-        digest = write_whole(self.work, path, pieces)
-        sync_folder(path.parent)
-        return FileRecord(path.stat().st_size, digest)
+        if self.remote is None:
+            path = self.path / name
+            refuse_linked_folders(self.path, [name])
+            digest = write_whole(self.work, path, pieces)
+            sync_folder(path.parent)
+            return FileRecord(path.stat().st_size, digest)
+        make_scratch(self.work)
+        with tempfile.TemporaryDirectory(prefix="sent-", dir=self.work) as temporary:
+            path = Path(temporary) / "file"
+            digest = write_whole(path.parent, path, pieces)
+            self.remote.upload(name, path)
+            return FileRecord(path.stat().st_size, digest)
 
     def put(self, name: str, path: Path, stop: Stop) -> None:
         """Move a complete file of this machine, which lies in `work`, to a name in the store, where it is durable.
 
         stop: asked while it is sent; raises TransferStopped once it returns True
         """
+        if self.remote is not None:
+            self.remote.upload(name, path, stop=stop)
+            path.unlink()
+            return
         target = self.path / name
         with disk_errors(target):
             target.parent.mkdir(exist_ok=True)
@@ -157,6 +188,9 @@ class Store:
 
     def move(self, source: str, target: str) -> None:
         """Rename a file; nothing happens if that was done before."""
+        if self.remote is not None:
+            self.remote.move(source, target)
+            return
         refuse_linked_folders(self.path, [target])
         try:
             with disk_errors(self.path):
@@ -170,32 +204,53 @@ class Store:
 
         Ignored are names that lead out of the folder, by themselves or through a link.
         """
-        for name in names:
-            if is_inside(name):
-                remove_file(self.path, name)
+        inside = [name for name in names if is_inside(name)]
+        if self.remote is not None:
+            self.remote.remove(inside)
+            return
+        for name in inside:
+            remove_file(self.path, name)
         if self.path.is_dir():
             sync_folder(self.path)
 
     @contextlib.contextmanager
     def lock(self, may_take: Callable[[], None]) -> Iterator[CheckLock]:
-        """Make the work folder, and hold its lock. Raises OutputError if another process of this machine holds it.
+        """Make the folder `work`, and hold its lock. Raises OutputError if another process of this machine holds it.
 
         may_take: called when no other process of this machine can change the store, before one elsewhere is ended;
             raises if this one is not to have the lock
 
-        A process on another machine that takes the lock of a store elsewhere ends this one at its next check.
+        A process on another machine that takes the lock of a store elsewhere ends this one at its next check: the
+        store names its owner.
         """
+        if self.is_elsewhere:
+            make_scratch(self.work)
         with locked(self.work, self):
             may_take()
-            yield lambda: None
+            owner = secrets.token_hex(8).encode()
+            if self.remote is not None:
+                self.remote.write(OWNER_FILE, owner)
+
+            def check() -> None:
+                if self.remote is not None and self.remote.read_whole(OWNER_FILE) != owner:
+                    raise OutputError(f"{self}: another run is writing there; wait for it, or choose another folder")
+
+            yield check
 
     def clear_work(self, keep: Collection[str] = ()) -> None:
-        """Remove what lies in the work folder, here and there, but the lock and some names at its top.
+        """Remove what lies in the work folder, there and here, but the lock and some names at its top.
 
         Without names to keep, the work folder itself goes, and the store if that leaves it empty.
         """
-        clear(self.work, keep)
-        if not keep:
+        try:
+            if self.remote is not None:
+                kept = {*keep, LOCK_FILE} if keep else set()
+                below = [name for name in self.remote.files(WORK_FOLDER) if name.split("/")[1] not in kept]
+                # Marks first: one without its shard would say that the shard has its final name.
+                self.remote.remove(sorted(below, key=lambda name: not name.endswith(".json")))
+        finally:
+            clear(self.work, keep)
+        if self.remote is None and not keep:
             sync_folder(self.path)
             with contextlib.suppress(OSError):  # the folder stays if it holds other files
                 self.path.rmdir()
@@ -206,107 +261,15 @@ class Store:
         is_needed: whether a run is to be continued there; asked while none can begin. What is made on this machine and
             sent elsewhere goes in any case
         """
-        if not is_needed() and self.work.exists():
-            with locked(self.work, self):
-                if not is_needed():
-                    clear(self.work, ())
-
-
-@dataclass(frozen=True)
-class BucketStore(Store):
-    """A folder in object storage. What is sent there is made in a scratch folder on this machine.
-
-    scratch_base: the local folder in which files are made; by default that of the environment
-    """
-
-    folder: RemoteFolder
-    scratch_base: Path | None = None
-
-    @property
-    def work(self) -> Path:
-        """The scratch folder: runs that follow one another use the same, runs elsewhere another.
-
-        Raises OutputError if there is none.
-        """
-        base = default_scratch() if self.scratch_base is None else self.scratch_base
-        return base / hashlib.sha256(self.folder.address.url.encode()).hexdigest()[:16]
-
-    def check_names(self, names: Collection[str]) -> None:
-        """Try it: the storage may refuse to write files, or to delete them."""
-        self.folder.write(PROBE_FILE, b"")
-        self.folder.remove([PROBE_FILE])
-
-    def names(self) -> set[str]:
-        """Return the names at its top."""
-        return {name.partition("/")[0] for name in self.folder.files()}
-
-    def sizes(self, below: str = "") -> Mapping[str, int]:
-        """Return the sizes of its files."""
-        return {name: state.byte_count for name, state in self.folder.files(below=below).items()}
-
-    def modified(self, name: str) -> int:
-        """Return when a file was written, by the clock of the storage."""
-        state = self.folder.state(name)
-        if state is None:
-            raise StorageError(f"{self.folder.address / name}: there is no such file")
-        return state.modified or sys.maxsize
-
-    def read(self, name: str) -> bytes | None:
-        """Return the content of a small file."""
-        return self.folder.read_whole(name)
-
-    def write(self, name: str, pieces: Iterable[bytes]) -> FileRecord:
-        """Write a small file, which is made in the scratch folder."""
-        make_scratch(self.work)
-        with tempfile.TemporaryDirectory(prefix="sent-", dir=self.work) as temporary:
-            path = Path(temporary) / "file"
-            digest = write_whole(path.parent, path, pieces)
-            self.folder.upload(name, path)
-            return FileRecord(path.stat().st_size, digest)
-
-    def put(self, name: str, path: Path, stop: Stop) -> None:
-        """Send a file, and remove it here."""
-        self.folder.upload(name, path, stop=stop)
-        path.unlink()
-
-    def move(self, source: str, target: str) -> None:
-        """Rename a file on the server."""
-        self.folder.move(source, target)
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files on the server."""
-        self.folder.remove(name for name in names if is_inside(name))
-
-    @contextlib.contextmanager
-    def lock(self, may_take: Callable[[], None]) -> Iterator[CheckLock]:
-        """Hold the lock of the scratch folder, and name this process as the owner on the server."""
-        make_scratch(self.work)
-        with locked(self.work, self):
-            may_take()
-            owner = secrets.token_hex(8).encode()
-            self.folder.write(OWNER_FILE, owner)
-
-            def check() -> None:
-                if self.folder.read_whole(OWNER_FILE) != owner:
-                    raise OutputError(f"{self}: another run is writing there; wait for it, or choose another folder")
-
-            yield check
-
-    def clear_work(self, keep: Collection[str] = ()) -> None:
-        """Remove what lies in the work folder there, then in the scratch folder."""
-        kept = {*keep, LOCK_FILE} if keep else set()
-        try:
-            below = [name for name in self.folder.files(below=WORK_FOLDER) if name.split("/")[1] not in kept]
-            # Marks first: one without its shard would say that the shard has its final name.
-            self.folder.remove(sorted(below, key=lambda name: not name.endswith(".json")))
-        finally:
-            clear(self.work, keep)
-
-    def tidy(self, is_needed: Callable[[], bool] = lambda: False) -> None:
-        """Remove the work folder there but its journal, and the scratch folder."""
+        if self.remote is None:
+            if not is_needed() and self.work.exists():
+                with locked(self.work, self):
+                    if not is_needed():
+                        clear(self.work, ())
+            return
         if not is_needed():
             journal = f"{WORK_FOLDER}/{JOURNAL_FILE}"  # if there is one by now, a run has begun
-            self.folder.remove(name for name in self.folder.files(below=WORK_FOLDER) if name != journal)
+            self.remote.remove(name for name in self.remote.files(WORK_FOLDER) if name != journal)
         with contextlib.suppress(OutputError, OSError):
             if self.work.exists():
                 with locked(self.work, self):

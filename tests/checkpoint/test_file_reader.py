@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pqweights.checkpoint.file_reader import LARGE_READ_BYTES, MOST_OPEN_FILES, FileReader
+from pqweights.checkpoint.file_reader import LARGE_READ_BYTES, MOST_OPEN_FILES, FileReader, FileState
 from pqweights.errors import SourceError
 
 SIZE = 3 * LARGE_READ_BYTES + 1
@@ -40,12 +40,12 @@ def test_bytes_are_those_of_the_file(
 ) -> None:
     if not advice:  # as on macOS
         monkeypatch.delattr(os, "posix_fadvise", raising=False)
-    reader = FileReader()
+    reader, state = FileReader(), FileState.of((tmp_path / "file").stat())
 
     def check(place: tuple[int, int]) -> None:
         begin, end = place
         buffer = np.zeros(end - begin, dtype=np.uint8)
-        reader.read_into(tmp_path / "file", "file", begin, buffer)
+        reader.read_into(tmp_path / "file", "file", begin, buffer, expected=state)
         assert np.array_equal(buffer, data[begin:end]), place
 
     with ThreadPoolExecutor(4) as pool:
@@ -53,19 +53,20 @@ def test_bytes_are_those_of_the_file(
 
 
 def test_file_that_ends_early_is_reported(data: np.ndarray, tmp_path: Path) -> None:
-    buffer = np.zeros(20_000, dtype=np.uint8)
+    buffer, state = np.zeros(20_000, dtype=np.uint8), FileState.of((tmp_path / "file").stat())
     with pytest.raises(SourceError, match=r"a name: expected 20000 bytes at offset 780000, .* after 6433"):
-        FileReader().read_into(tmp_path / "file", "a name", 780_000, buffer)
+        FileReader().read_into(tmp_path / "file", "a name", 780_000, buffer, expected=state)
     with pytest.raises(SourceError, match="after 0"):
-        FileReader().read_into(tmp_path / "file", "a name", SIZE + 5, buffer)
+        FileReader().read_into(tmp_path / "file", "a name", SIZE + 5, buffer, expected=state)
 
 
 def test_few_files_stay_open_and_a_forgotten_one_is_closed(tmp_path: Path) -> None:
     reader, buffer = FileReader(), np.zeros(3, dtype=np.uint8)
     before = len(os.listdir("/proc/self/fd"))
     for number in range(40):
-        (tmp_path / str(number)).write_bytes(b"abc")
-        reader.read_into(tmp_path / str(number), "file", 0, buffer)
+        path = tmp_path / str(number)
+        path.write_bytes(b"abc")
+        reader.read_into(path, "file", 0, buffer, expected=FileState.of(path.stat()))
     assert len(os.listdir("/proc/self/fd")) <= before + MOST_OPEN_FILES
     for number in range(40):
         reader.forget(tmp_path / str(number))

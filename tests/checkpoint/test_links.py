@@ -268,4 +268,4 @@ def test_files_that_are_not_links_are_inside(tmp_path: Path) -> None:
     folder = tmp_path / ".hidden/folder"
     assert not leads_outside(folder, folder / "a") and not leads_outside(folder, folder)
     assert leads_outside(folder, tmp_path) and leads_outside(tmp_path, folder)
-    assert Storage(folder).links.outside == ()
+    assert Storage(folder).outside_links == ()

@@ -147,7 +147,7 @@ def test_file_that_is_replaced_is_not_read_through_the_one_that_was_open(tmp_pat
     """As a damaged file in the Hub's cache, of which the header was read, and which is fetched again."""
     path, reader, content = tmp_path / "file", file_reader.FileReader(), np.empty(4, dtype=np.uint8)
     path.write_bytes(b"old!")
-    reader.read_into(path, "file", 0, content)
+    reader.read_into(path, "file", 0, content, expected=FileState.of(path.stat()))
     (tmp_path / "new").write_bytes(b"new!")
     (tmp_path / "new").rename(path)
     expected = FileState.of(path.stat())

@@ -19,7 +19,7 @@ from pqweights.errors import OptionError, OutputError
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.storage import open_store
-from pqweights.storage.store import BucketStore, Store
+from pqweights.storage.store import Store
 from pqweights.targets.master import plan_quantize, quantize
 
 OUT = "memory://results/model"
@@ -154,7 +154,7 @@ def test_stores_of_texts_and_paths(tmp_path: Path) -> None:
     assert open_store(str(tmp_path)) == open_store(f"file://{tmp_path}") == Store(tmp_path)
     assert open_store(Path("s3/bucket")) == Store(Path("s3/bucket"))
     assert str(open_store("s3://bucket/model/")) == "s3://bucket/model"
-    store = BucketStore(open_store("s3://bucket/model").folder, tmp_path)
+    store = open_store("s3://bucket/model")
     copy = pickle.loads(pickle.dumps(store))
     assert (str(copy), copy.work) == (str(store), store.work)
     with pytest.raises(OptionError, match="two slashes as a text"):

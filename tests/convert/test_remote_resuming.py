@@ -15,7 +15,7 @@ from memory_storage import Kill, Operation, each_operation, objects, put, run_in
 from pqweights.convert.finished_shards import FinishedShards
 from pqweights.errors import OutputError
 from pqweights.storage.bucket import RemoteFolder
-from pqweights.storage.store import BucketStore
+from pqweights.storage.store import Store
 
 OUT = "memory://resumed/model"
 SECOND_SHARD = "model-00002-of-00004.safetensors"
@@ -124,9 +124,7 @@ def test_shard_of_an_older_result_is_not_taken_for_a_published_one(
     assert objects(OUT) == objects("memory://resumed/wanted")
 
 
-@pytest.mark.parametrize(
-    ("owner", "method"), [(FinishedShards, "add"), (RemoteFolder, "move"), (BucketStore, "remove")]
-)
+@pytest.mark.parametrize(("owner", "method"), [(FinishedShards, "add"), (RemoteFolder, "move"), (Store, "remove")])
 @pytest.mark.parametrize("machine", ["same", "other"])
 def test_run_that_another_one_replaces_ends_unless_it_runs_on_this_machine(
     machine: str, owner: type, method: str, source: Path, final: dict[str, bytes], tmp_path: Path, scratch: Path

@@ -96,7 +96,7 @@ def test_the_only_model_of_a_repository_needs_no_name(
 def test_a_plan_reads_the_header_alone(
     hub: LoopbackHub, client: Client, files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pqweights.checkpoint.storage.SMALL_BYTES", 1000)
+    monkeypatch.setattr("pqweights.checkpoint.ahead.SMALL_BYTES", 1000)
     monkeypatch.setattr("pqweights.checkpoint.gguf.file.PIECE_BYTES", 1 << 12)
     data = files["m-F32.gguf"].read_bytes()
     hub.commit(REPOSITORY, {"m.gguf": data})

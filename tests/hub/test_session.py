@@ -48,7 +48,7 @@ def test_a_hundred_hubs_in_threads_put_two_hooks_into_the_session(sent: list[Any
 
     def use(number: int) -> None:
         hub = Hub(f"hf_token{number:03}")
-        assert hub.log_in() == "somebody"
+        assert hub.call("login", hub.api.whoami)["name"] == "somebody"
         open_repository(hub, "org/name")
 
     use(0)
@@ -82,8 +82,8 @@ def test_requests_of_others_are_neither_limited_nor_refused(sent: list[Any]) -> 
 
 def test_every_request_of_ours_has_a_timeout(sent: list[Any]) -> None:
     hub = Hub("hf_token")
-    hub.log_in()
-    hub.exists("org/name")
+    hub.call("login", hub.api.whoami)
+    hub.call("org/name", lambda: hub.api.repo_exists("org/name"))
     open_repository(hub, "org/name")
     timeouts = [request.extensions["timeout"] for request in sent]
     assert timeouts[0] == timeouts[1] == dict.fromkeys(UNLIMITED, 300.0) | {"connect": 30.0}
@@ -100,6 +100,7 @@ def test_temporary_refusals_are_left_to_our_retries(sent: list[Any]) -> None:
 
 
 def test_a_token_does_not_follow_a_redirect_to_another_server(sent: list[Any]) -> None:
-    Hub("hf_token").exists("org/moved")
+    hub = Hub("hf_token")
+    hub.call("org/moved", lambda: hub.api.repo_exists("org/moved"))
     assert [request.url.host for request in sent] == ["127.0.0.1", "127.0.0.2"]
     assert sent[0].headers["authorization"] == "Bearer hf_token" and "authorization" not in sent[1].headers

@@ -21,7 +21,7 @@ from helpers import bf16, folder_bytes, gaussian, write_checkpoint
 from remote_server import BUCKET, SECRETS, ObjectServer, address_of
 
 import pqweights
-from pqweights.checkpoint import ahead, storage
+from pqweights.checkpoint import ahead
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import Storage, read_bytes
 from pqweights.errors import SourceError
@@ -35,7 +35,7 @@ CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}
 def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the tests are small; they are read in blocks all the same."""
     monkeypatch.setattr(ahead, "BLOCK_BYTES", 1 << 16)
-    monkeypatch.setattr(storage, "LARGE_READ_BYTES", 1 << 14)
+    monkeypatch.setattr(ahead, "LARGE_READ_BYTES", 1 << 14)
 
 
 @pytest.fixture(scope="module")

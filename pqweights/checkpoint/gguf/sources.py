@@ -95,7 +95,7 @@ def open_gguf_source(stored_in: Storage, file: str = "", include: Sequence[str] 
     """
     contents, remarks = _text_part(gguf_in(stored_in, file))
     check_not_interrupted(stored_in)
-    check_links(stored_in.links.broken, stored_in.links.outside)
+    check_links(stored_in.broken_links, stored_in.outside_links)
     files = stored_in.files()
     made = {} if any(name in files for name in (FAST, *OTHERS)) else _tokenizer(stored_in, contents)
     if MODULES not in files:
@@ -118,7 +118,7 @@ def open_gguf_source(stored_in: Storage, file: str = "", include: Sequence[str] 
     if checked.config == config and (head := tied_head(tensors, config)) is not None:
         tensors = [tensor for tensor in tensors if tensor.name != head]
         left_out[head] = "the same as the embeddings"
-    others = companions(storage.files(), contents.files, include, outside_links=storage.links.outside)
+    others = companions(storage.files(), contents.files, include, outside_links=storage.outside_links)
     order = {name: number for number, name in enumerate(contents.files)}
     return Checkpoint(
         storage=storage,
