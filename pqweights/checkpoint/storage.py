@@ -357,12 +357,12 @@ class Storage:
             # The attribute stays: threads that still read get what is there, or TransferStopped.
             files = {file: count for file, count in files.items() if file not in self._made}
             self._fetcher = FileFetcher(self._fetch_ahead, files, limit=limit, threads=threads)
+        is_done = False
         try:
             yield
-        except BaseException:
-            self._ranges.stopped = True
-            raise
+            is_done = True
         finally:
+            self._ranges.stopped = not is_done  # readers that still wait give up
             if self._fetcher is not None:
                 self._fetcher.close()
 
