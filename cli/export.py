@@ -65,6 +65,7 @@ def command(
     recipe: options.FormatRecipe = None,
     set_format: options.SetFormat = None,
     target_size: options.WeightsSize = None,
+    adapter: options.Adapter = None,
     leave_out: options.LeaveOut = None,
     allow_pickle: options.AllowPickle = False,
     include_files: options.IncludeFiles = None,

@@ -215,6 +215,14 @@ TargetBpw = Annotated[
 ]
 # How a source is read and quantized
 
+Adapter = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FOLDER|ORG/NAME[:WEIGHT]",
+        show_default=False,
+        help="Merge an adapter of PEFT (LoRA, DoRA, trained tokens, saved modules) into the source; repeatable.",
+    ),
+]
 LeaveOut = Annotated[
     list[str] | None,
     typer.Option(

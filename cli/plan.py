@@ -54,6 +54,7 @@ def command(
     set_bits: options.SetBits = None,
     target_size: options.TargetSize = None,
     target_bpw: options.TargetBpw = None,
+    adapter: options.Adapter = None,
     leave_out: options.LeaveOut = None,
     awq: options.Awq = None,
     calibrate: options.Calibrate = None,

@@ -29,6 +29,7 @@ def command(
     set_bits: options.SetBits = None,
     target_size: options.TargetSize = None,
     target_bpw: options.TargetBpw = None,
+    adapter: options.Adapter = None,
     leave_out: options.LeaveOut = None,
     strict: options.Strict = False,
     awq: options.Awq = None,

@@ -67,6 +67,7 @@ def plan(
     set_bits: BitsByPattern | None = None,
     target_size: int | str | None = None,
     target_bpw: float | None = None,
+    adapter: str | Sequence[str] = (),
     leave_out: str | Sequence[str] = (),
     awq: StrPath | None = None,
     calibrate: StrPath | None = None,
@@ -106,6 +107,7 @@ def plan(
         set_bits=set_bits,
         target_size=target_size,
         target_bpw=target_bpw,
+        adapter=adapter,
         leave_out=leave_out,
         awq=awq,
         calibrate=calibrate,
@@ -159,6 +161,7 @@ def quantize(
     set_bits: BitsByPattern | None = None,
     target_size: int | str | None = None,
     target_bpw: float | None = None,
+    adapter: str | Sequence[str] = (),
     leave_out: str | Sequence[str] = (),
     strict: bool = False,
     awq: StrPath | None = None,
@@ -189,6 +192,8 @@ def quantize(
     set_bits: bit widths by pattern; the first that matches decides, before the rules of the recipe
     target_size: the most bytes that the safetensors files may take, or "9GB"; bit widths are chosen to fit
     target_bpw: the most bits that a weight may take on average, all overhead counted; likewise
+    adapter: adapters of PEFT that are merged into the source, one after the other: folders, repositories or addresses,
+        each perhaps with a colon and by how much it is multiplied
     leave_out: patterns of the names of tensors that the result does not get
     strict: fail if the error of a tensor is above the limit of its codec, even after it is rescued
     awq: scale input channels before quantizing, with scales that are searched on a sample of text, as for `calibrate`
@@ -221,6 +226,7 @@ def quantize(
         set_bits=set_bits,
         target_size=target_size,
         target_bpw=target_bpw,
+        adapter=adapter,
         leave_out=leave_out,
         strict=strict,
         awq=awq,
@@ -276,6 +282,7 @@ def export(
     recipe: StrPath | None = None,
     set_format: FormatsByPattern | None = None,
     target_size: int | str | None = None,
+    adapter: str | Sequence[str] = (),
     leave_out: str | Sequence[str] = (),
     allow_pickle: bool = False,
     include_files: str | Sequence[str] = (),
@@ -292,7 +299,8 @@ def export(
     """Export a checkpoint or a master to what a runtime loads, continuing an interrupted run of the same call.
 
     source: a checkpoint or a master: a folder, a file, ORG/NAME on the Hub, or an address
-    out, leave_out, allow_pickle, include_files, low_disk, ray, threads, overwrite, revision, token, progress, tell:
+    out, adapter, leave_out, allow_pickle, include_files, low_disk, ray, threads, overwrite, revision, token, progress,
+        tell:
         those of `quantize`
     max_shard_size: as in `quantize`, but for gguf by default what makes one file of nearly every model, 45 GB
     target: "bf16", "torchao", "mlx", "gguf" or "vllm"; each takes some of the options below
@@ -338,6 +346,7 @@ def export(
     if ray is not None and calibrate is not None:
         raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
     opening = SourceOptions(
+        adapter=adapter,
         leave_out=leave_out,
         allow_pickle=allow_pickle,
         include_files=include_files,
@@ -382,7 +391,7 @@ def _inputs(
 
     folder = Path(source)
     store.check_apart(folder)
-    local = SourceOptions(leave_out=opening.leave_out, allow_pickle=opening.allow_pickle)
+    local = SourceOptions(adapter=opening.adapter, leave_out=opening.leave_out, allow_pickle=opening.allow_pickle)
     checkpoint = open_exported(folder, local)
     with inputs_of(folder, checkpoint.checkpoint, store, asked, run.threads) as inputs:
         yield inputs

@@ -37,6 +37,7 @@ UNTRUSTED: dict[str, tuple[int, ...]] = {
     "polar_scores": (1, 2, 3, 4),
     "product": (1, 2, 4, 5),
     "product_f32": (1, 2, 4),
+    "add_low_rank": (0, 1, 2),
     "encode": (0,),
     "encode_trellis": (0,),
     "encode_lossless": (0,),

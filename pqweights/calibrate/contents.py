@@ -7,6 +7,7 @@ author restored the time. A file is hashed again only when the system says that 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,19 +37,28 @@ class Contents:
         # Looked at before the files are read: what changes meanwhile is seen the next time.
         self._states = {name: self._state(name) for name in sorted(self._names())}
         with slow_step("hashing the source"):
-            self.digests: Mapping[str, str] = {name: self._digest(name) for name in self._states}
+            digests = {name: self._digest(name) for name in self._states}
         self._check_states()
+        self._adapters: list[Contents] = []
+        for number, adapter in enumerate(checkpoint.adapters):
+            digests[f"adapter {number}"] = json.dumps(adapter.describe(), sort_keys=True)
+            if adapter.files.storage.local_folder() is not None:  # a commit on the Hub never changes
+                self._adapters.append(beside := Contents(adapter.files))
+                digests |= {f"adapter {number} {name}": digest for name, digest in beside.digests.items()}
+        self.digests: Mapping[str, str] = digests
 
     def check(self) -> None:
         """Raise SourceChangedError if a file is not what it was."""
         self._check_states()
         if (name := self._changed()) is not None:
             raise _changed(name)
+        for adapter in self._adapters:
+            adapter.check()
 
     def is_same(self) -> bool:
         """Whether nothing proves that the files hold something else: their times may differ, or they may be gone."""
         try:
-            return self._changed() is None
+            return self._changed() is None and all(adapter.is_same() for adapter in self._adapters)
         except (SourceReadError, OSError):
             return True
 

@@ -141,6 +141,11 @@ def with_differing(config: Config, differing: Iterable[Pair]) -> tuple[Config, R
     return config, tuple(remarks)
 
 
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the head shares the embeddings, unless it is stored with other values."""
+    return _ties(config)[0] is True
+
+
 def untied(config: Mapping[str, Any]) -> Config:
     """Return a copy of a configuration that says that the head has weights of its own."""
     result = {**copy.deepcopy(dict(config)), TIED: False}

@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pqweights.checkpoint import master, quantized
 from pqweights.checkpoint.companions import (
@@ -32,7 +34,7 @@ from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, PICKLE_SUFFIXES
 from pqweights.checkpoint.other_weights import holds_weights
 from pqweights.checkpoint.promise import Pair, checked_config, same_values, with_differing, with_embeddings
-from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import (
     Origin,
     Storage,
@@ -77,6 +79,7 @@ class Checkpoint:
         those that planning has chosen
     remarks: where the files and config.json do not say the same, and what was made of it, a sentence each
     unproven: tensors that are to be the same, and are in the places that were read: `proven` reads all of them
+    adapters: what is merged into the tensors as they are read (adapters.py)
     """
 
     storage: Storage
@@ -92,6 +95,7 @@ class Checkpoint:
     weights: frozenset[str] = frozenset()
     remarks: tuple[str, ...] = ()
     unproven: tuple[Pair, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
     _fingerprints: dict[str, str] = field(default_factory=dict)  # by file
 
     def finish_checks(self, parts: Iterable[StoredTensor] | None = None, *, run: MapFunction = map) -> None:
@@ -161,6 +165,39 @@ class Checkpoint:
     def restore_fingerprints(self, known: dict[str, str]) -> None:
         """Take over the fingerprints of files that an interrupted run computed."""
         self._fingerprints.update(known)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Adapter:
+    """An opened adapter of PEFT, which is merged into a checkpoint (adapters.py).
+
+    name: what messages call it
+    files: its files, opened as a checkpoint without a configuration
+    settings: adapter_config.json
+    weight: by how much its changes are multiplied
+    """
+
+    name: str
+    files: Checkpoint
+    settings: Mapping[str, Any]
+    weight: float = 1.0
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a manifest says of it: where on the Hub it is from, what it holds, and its weight."""
+        origin = self.files.storage.origin
+        where = {} if origin is None else {"id": origin.id, "revision": origin.revision}
+        return {**where, "fingerprint": self.files.fingerprint(), "weight": self.weight}
+
+    def refused(self, why: str) -> SourceError:
+        """Return the error for an adapter that cannot be merged."""
+        return SourceError(f"adapter {self.name}: {why}")
+
+    def values(self, stored: StoredTensor, start: int = 0, count: int | None = None) -> npt.NDArray[np.float32]:
+        """Read elements [start, start + count) of one of its tensors; by default all of them."""
+        count = math.prod(stored.shape) - start if count is None else count
+        out = np.empty(count * 4, dtype=np.uint8)
+        PlainTensor.of(self.files.storage, stored).read(start, count, "F32", out)
+        return out.view(np.float32)
 
 
 def described_folder(checkpoint: Checkpoint, source: Path) -> Path:
@@ -303,6 +340,8 @@ def proven(checkpoint: Checkpoint, progress: Progress) -> Checkpoint:
 
     Raises what reading raises.
     """
+    for adapter in checkpoint.adapters:
+        adapter.files.storage.keep(adapter.files.weight_files, progress)
     pairs = checkpoint.unproven
     if not pairs or checkpoint.config is None:
         return checkpoint

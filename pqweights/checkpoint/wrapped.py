@@ -49,7 +49,7 @@ ADAPTERS = {
 }  # fmt: skip
 # Types whose published checkpoints have adapters for images and sound around the weights of the text model.
 ADAPTED_TYPES = ("phi4mm", "phi4_multimodal")
-_ANY_ADAPTER = re.compile(rf"(?:^|\.)({'|'.join(ADAPTERS.values())})(?![^.])")
+ANY_ADAPTER = re.compile(rf"(?:^|\.)({'|'.join(ADAPTERS.values())})(?![^.])")
 
 
 def check_adapter_files(storage: Storage, weight_files: Iterable[str]) -> None:
@@ -114,7 +114,7 @@ def _owner(names: Iterable[str]) -> str:
 def _refuse_adapters(storage: Storage, stored: Mapping[str, StoredTensor]) -> None:
     """Raise SourceError for the matrices of an adapter, and for weights that one was put around."""
     for name in stored:
-        found = _ANY_ADAPTER.search(name)
+        found = ANY_ADAPTER.search(name)
         if found is not None:
             method = next(method for method, names in ADAPTERS.items() if re.fullmatch(names, found[1]))
             raise SourceError(f"{stored[name].file}: tensor {name!r}: {_not_a_model(storage, method)}")
@@ -134,6 +134,5 @@ def _not_a_model(storage: Storage, method: str | None) -> str:
     base = next((named[key] for key in keys if isinstance(named.get(key), str) and named[key].isprintable()), None)
     return (
         f"part of an adapter{f' ({kind[:40]})' if kind else ''} of {base[:200] if base else 'another model'}, not of a "
-        "whole model: merge it into that model first (peft: merge_and_unload, then save_pretrained), and give the "
-        "merged model"
+        "whole model: give that model as the source, and this folder as `adapter`"
     )

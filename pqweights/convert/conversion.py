@@ -89,10 +89,10 @@ class Conversion:
     @functools.cached_property
     def identity(self) -> RunIdentity:
         """What makes another run the same as this one."""
-        plan = self.plan
+        plan, adapters = self.plan, [adapter.describe() for adapter in self.checkpoint.adapters]
         return RunIdentity(
             kind=self.kind,
-            made_by=self.made_by,
+            made_by=self.made_by | ({"adapters": adapters} if adapters else {}),
             source_bytes=plan.source_bytes,
             max_shard_bytes=plan.max_shard_bytes,
             tensors=plan.tensors,
@@ -111,7 +111,7 @@ class Conversion:
         plan, identity, storage = self.plan, self.identity, self.checkpoint.storage
         others = [name for name in (CONFIG_FILE, CARD_FILE) if name in storage.files()]
         made_of = _states(storage, [*self.checkpoint.weight_files, *others])
-        for option, other in self.reads.items():
+        for option, other in self._beside.items():
             made_of |= _states(other.storage, other.weight_files, f"{option} ")
         work, origin = identity.digest(), identity.origin
         written = [*(shard.file for shard in plan.shards), *plan.companions, *self.small_files(plan.shards)]
@@ -137,7 +137,13 @@ class Conversion:
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """Everything that is read."""
-        return (self.checkpoint, *self.reads.values())
+        return (self.checkpoint, *self._beside.values())
+
+    @property
+    def _beside(self) -> dict[str, Checkpoint]:
+        """What is read beside the checkpoint, by what messages call it."""
+        adapters = {f"adapter {adapter.name}": adapter.files for adapter in self.checkpoint.adapters}
+        return {**adapters, **self.reads}
 
     def source_bytes(self, place: int) -> int:
         """Return how many bytes of the source a tensor of the plan is made of."""

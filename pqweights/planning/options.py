@@ -115,6 +115,7 @@ class SampleOptions(Options):
 class SourceOptions(HubOptions):
     """How a source is opened."""
 
+    adapter: str | Sequence[str] = option(checks.patterns, default=())
     leave_out: str | Sequence[str] = option(checks.patterns, default=())
     allow_pickle: bool = False
     include_files: str | Sequence[str] = option(checks.patterns, default=())
@@ -138,7 +139,7 @@ class QuantizeOptions(RecipeOptions, SampleOptions, SourceOptions):
         excludes=(
             (
                 *("recipe", "codec", "bits", "effort", "keep", "set_bits", "target_size", "target_bpw"),
-                *("awq", "calibrate", "strict"),
+                *("adapter", "awq", "calibrate", "strict"),
             ),
             "it stores the numbers of the source as they are",
         ),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pqweights.checkpoint.adapters import open_adapter, with_adapters
 from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES
 from pqweights.checkpoint.gguf.file import SUFFIX, holds_gguf
 from pqweights.checkpoint.gguf.sources import needed_of_gguf, open_gguf_source, open_local_source
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.checkpoint.source import Checkpoint, needed_files, open_checkpoint, open_folder, others_of_model
+from pqweights.checkpoint.source import Adapter, Checkpoint, needed_files, open_checkpoint, open_folder, others_of_model
 from pqweights.checkpoint.storage import Origin, Storage, check_not_interrupted
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.common.threads import Progress
@@ -22,6 +24,8 @@ from pqweights.storage.hub import Hub, Tell
 from pqweights.storage.repository import open_repository
 from pqweights.storage.store import Store
 
+# An adapter with its weight.
+_WEIGHED = re.compile(r"(?P<name>.+):(?P<weight>-?(\d+(\.\d*)?|\.\d+))")
 # The commands that copy folders from object storage.
 COPIES = {
     "s3": "`aws s3 sync`",
@@ -129,6 +133,29 @@ def open_source(
     needed = (*checkpoint.weight_files, *checkpoint.companions)
     repository.refuse_offline(name for name in needed if name in storage.files())
     return checkpoint
+
+
+def merged(checkpoint: Checkpoint, adapters: Sequence[str], access: Access) -> Checkpoint:
+    """Return a checkpoint into which adapters are merged: folders, repositories or addresses, each with :WEIGHT or not.
+
+    Raises OptionError for a weight that is none, SourceError for an adapter that does not fit, HubError, StorageError.
+    """
+    return with_adapters(checkpoint, [_open_adapter(given, access) for given in adapters])
+
+
+def _open_adapter(given: str, access: Access) -> Adapter:
+    """Open an adapter. given: what names it, and perhaps a colon and by how much its changes are multiplied"""
+    name, weight = given, 1.0
+    if (match := _WEIGHED.fullmatch(given)) is not None and not Path(given).exists():
+        name, weight = match["name"], float(match["weight"])
+    location, access = _located(name, access)
+    if isinstance(location, Path):
+        if not location.is_dir():
+            raise SourceError(f"adapter {name}: no such folder; give the folder of an adapter, or ORG/NAME")
+        return open_adapter(Storage(location), location.name, weight)
+    if isinstance(location, Address):
+        return open_adapter(Storage(RemoteFolder(location)), location.name, weight)
+    return open_adapter(Storage(open_repository(access.hub(), location.id, access.revision)), location.id, weight)
 
 
 def open_address(address: Address, allow_pickle: bool = False, *, include: Sequence[str] = ()) -> Checkpoint:

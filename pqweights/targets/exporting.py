@@ -22,7 +22,7 @@ from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import ExportOptions, SourceOptions
 from pqweights.planning.plan import total
 from pqweights.storage import Store, open_store
-from pqweights.storage.sources import open_source, place_apart
+from pqweights.storage.sources import merged, open_source, place_apart
 from pqweights.targets import get_target
 from pqweights.targets.recipe import with_recipe
 from pqweights.targets.target import GPTQ, PLAIN, ExportSource, is_compensated
@@ -69,6 +69,7 @@ def open_exported(source: str | Path, options: SourceOptions = AS_IT_IS) -> Expo
         include=options.include_files,
         open_master=open_master,
     )
+    checkpoint = merged(checkpoint, options.adapter, options.access_to_main)
     if options.leave_out:
         checkpoint = without(checkpoint, options.leave_out)
     return Exported(source, with_weights(checkpoint), manifest if checkpoint.is_master else None)

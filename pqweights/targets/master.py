@@ -30,7 +30,7 @@ from pqweights.planning.plan import KEEP, QUANTIZE, Safetensors, TensorPlan, sto
 from pqweights.planning.recipe import Recipe, SizeTarget
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.storage import Store, open_store
-from pqweights.storage.sources import open_source, place_apart
+from pqweights.storage.sources import merged, open_source, place_apart
 from pqweights.targets.lossless import plan_lossless
 from pqweights.targets.possible import possible_exports
 
@@ -99,6 +99,7 @@ def plan_quantize(
         allow_pickle=options.allow_pickle,
         include=options.include_files,
     )
+    checkpoint = merged(checkpoint, options.adapter, options.access_to_main)
     if surely:
         checkpoint = proven(checkpoint, run.progress)
     if options.leave_out:

@@ -34,6 +34,7 @@ from hypothesis import strategies as st
 from pqweights.formats.lloyd_max import DISTORTION, codebook
 from pqweights.kernels import load_backend, reference
 from pqweights.kernels.codebook import codebook_from_levels
+from pqweights.kernels.low_rank import add_low_rank
 
 FAMILIES = helpers.block_families()
 
@@ -223,6 +224,22 @@ def test_the_butterfly_is_the_sylvester_matrix():
     for transform in (lambda x: reference.hadamard(torch.from_numpy(x)).numpy(), independent_reader.hadamard):
         assert (np.abs(transform(values) - exact) <= bound).all()
     assert np.abs(exact).max() > 1e3 * bound.max()
+
+
+@pytest.mark.parametrize(("rows", "rank", "columns"), [(1, 1, 1), (13, 5, 37), (8, 64, 128)])
+def test_low_rank_products_are_summed_in_the_order_of_the_rank(rows: int, rank: int, columns: int) -> None:
+    rng = np.random.default_rng(rank)
+    values, left, right = (
+        rng.standard_normal(shape, dtype=np.float32) for shape in ((rows, columns), (rows, rank), (rank, columns))
+    )
+    product = np.zeros_like(values)
+    for k in range(rank):
+        product += left[:, k : k + 1] * right[k]
+    expected = values + product * np.float32(0.3)
+    add_low_rank(values, left, right, 0.3)
+    assert np.array_equal(values, expected)
+    with pytest.raises(ValueError, match="elements"):
+        add_low_rank(values, left[:, :-1], right, 1.0)
 
 
 @each_backend

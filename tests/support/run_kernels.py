@@ -42,6 +42,7 @@ from pqweights.kernels import (
     groups,
     load_backend,
     lossless,
+    low_rank,
     native,
 )
 from pqweights.kernels import columns as column_kernels
@@ -77,6 +78,16 @@ def add_in_order() -> Arrays:
         totals = np.arange(arrays, dtype=np.float64)
         load_backend("cpu").add_in_order(totals, *summands[:arrays])
         yield totals
+
+
+def add_low_rank() -> Arrays:
+    """Add products of several ranks to rows that end within a vector; another order of sums gives others."""
+    rng = np.random.default_rng(26)
+    for rows, rank, columns in ((1, 1, 1), (3, 5, 17), (9, 4, 64), (17, 33, 47)):
+        left, right = (rng.standard_normal(shape, dtype=np.float32) for shape in ((rows, rank), (rank, columns)))
+        values = np.ldexp(rng.standard_normal((rows, columns), dtype=np.float32), rng.integers(-9, 9, (rows, columns)))
+        low_rank.add_low_rank(values, left, right, 0.3)
+        yield values
 
 
 def encode() -> Arrays:
@@ -474,6 +485,7 @@ def token_wise(kernel: str) -> Iterator[float]:
 
 KERNELS: dict[str, Callable[[], Arrays]] = {
     "add_in_order": add_in_order,
+    "add_low_rank": add_low_rank,
     "encode": encode,
     "decode": decode,
     "fit": fit,

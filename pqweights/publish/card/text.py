@@ -61,7 +61,7 @@ def opening(inspection: Inspection, base_model: str | None) -> list[str]:
         ]
         target = code(target_name(manifest.made_by["target"]) or "")
         what = f"This is an export for the target {target}{''.join(shown)}."
-    return [f"{what} {_origin(manifest, base_model)}", _sizes(inspection)]
+    return [f"{what} {_origin(manifest, base_model)}{_adapters(manifest)}", _sizes(inspection)]
 
 
 def _sizes(inspection: Inspection) -> str:
@@ -82,6 +82,16 @@ def _sizes(inspection: Inspection) -> str:
         f"{totals.coverage:.4%} of {totals.weights} weights that are {made}; {totals.bits_per_parameter:.4f} over "
         f"all of them, counting the headers of the files. {sizes}."
     )
+
+
+def _adapters(manifest: Manifest) -> str:
+    """Return a sentence about the adapters that were merged; empty if there are none."""
+    merged = []
+    for stated in manifest.made_by.get("adapters", []):
+        name = _at(Origin(stated["id"], stated["revision"])) if "id" in stated else "a local adapter"
+        share = "" if stated["weight"] == 1 else f", multiplied by {stated['weight']:g}"
+        merged.append(f"{name} (fingerprint {code(stated['fingerprint'])}{share})")
+    return f" Merged into it: {', '.join(merged)}." if merged else ""
 
 
 def _origin(manifest: Manifest, base_model: str | None) -> str:

@@ -1,0 +1,525 @@
+"""Adapters of PEFT, merged into the weights of a checkpoint while these are read: LoRA, and what is saved beside it.
+
+LoRA (Hu et al., 2021, arXiv:2106.09685) adds a product of two thin matrices to a weight, rsLoRA (Kalajdzievski, 2023,
+arXiv:2312.03732) scales it by the root of the rank, DoRA (Liu et al., 2024, arXiv:2402.09353) gives the sum norms of
+its own. The merged model computes what PEFT's model with the adapter does; where head and embeddings are one weight and
+only one of them changes, they part, which PEFT's own `merge_and_unload` gets wrong. What cannot be merged is refused by
+name. A tensor is merged in the runs in which it is read, so that memory stays bounded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.promise import is_tied, untied
+from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
+from pqweights.checkpoint.source import Adapter, Checkpoint, read_header
+from pqweights.checkpoint.storage import Storage, read_file
+from pqweights.checkpoint.wrapped import ADAPTER_CONFIG, ANY_ADAPTER
+from pqweights.common.dtypes import FLOAT_DTYPES, from_float32, item_bytes
+from pqweights.common.strict_json import parse_json
+from pqweights.common.units import first_names
+from pqweights.errors import SourceError
+from pqweights.kernels.low_rank import add_low_rank
+from pqweights.kernels.workers import kept, scratch
+from pqweights.models import text_model
+from pqweights.models.conventions import HEADS
+from pqweights.models.names import is_embedding
+from pqweights.models.traits import Trait
+
+ADAPTER_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Elements of a weight that are looked at together where norms need all of its rows.
+BAND_ELEMENTS = 1 << 22
+# How a tensor of an adapter is called behind the name of its module.
+PARTS = re.compile(
+    r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|"
+    r"(?:token_adapter\.)?trainable_tokens_delta)(?:\.default)?(?P<bias>\.bias)?(?:\.weight)?"
+)
+# Settings under which more is computed than a product that is added, and initializations that change the base model.
+NOT_MERGED = (
+    *("use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"),
+    *("target_parameters", "monteclora_config"),
+)
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+# What a name of the adapter begins with, and that of the checkpoint: transformers has renamed what models are made of.
+RENAMED = (
+    ("", ""),
+    ("", "model."),
+    ("model.", ""),
+    ("model.", "model.language_model."),
+    ("model.", "language_model.model."),
+    ("language_model.model.", "model.language_model."),
+    ("model.language_model.", "language_model.model."),
+    ("model.language_model.", "model."),
+    ("language_model.", ""),
+)
+
+# Patterns of names whose matching may take exponential time: a repeated group in which something is repeated.
+ENDLESS = re.compile(r"\([^()]*[*+{][^()]*\)[*+{]")
+MOST_PATTERN = 500
+
+Floats = npt.NDArray[np.float32]
+# Changes rows [first, first + len(rows)) of a weight in place; rows are float32 [rows, columns].
+Change = Callable[[Floats, int], None]
+
+
+def open_adapter(storage: Storage, name: str, weight: float = 1.0) -> Adapter:
+    """Open an adapter in a folder, wherever that is; its headers and its settings are read.
+
+    name: what messages call it
+    weight: by how much its changes are multiplied
+
+    Raises SourceError for what is not an adapter of PEFT that can be merged.
+    """
+    files = storage.files()
+    for needed in (ADAPTER_CONFIG, ADAPTER_FILE):
+        if needed not in files:
+            raise SourceError(f"adapter {name}: expected {ADAPTER_CONFIG} and {ADAPTER_FILE}, as PEFT writes them; "
+                              f"found no {needed}")  # fmt: skip
+    try:
+        settings = parse_json(read_file(storage, ADAPTER_CONFIG))
+    except ValueError as error:
+        raise SourceError(f"adapter {name}: {ADAPTER_CONFIG}: {error}") from None
+    if not isinstance(settings, dict):
+        raise SourceError(f"adapter {name}: {ADAPTER_CONFIG}: expected an object")
+    stored = tuple(read_header(storage, ADAPTER_FILE)[0])
+    opened = Checkpoint(
+        storage=storage,
+        config=None,
+        stored=stored,
+        tensors=tuple(PlainTensor.of(storage, each) for each in stored),
+        weight_files=(ADAPTER_FILE,),
+        companions=(),
+        left_out={},
+        is_master=False,
+    )
+    adapter = Adapter(name=name, files=opened, settings=settings, weight=weight)
+    _check_settings(adapter)
+    return adapter
+
+
+def _check_settings(adapter: Adapter) -> None:
+    """Raise SourceError for settings under which an adapter cannot be merged."""
+    settings = adapter.settings
+    method = settings.get("peft_type")
+    if method not in ("LORA", "TRAINABLE_TOKENS"):
+        stated = method if isinstance(method, str) and method.isprintable() else None
+        raise adapter.refused(f"expected LoRA (`peft_type`), found {(stated or 'none')[:40]}, which is not merged")
+    for key in NOT_MERGED:
+        if settings.get(key):
+            raise adapter.refused(f"`{key}`: an adapter with this setting is not merged")
+    begun = settings.get("init_lora_weights")
+    if isinstance(begun, str) and begun.startswith(CHANGES_BASE):
+        raise adapter.refused(
+            f"`init_lora_weights` {begun[:20]!r}: it is of a base model that was changed when the training began; save "
+            "it with `path_initial_model_for_weight_conversion`, which makes a LoRA of the published model"
+        )
+    if settings.get("use_dora") and adapter.weight != 1:
+        raise adapter.refused(f"`use_dora`: norms of its own cannot be weighed by {adapter.weight}")
+    numbers = [settings.get("r", 8), settings.get("lora_alpha", 8)]
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = settings.get(key) or {}
+        if not isinstance(pattern, dict):
+            raise adapter.refused(f"`{key}`: expected an object")
+        numbers += pattern.values()
+        if any(len(key) > MOST_PATTERN or ENDLESS.search(key) for key in pattern):
+            raise adapter.refused(f"`{key}`: a pattern of it may take too long to match")
+    if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
+        raise adapter.refused("`r`, `lora_alpha`, `rank_pattern`, `alpha_pattern`: expected numbers")
+
+
+class MergedTensor(NamedTuple):
+    """A tensor of a checkpoint with changes, which are made to the rows that are read. name: also of a copy of it"""
+
+    name: str
+    base: LogicalTensor
+    changes: tuple[Change, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the tensor."""
+        return self.base.shape
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which it is stored plainly: what the source stored has changed."""
+        return self.base.plain_dtype
+
+    @property
+    def plain_dtype(self) -> str:
+        """The same."""
+        return self.base.plain_dtype
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """Those of the tensor; what an adapter stores is small, and belongs to no place in the source."""
+        return self.base.parts
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read whole rows, change them in float32, and return the elements, rounded once."""
+        if not self.changes:
+            self.base.read(start, count, dtype, out)
+            return
+        width = math.prod(self.shape[1:])
+        first, last = start // width, -(-(start + count) // width)
+        rows = self.rows(first, last - first)
+        values = rows.reshape(-1)[start - first * width :][:count]
+        out[: count * item_bytes(dtype)] = from_float32(values, dtype)
+
+    def rows(self, first: int, count: int) -> Floats:
+        """Return rows [first, first + count) in float32, [count, columns]; valid until the thread reads again."""
+        width = math.prod(self.shape[1:])
+        raw = scratch(f"merged {len(self.changes)}", count * width * 4)
+        self.base.read(first * width, count * width, "F32", raw)
+        rows = raw.view(np.float32).reshape(count, width)
+        for change in self.changes:
+            change(rows, first)
+        return rows
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LowRank:
+    """scale * (left @ right), added to a weight [rows, columns].
+
+    left, right: [rows, rank] and [rank, columns], each stored so, or transposed (`is_transposed`: both are)
+    """
+
+    adapter: Adapter
+    left: StoredTensor
+    right: StoredTensor
+    is_transposed: bool
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """How many columns `left` has."""
+        return self.left.shape[0] if self.is_transposed else self.left.shape[1]
+
+    def __call__(self, rows: Floats, first: int) -> None:
+        """Add rows of the product."""
+        count = len(rows)
+        right = kept("right of an adapter", (id(self.adapter), self.right), self._right)
+        if self.is_transposed:
+            whole = self.left.shape[1]
+            pieces = [self.adapter.values(self.left, k * whole + first, count) for k in range(self.rank)]
+            left = np.ascontiguousarray(np.stack(pieces, axis=1))
+        else:
+            left = self.adapter.values(self.left, first * self.rank, count * self.rank).reshape(count, self.rank)
+        add_low_rank(rows, left, right, self.scale)
+
+    def _right(self) -> Floats:
+        values = self.adapter.values(self.right)
+        if self.is_transposed:
+            return np.ascontiguousarray(values.reshape(-1, self.rank).T)
+        return values.reshape(self.rank, -1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Magnitudes:
+    """DoRA: a weight with the norms that an adapter gives its rows or, if it is stored transposed, its columns.
+
+    before: the weight with the low-rank matrix added, of which the norms are taken
+    stored: the norms, one for each row or column
+    """
+
+    adapter: Adapter
+    stored: StoredTensor
+    before: MergedTensor
+    of_columns: bool
+
+    def __call__(self, rows: Floats, first: int) -> None:
+        """Scale rows."""
+        if self.of_columns:
+            rows *= self._column_factors
+            return
+        wanted = self.adapter.values(self.stored, first, len(rows))
+        rows *= (wanted / _root(np.square(rows, dtype=np.float64).sum(axis=1)))[:, None]
+
+    @functools.cached_property
+    def _column_factors(self) -> Floats:
+        height, width = self.before.shape[0], math.prod(self.before.shape[1:])
+        band, squares = max(1, BAND_ELEMENTS // width), np.zeros(width)
+        for first in range(0, height, band):
+            for row in self.before.rows(first, min(band, height - first)):
+                squares += np.square(row, dtype=np.float64)
+        return self.adapter.values(self.stored) / _root(squares)
+
+
+def _root(squares: npt.NDArray[np.float64]) -> Floats:
+    return np.sqrt(squares).astype(np.float32)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Tokens:
+    """Rows of embeddings that were trained. numbers: those of the rows, ascending; places: where each is stored"""
+
+    adapter: Adapter
+    stored: StoredTensor
+    numbers: tuple[int, ...]
+
+    def __call__(self, rows: Floats, first: int) -> None:
+        """Replace rows."""
+        for place, number in enumerate(self.numbers):
+            if first <= number < first + len(rows):
+                width = rows.shape[1]
+                rows[number - first] = self.adapter.values(self.stored, place * width, width)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Saved:
+    """A tensor that an adapter has in the place of the model's."""
+
+    adapter: Adapter
+    stored: StoredTensor
+
+    def __call__(self, rows: Floats, first: int) -> None:
+        """Replace rows."""
+        width = rows.shape[1]
+        rows[...] = self.adapter.values(self.stored, first * width, rows.size).reshape(rows.shape)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Bias:
+    """A vector that is added to a bias."""
+
+    adapter: Adapter
+    stored: StoredTensor
+    scale: float
+
+    def __call__(self, rows: Floats, first: int) -> None:
+        """Add elements."""
+        rows[:, 0] += self.adapter.values(self.stored, first, len(rows)) * np.float32(self.scale)
+
+
+def with_adapters(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> Checkpoint:
+    """Return a checkpoint into which adapters are merged, one after the other.
+
+    Raises SourceError for an adapter that does not fit the checkpoint.
+    """
+    for adapter in adapters:
+        checkpoint = _Merging(checkpoint, adapter).merged()
+    return checkpoint
+
+
+class _Merging:
+    """One adapter on its way into a checkpoint.
+
+    changes: to each tensor, by its name in the checkpoint
+    """
+
+    def __init__(self, checkpoint: Checkpoint, adapter: Adapter) -> None:
+        self.checkpoint, self.adapter = checkpoint, adapter
+        self.config = checkpoint.config or {}
+        self.tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
+        self.embeddings = next((name for name in self.tensors if is_embedding(name)), None)
+        self.head = next((f"{head}.weight" for head in HEADS if f"{head}.weight" in self.tensors), f"{HEADS[0]}.weight")
+        self.is_tied = self.embeddings is not None and is_tied(self.config)
+        self.changes: dict[str, list[Change]] = {}
+
+    def merged(self) -> Checkpoint:
+        """Return the checkpoint with the adapter. Raises SourceError if it does not fit."""
+        modules, saved = self._by_module()
+        old, new = self._renaming([*(f"{module}.weight" for module in modules), *saved])
+        for name, stored in saved.items():
+            self._add(_renamed(name, old, new), Saved(adapter=self.adapter, stored=stored), stored)
+        for module, parts in modules.items():
+            self._add_module(module, _renamed(module, old, new), parts)
+        config = self._with_own_head()
+        count = len(self.changes)
+        remark = f"adapter {self.adapter.name}: merged into {count} tensors ({first_names(list(self.changes))})"
+        tensors = [
+            _changed(name, tensor, self.changes[name]) if name in self.changes else tensor
+            for name, tensor in self.tensors.items()
+        ]
+        return replace(
+            self.checkpoint,
+            config=config if self.checkpoint.config is not None else None,
+            tensors=tuple(tensors),
+            remarks=(*self.checkpoint.remarks, remark),
+            adapters=(*self.checkpoint.adapters, self.adapter),
+            unproven=() if config is not self.config else self.checkpoint.unproven,
+        )
+
+    def _by_module(self) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, StoredTensor]]:
+        """Return the tensors of LoRA by module and part, and those that are the model's own, by name."""
+        modules: dict[str, dict[str, StoredTensor]] = {}
+        saved: dict[str, StoredTensor] = {}
+        for stored in self.adapter.files.stored:
+            name = stored.name.removeprefix(PREFIX)
+            if stored.dtype not in FLOAT_DTYPES:
+                raise self.adapter.refused(f"tensor {stored.name!r}: expected floating point, found {stored.dtype}")
+            if match := PARTS.fullmatch(name):
+                part = match["part"].removeprefix("token_adapter.") + (match["bias"] or "")
+                modules.setdefault(match["module"], {})[part] = stored
+                continue
+            name = re.sub(r"\.(?:modules_to_save|base_layer)(?=\.)", "", name)
+            if ANY_ADAPTER.search(name):
+                raise self.adapter.refused(f"tensor {stored.name!r}: of a method that is not merged")
+            saved[name] = stored
+        if not modules and not saved:
+            raise self.adapter.refused(f"{ADAPTER_FILE}: expected tensors, found none")
+        return modules, saved
+
+    def _renaming(self, wanted: Sequence[str]) -> tuple[str, str]:
+        """Return by which beginnings of names, the adapter's and the checkpoint's, all tensors are found."""
+        missing = list[str]()
+        for old, new in RENAMED:
+            absent = [name for name in wanted if not self._is_known(_renamed(name, old, new))]
+            if not absent:
+                return old, new
+            if not missing or len(absent) < len(missing):
+                missing = absent
+        base = self.adapter.settings.get("base_model_name_or_path")
+        of = f" of {base[:200]}" if isinstance(base, str) and base.isprintable() and base else ""
+        raise self.adapter.refused(
+            f"the model has no tensor {missing[0]!r}, and {len(missing) - 1} more are missing: it is an adapter{of}"
+            if len(missing) > 1
+            else f"the model has no tensor {missing[0]!r}: it is an adapter{of}"
+        )
+
+    def _is_known(self, name: str) -> bool:
+        return name in self.tensors or (self.is_tied and name == self.head)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if name not in self.tensors and name == self.head and self.embeddings is not None:
+            return self.tensors[self.embeddings].shape
+        return self.tensors[name].shape
+
+    def _add(self, name: str, change: Change, stored: StoredTensor, expected: tuple[int, ...] | None = None) -> None:
+        """Note a change. expected: the shape of the tensor, by default that of what is stored"""
+        shape, expected = self._shape(name), stored.shape if expected is None else expected
+        if shape != expected:
+            resized = " (a vocabulary that was resized is not merged)" if is_embedding(name) else ""
+            raise self.adapter.refused(
+                f"tensor {stored.name!r} is for {name} of shape {list(expected)}, and the model's has {list(shape)}"
+                f"{resized}"
+            )
+        if not isinstance(change, LowRank | Bias) and self.adapter.weight != 1:
+            raise self.adapter.refused(
+                f"tensor {stored.name!r} takes the place of the model's own, so it cannot be weighed by "
+                f"{self.adapter.weight}"
+            )
+        self.changes.setdefault(name, []).append(change)
+
+    def _add_module(self, module: str, renamed: str, parts: Mapping[str, StoredTensor]) -> None:
+        """Note what an adapter changes in a module. module, renamed: its names in adapter and checkpoint"""
+        weight, scale = f"{renamed}.weight", self._scale(module)
+        if (tokens := parts.get("trainable_tokens_delta")) is not None:
+            numbers, shape = self._tokens(module, tokens), self._shape(weight)
+            self._add(weight, Tokens(adapter=self.adapter, stored=tokens, numbers=numbers), tokens, shape)
+        sides = next((pair for pair in _SIDES if pair[0] in parts or pair[1] in parts), None)
+        if sides is None:
+            return
+        one, other = (parts.get(side) for side in sides)
+        if one is None or other is None:
+            raise self.adapter.refused(f"module {module}: expected {' and '.join(sides)}, found one of them")
+        low_rank, expected = self._low_rank(module, weight, one, other, scale, of_embedding=sides is _SIDES[1])
+        self._add(weight, low_rank, one, expected)
+        if (magnitudes := parts.get("lora_magnitude_vector")) is not None:
+            base = self.tensors.get(weight) or self.tensors[str(self.embeddings)]
+            of_columns = low_rank.is_transposed
+            if math.prod(magnitudes.shape) != (math.prod(base.shape[1:]) if of_columns else base.shape[0]):
+                raise self.adapter.refused(f"tensor {magnitudes.name!r}: expected a number for each output of {weight}")
+            before = _changed(weight, base, self.changes[weight])
+            change = Magnitudes(adapter=self.adapter, stored=magnitudes, before=before, of_columns=of_columns)
+            self._add(weight, change, magnitudes, expected)
+        elif self.adapter.settings.get("use_dora"):
+            raise self.adapter.refused(f"module {module}: expected lora_magnitude_vector (`use_dora`), found none")
+        if (bias := parts.get("lora_B.bias")) is not None:
+            name = f"{renamed}.bias"
+            if not self._is_known(name):
+                raise self.adapter.refused(f"tensor {bias.name!r}: the model has no tensor {name!r} to add it to")
+            self._add(name, Bias(adapter=self.adapter, stored=bias, scale=scale), bias)
+
+    def _scale(self, module: str) -> float:
+        """Return by what the product of a module is multiplied."""
+        rank, alpha = (self._setting(module, key, f"{pattern}_pattern") for key, pattern in _NUMBERS)
+        if rank <= 0:
+            raise self.adapter.refused(f"`r`: expected a positive number, found {rank}")
+        return alpha / (math.sqrt(rank) if self.adapter.settings.get("use_rslora") else rank) * self.adapter.weight
+
+    def _setting(self, module: str, key: str, pattern: str) -> float:
+        """Return a number that holds for all modules, or that of the first pattern that a module's name ends with."""
+        for expression, number in (self.adapter.settings.get(pattern) or {}).items():
+            try:
+                if re.match(rf"(.*\.)?({expression})$", module):
+                    return float(number)
+            except re.error:
+                raise self.adapter.refused(f"`{pattern}`: {expression[:100]!r} is not a regular expression") from None
+        return float(self.adapter.settings.get(key, 8))
+
+    def _low_rank(
+        self, module: str, weight: str, a: StoredTensor, b: StoredTensor, scale: float, *, of_embedding: bool
+    ) -> tuple[LowRank, tuple[int, ...]]:
+        """Return the product of A and B as it is added, and the shape that the weight must have."""
+        shape = self._shape(weight)
+        if len(a.shape) < 2 or len(b.shape) < 2 or len(shape) < 2 or math.prod(b.shape[2:]) != 1:
+            raise self.adapter.refused(f"tensor {a.name!r}: expected two matrices for {weight}, found other shapes")
+        rank, inputs, outputs = a.shape[0], math.prod(a.shape[1:]), b.shape[0]
+        if b.shape[1] != rank or rank != self._setting(module, "r", "rank_pattern"):
+            raise self.adapter.refused(f"tensor {a.name!r}: expected the rank of {ADAPTER_CONFIG}, found {rank}")
+        if of_embedding:
+            return LowRank(adapter=self.adapter, left=a, right=b, is_transposed=True, scale=scale), (inputs, outputs)
+        plain = shape[:1] + shape[1:] if (shape[0], math.prod(shape[1:])) == (outputs, inputs) else (outputs, inputs)
+        is_turned = Trait.TRANSPOSED in text_model(self.config).traits or bool(
+            self.adapter.settings.get("fan_in_fan_out")
+        )
+        if is_turned and weight != self.head and shape == (inputs, outputs):
+            return LowRank(adapter=self.adapter, left=a, right=b, is_transposed=True, scale=scale), shape
+        return LowRank(adapter=self.adapter, left=b, right=a, is_transposed=False, scale=scale), plain
+
+    def _tokens(self, module: str, stored: StoredTensor) -> tuple[int, ...]:
+        """Return which rows of embeddings an adapter has trained."""
+        stated = self.adapter.settings.get("trainable_token_indices") or self.adapter.settings.get("token_indices")
+        if isinstance(stated, dict):
+            stated = next((stated[name] for name in stated if module == name or module.endswith(f".{name}")), None)
+        numbers = stated if isinstance(stated, list) else []
+        if not all(isinstance(number, int) and number >= 0 for number in numbers) or len(set(numbers)) != len(numbers):
+            numbers = []
+        if stored.shape[:1] != (len(numbers),) or len(stored.shape) != 2:
+            raise self.adapter.refused(f"tensor {stored.name!r}: expected a row for each of the trained tokens")
+        return tuple(numbers)
+
+    def _with_own_head(self) -> dict[str, Any]:
+        """Give a head that shares the embeddings weights of its own if one of both changes; return the configuration.
+
+        Trained tokens are those of both, as in PEFT, and so is everything if the adapter keeps them tied.
+        """
+        if not self.is_tied or not self.changes.keys() & {self.embeddings, self.head}:
+            return self.config
+        assert self.embeddings is not None
+        of_embeddings = self.changes.get(self.embeddings, [])
+        stays = all(isinstance(change, Tokens) for change in of_embeddings) and self.head not in self.changes
+        if stays or self.adapter.settings.get("ensure_weight_tying"):
+            self.changes.pop(self.head, None)
+            if self.head in self.tensors:
+                self.changes[self.head] = of_embeddings
+            return self.config
+        if self.head not in self.tensors:
+            self.tensors[self.head] = _changed(self.head, self.tensors[self.embeddings], ())
+        return untied(self.config)
+
+
+def _changed(name: str, tensor: LogicalTensor, changes: Sequence[Change]) -> MergedTensor:
+    """Return a tensor with further changes under a name."""
+    if isinstance(tensor, MergedTensor):
+        return MergedTensor(name, tensor.base, (*tensor.changes, *changes))
+    return MergedTensor(name, tensor, tuple(changes))
+
+
+_SIDES = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
+_NUMBERS = (("r", "rank"), ("lora_alpha", "alpha"))
+
+
+def _renamed(name: str, old: str, new: str) -> str:
+    return new + name.removeprefix(old) if name.startswith(old) else name
