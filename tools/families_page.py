@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pqweights.models.llama_cpp_towers import TOWERS
 from pqweights.models.table import MODELS
+from pqweights.models.towers import TOWERS
 from pqweights.models.traits import TYPES_WITH, Trait
 
 ROOT = Path(__file__).parents[1]
@@ -94,7 +94,11 @@ def page() -> str:
     lines += [f"| {name} | " + " | ".join(row.get(of, UNSEEN) for of in TARGETS) + " |" for name, row in rows.items()]
     wrappers = ", ".join(sorted(TYPES_WITH[Trait.WRAPS_TEXT].split()))
     drafting = ", ".join(
-        sorted(name.removesuffix("_text") for name, row in MODELS.items() if row.llama_cpp and row.llama_cpp.drafts)
+        sorted(
+            name.removesuffix("_text")
+            for name, row in MODELS.items()
+            if row.llama_cpp and row.llama_cpp.drafts is not None
+        )
     )
     return HEAD + "\n".join(lines) + "\n" + FOOT.format(wrappers=wrappers, drafting=drafting)
 

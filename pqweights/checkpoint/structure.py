@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pqweights.common.units import counted, first_names
-from pqweights.models import has_trait, text_config
+from pqweights.models import described, has_trait, text_config
 from pqweights.models.conventions import DRAFT_PARTS, DRAFTS, LM_HEAD, TEXT_LAYERS
 from pqweights.models.names import is_embedding, tower_of
-from pqweights.models.parts import FINAL_NORM, IN_LAYERS
 from pqweights.models.traits import Trait
 
 Config = Mapping[str, Any]
@@ -202,14 +201,15 @@ def _of_heads(shapes: Shapes, config: Config) -> Iterator[str]:
 def _of_parts(shapes: Shapes, layers: Mapping[int, set[str]], text: Config) -> Iterator[str]:
     """Yield what no layer has of that which models of this type have, and whether the last norm is missing."""
     kind = text.get("model_type")
-    if not isinstance(kind, str) or kind not in IN_LAYERS:
+    always = described(kind).always.split()
+    if not always:
         return
     held = {name for names in layers.values() for name in names if not name.endswith(".bias")}
-    absent = [part for part in IN_LAYERS[kind] if not any(name.startswith(f"{part}.") for name in held)]
+    absent = [part for part in always if not any(name.startswith(f"{part}.") for name in held)]
     if absent:
         yield f"no layer has {first_names(absent)}, which a model of the type {kind} has: {RANDOM}"
     if not any(
-        f".{name}".endswith(FINAL_NORM) and not TEXT_LAYERS.match(name) and not tower_of(name) for name in shapes
+        f".{name}".endswith(".norm.weight") and not TEXT_LAYERS.match(name) and not tower_of(name) for name in shapes
     ):
         yield f"the norm behind the last layer is not stored: {RANDOM}"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from pqweights.models.conventions import FUSED, FusedLayer
 from pqweights.models.llama_cpp import Architecture
 from pqweights.models.mlx_lm import MlxDifferences
+from pqweights.models.tensor_names import Names
 from pqweights.models.traits import Trait
 
 
@@ -17,11 +18,18 @@ class ModelDescription:
     """A type of model. What a row leaves out is not known, or as the conventions have it.
 
     llama_cpp: how llama.cpp runs it; None if that is not known, and no GGUF file of it can be written
+    variants: how it runs those models of the type of which `when` says so
     llama_cpp_differs: what llama.cpp computes otherwise, so that no GGUF file of it is written
+    restate: states a configuration as transformers 5 does, where earlier versions and published files do otherwise, and
+        what follows from it; it gets the keys of the text model, and leaves values of other types for others to refuse
+    publish: states a configuration that was read from a GGUF file as its class wants it: the inverse. held: the names
+        of the tensors in the file
+    names: what transformers calls its class, tensors and keys, if GGUF files of it are read
     mlx: where mlx-lm differs from transformers
     roles: the roles of modules, by expressions for the last component of their names; they come before the conventions,
         in plans and what becomes a linear layer of vllm and torchao
     fused: which modules runtimes compute with in one layer
+    always: the modules that its layers hold, whatever the configuration says; of hybrids, in some layers
     defaults: what keys of its configuration mean that are left out, as in transformers' class; a key without a default
         is None
     in_memory: expressions for parts of the names of weights, and what transformers has in their place in memory
@@ -30,10 +38,15 @@ class ModelDescription:
     """
 
     llama_cpp: Architecture | None = None
+    variants: tuple[Architecture, ...] = ()
     llama_cpp_differs: str = ""
+    restate: Callable[[dict[str, Any]], None] = lambda values: None
+    publish: Callable[[dict[str, Any], Set[str]], None] = lambda config, held: None
+    names: Names | None = None
     mlx: MlxDifferences = field(default_factory=MlxDifferences)
     roles: Mapping[str, str] = field(default_factory=dict)
     fused: tuple[FusedLayer, ...] = FUSED
+    always: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     in_memory: Mapping[str, str] = field(default_factory=dict)
     traits: frozenset[Trait] = frozenset()
@@ -46,3 +59,20 @@ UNKNOWN = ModelDescription()
 def stated_or_default(config: Mapping[str, Any], model: ModelDescription, key: str) -> Any:
     """Return the value of a key; the default of transformers for one that is absent, None if that is not known."""
     return config[key] if key in config else model.defaults.get(key)
+
+
+# Defaults that the configurations of many types have.
+_HEAD_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+
+
+def sizes(*sizes: int) -> dict[str, Any]:
+    """Return the defaults of sizes: of a whole model, or of its heads alone."""
+    return dict(zip(_SHAPE if len(sizes) == len(_SHAPE) else _HEAD_SIZES, sizes, strict=True))
+
+
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+OWN_HEAD: dict[str, Any] = {"tie_word_embeddings": False}
+SILU = {"hidden_act": "silu"}
+LIKE_LLAMA = OWN_HEAD | SILU | {"rms_norm_eps": 1e-6}
+LATENT = {"qk_rope_head_dim": 64, "kv_lora_rank": 512, "rope_interleave": True, "attention_bias": False}

@@ -42,24 +42,6 @@ class Trait(Enum):
     RUN_BY_MLX = auto()  # another target refuses it, and mlx makes a model of it that mlx-lm runs
 
 
-# Of some types, expressions for parts of the names of weights, and what transformers has in their place in memory.
-IN_MEMORY: dict[str, dict[str, str]] = {
-    "axk2": {r"W_down": "mlp.fc1", r"W_up": "mlp.fc2", r"\.q_b_proj\.": ".q_gate_proj."},
-    "deepseek_v4": {
-        r"^layers\.": "model.layers.", r"\.attn\.": ".self_attn.", r"\.ffn\.": ".mlp.",
-        r"\.w(q_a|kv|o_a|o_b)\.": r".\1_proj.", r"\.wgate\.": ".gate_proj.",
-        r"\.indexer\.compressor\.": ".compressor.indexer.",
-        r"\.indexer\.weights_proj\.": ".compressor.indexer.scorer.weights_proj.",
-        r"\.indexer\.wq_b\.": ".compressor.indexer.q_b_proj.", r"\.wq_b\.": ".q_b_proj.",
-        r"\.shared_experts\.w1\.": ".shared_experts.gate_proj.",
-        r"\.shared_experts\.w2\.": ".shared_experts.down_proj.",
-        r"\.shared_experts\.w3\.": ".shared_experts.up_proj.",
-    },
-    "hy_v3": {r"\.shared_mlp\.": ".shared_experts."},
-    "kimi_linear": {r"\.f_([ab])_proj\.": r".forget_gate.f_\1_proj.", r"\.block_sparse_moe\.": ".mlp."},
-    "laguna": {r"\.shared_expert\.": ".shared_experts."},
-    "step3p7": {r"^model\.layers\.": "model.language_model.layers.", r"\.share_expert\.": ".mlp.shared_experts."},
-}  # fmt: skip
 # A row of the table may state its traits itself; where little else is known of a type, a word here is shorter.
 TYPES_WITH: dict[Trait, str] = {
     Trait.TRANSPOSED: "clvp decision_transformer gpt2 imagegpt openai-gpt",

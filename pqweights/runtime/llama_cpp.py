@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.gguf.contents import GgufContents
 from pqweights.checkpoint.gguf.rope import YARN_BETAS
-from pqweights.checkpoint.gguf.settings import is_positive
 from pqweights.convert.task import usable_cores
 from pqweights.errors import MemoryShortageError, SourceError
+from pqweights.models.settings import is_positive
 from pqweights.runtime.llama_library import library, load
 from pqweights.runtime.texts import Ids
 

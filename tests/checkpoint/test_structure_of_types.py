@@ -18,9 +18,11 @@ from pqweights.checkpoint.structure import EXPERTS, LAYERS, differences
 from pqweights.models import text_config
 from pqweights.models.conventions import DRAFTS, TEXT_LAYERS
 from pqweights.models.names import is_embedding
-from pqweights.models.parts import IN_LAYERS
+from pqweights.models.table import MODELS
 
 Shapes = dict[str, tuple[int, ...]]
+# What the layers of some types always hold.
+IN_LAYERS = {name: model.always.split() for name, model in MODELS.items() if model.always}
 
 
 @functools.cache

@@ -28,10 +28,11 @@ import pqweights
 from pqweights.checkpoint.gguf.contents import MetadataList
 from pqweights.checkpoint.gguf.file import open_gguf, whole_metadata
 from pqweights.checkpoint.gguf.model import architecture_name
+from pqweights.checkpoint.gguf.sources import ALONE
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.errors import SourceError
-from pqweights.models.llama_cpp_names import CLASSES, TEXT_PARTS
+from pqweights.models.qwen import TEXT_PARTS
 from pqweights.models.table import MODELS
 from pqweights.storage.sources import Access, open_source
 
@@ -198,7 +199,7 @@ def test_every_type_that_can_be_written_can_be_read(model_type: str) -> None:
     row = MODELS[model_type].llama_cpp
     assert row is not None
     written = architecture_name(row)
-    rows = filter(None, (MODELS[name].llama_cpp for name in CLASSES))
+    rows = (model.llama_cpp for model in ALONE.values())
     assert TEXT_PARTS.get(written, written) in {architecture_name(of) for of in rows}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from gguf_files import (
 )
 
 from pqweights.checkpoint.gguf.model import MetadataEntry
-from pqweights.checkpoint.gguf.settings import OTHER_NAMES
-from pqweights.models.llama_cpp import SETTINGS, Architecture
+from pqweights.models.llama_cpp import SETTINGS, Architecture, Size, keys_of
+from pqweights.models.settings import OTHER_NAMES
 from pqweights.models.table import MODELS
 
 UINT32, FLOAT32, STRING, ARRAY = (
@@ -159,11 +158,6 @@ def test_the_choice_of_tokens_in_half_precision_is_said(name: str, tmp_path: Pat
 ARCHITECTURES = {name: model.llama_cpp for name, model in MODELS.items() if model.llama_cpp is not None}
 
 
-def keys_in(expression: str) -> set[str]:
-    """The keys of an expression as in Setting.key."""
-    return {key for key in re.split(r" [+*/] ", expression.partition(" = ")[0]) if key and not key.isdigit()}
-
-
 # What wraps a text model with a configuration of its own, and a type that transformers does not have.
 OTHERS = {"gemma3", "kimi_k2", "minimax_m3_vl", "phi4mm", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"}
 OTHERS |= {"step3p7"}
@@ -178,7 +172,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "umt5": {"max_position_embeddings": 512, "decoder_start_token_id": None},
     "t5": {"max_position_embeddings": 512},
 }
-KEYS = {key for setting in SETTINGS for key in keys_in(setting.key)} | {
+KEYS = {key for setting in SETTINGS for key in keys_of(setting.key)} | {
     "max_position_embeddings",
     "block_auto_adjust_ff_dim",
     "block_multiple_of",
@@ -190,21 +184,22 @@ KEYS = {key for setting in SETTINGS for key in keys_in(setting.key)} | {
 }
 
 
-def keys_of(architecture: Architecture) -> set[str]:
+def keys_read(architecture: Architecture) -> set[str]:
     """The keys that an architecture reads."""
-    expressions = [setting.key for setting in (architecture.norm, *architecture.settings)]
+    expressions: list[Size | None] = [setting.key for setting in (architecture.norm, *architecture.settings)]
     expressions += [size for cut in architecture.cuts.values() for size in (*cut.blocks, cut.times)]
     expressions += [
-        size for shape in (*architecture.shapes.values(), *architecture.reshaped.values()) for size in shape if size
+        size for shape in (*architecture.shapes.values(), *architecture.reshaped.values()) for size in shape
     ]
     expressions += [size for scaled in architecture.scaled.values() for size in scaled.blocks]
-    expressions += [architecture.rotated, architecture.period_key, architecture.first_position]
+    expressions += [architecture.rope.rotated if architecture.rope else None, architecture.first_position]
     expressions += [side for sides in architecture.equal for side in sides]
-    keys = {key for expression in expressions for key in keys_in(expression)} | architecture.values.keys()
-    factors = [by for scaled in architecture.scaled.values() for by in scaled.by]
-    keys |= {key.partition(".")[0] for by in factors for key in keys_in(by)}
-    others = (architecture.dense, *architecture.variants.values())
-    keys |= {key for other in others if other is not None for key in keys_of(other)}
+    keys = {key for size in expressions if size for key in keys_of(size)} | architecture.values.keys()
+    for factor in (by for scaled in architecture.scaled.values() for by in scaled.by):
+        if isinstance(factor, str):
+            keys.add(factor)
+        else:
+            factor(lambda key, place=0: keys.add(key) or 1.0)
     return keys | (set() if architecture.windows is None else {"sliding_window"})
 
 
@@ -219,7 +214,8 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
     architecture = ARCHITECTURES[model_type]
     expected = {
         key: next((values[name] for name in (key, *OTHER_NAMES.get(key, ())) if values.get(name) is not None), None)
-        for key in KEYS | keys_of(architecture)
+        for of in (architecture, *MODELS[model_type].variants)
+        for key in KEYS | keys_read(of)
     }
     expected |= FIXED.get(model_type, {})
     # tests/checkpoint/test_positions.py compares these
@@ -229,7 +225,7 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
 
 
 def test_every_architecture_is_one_of_the_package() -> None:
-    variants = [other for architecture in ARCHITECTURES.values() for other in architecture.variants.values()]
+    variants = [other for model in MODELS.values() for other in model.variants]
     for architecture in (*ARCHITECTURES.values(), *variants):
         assert architecture.name in gguf.MODEL_ARCH.__members__
         for setting in (architecture.norm, *architecture.settings):

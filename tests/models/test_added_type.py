@@ -17,9 +17,9 @@ from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import ExportError
 from pqweights.kernels.groups import BEST, GroupRule
-from pqweights.models import llama_cpp
 from pqweights.models.conventions import FUSED, FusedLayer
 from pqweights.models.description import ModelDescription
+from pqweights.models.llama_cpp import QKV, SILU_ONLY, Architecture
 from pqweights.models.table import MODELS
 from pqweights.models.traits import Trait
 from pqweights.planning.recipe import load_recipe
@@ -36,7 +36,7 @@ MODULES = {
     "hop.open": "mlp.gate_proj", "hop.wide": "mlp.up_proj", "hop.narrow": "mlp.down_proj",
 }  # fmt: skip
 ROW = ModelDescription(
-    llama_cpp=replace(llama_cpp.QWEN3, modules=MODULES),
+    llama_cpp=Architecture(name="QWEN3", modules=MODULES, biases=QKV, values=SILU_ONLY),
     roles={"sieve": "router", "board": "embedding", "ask|offer|tell|blend": "attention"},
     fused=(*FUSED, FusedLayer("ask|offer|tell", "mixed"), FusedLayer("open|wide", "hopped")),
     defaults={"num_key_value_heads": 1, "use_sliding_window": False},

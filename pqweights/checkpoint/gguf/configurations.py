@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -18,16 +18,24 @@ import numpy as np
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents, MetadataList
 from pqweights.checkpoint.gguf.model import add_hyper_parameters, architecture_name
-from pqweights.checkpoint.gguf.restated import name_deepseek_v4, name_kimi_linear, name_step
 from pqweights.checkpoint.gguf.rope import Factors, add_rope, read_rope, rope_parameters
-from pqweights.checkpoint.gguf.settings import MOST_OF_ANY, Settings, settings_of
+from pqweights.checkpoint.gguf.settings import settings_of
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.errors import ExportError
 from pqweights.models import described
 from pqweights.models.description import ModelDescription, stated_or_default
-from pqweights.models.llama_cpp import FULL, LAYERS, LINEAR_ATTENTION, RMS, SLIDING, Architecture, Setting
-from pqweights.models.llama_cpp_names import CLASSES, MLP_TYPES, NATIVE_KEYS, PRESENT
+from pqweights.models.llama_cpp import (
+    FULL,
+    LINEAR_ATTENTION,
+    RMS,
+    SLIDING,
+    Architecture,
+    Setting,
+    Size,
+    keys_of,
+)
 from pqweights.models.rotary import NEW_KEYS_ALONE, WITHOUT
+from pqweights.models.settings import MOST_OF_ANY, Settings
 
 # What llama.cpp assumes of keys that a file lacks is put in their place first; these may stay away.
 ASSUMED = ("key_length", "value_length", "head_count_kv", "decoder_block_count", "token_type_count")
@@ -51,7 +59,7 @@ MOST_SCORES = 1 << 16
 # Tensors that say what kind of layer it is, the first ones first.
 KINDS = {
     "ssm_f_a.weight": LINEAR_ATTENTION, "indexer.attn_k.weight": "indexed_attention",
-    "indexer.q_proj.weight": "minimax_m3_sparse", "attn_k.weight": FULL, "ssm_in.weight": LINEAR_ATTENTION,
+    "indexer.q_proj.weight": "minimax_m3_sparse", "attn_k.weight": FULL, "ssm_out.weight": LINEAR_ATTENTION,
     "shortconv.in_proj.weight": "conv", "ffn_gate_inp.weight": "moe", "ffn_up.weight": "mlp",
 }  # fmt: skip
 DTYPES = {"F16": "float16", "F32": "float32"}
@@ -65,11 +73,10 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
     Raises ExportError, which names the key, for what no configuration of this type says.
     """
     model = described(model_type)
-    architecture, _ = _architectures(contents, model)
+    architecture, usual = _architectures(contents, model)
     values: dict[str, Any] = {"model_type": model_type}
-    if architecture.dense is not None and not _value(contents, "expert_count"):
-        architecture = architecture.dense
-        values |= {"num_experts": 0} if "num_experts" in model.defaults else {}
+    if usual.counts_experts and not architecture.counts_experts:
+        values["num_experts"] = 0
     values |= _multipliers(architecture)
     _solve_settings(contents, architecture, values)
     layers = values.get("block_count")
@@ -88,10 +95,11 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
     _state_windows(contents, architecture, values)
     _state_layers(contents, architecture, values)
     _state_optional(architecture, model, values)
-    missing = [key for key in architecture.rotated.split(" + ") if not isinstance(values.get(key), int)]
-    if missing or (rotated := _computed(architecture.rotated, values)) < 1:
-        raise ExportError(f"the file does not say a positive number as {' + '.join(missing) or architecture.rotated}")
-    if architecture.rotated.startswith("qk_"):  # of latent attention
+    size = "head_dim" if architecture.rope is None else architecture.rope.rotated
+    unstated = [key for key in keys_of(size) if not isinstance(values.get(key), int)]
+    if unstated or (rotated := _computed(size, values)) < 1:
+        raise _unstated(f"a positive number as {' + '.join(unstated or keys_of(size))}")
+    if all(key.startswith("qk_") for key in keys_of(size)):  # of latent attention
         values["head_dim"] = int(rotated)
     if model_type not in WITHOUT:
         values |= read_rope(
@@ -106,22 +114,18 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
     for key, taken in architecture.values.items():
         if stated_or_default(values, model, key) not in taken:
             values[key] = next(value for value in taken if value is not None)
-    if model.defaults.get("query_pre_attn_scalar") is not None:
-        of_27b = values["num_hidden_layers"] == architecture.layers_of_27b
-        values["query_pre_attn_scalar"] = (
-            values["hidden_size"] // values["num_attention_heads"] if of_27b else values["head_dim"]
-        )
-    if "head_dim" not in model.defaults and (_is_usual(values) or architecture.rotated != "head_dim"):
+    if "head_dim" not in model.defaults and (_is_usual(values) or size != "head_dim"):
         del values["head_dim"]
     return _named(contents, values)
 
 
 def _architectures(contents: GgufContents, model: ModelDescription) -> tuple[Architecture, Architecture]:
-    """Return how llama.cpp runs the model of a file, and how others of its type."""
-    usual = model.llama_cpp
+    """Return how llama.cpp runs the model of a file, and how most of its type."""
+    usual, has_experts = model.llama_cpp, bool(_value(contents, "expert_count"))
     assert usual is not None
-    fitting = [of for of in usual.variants.values() if architecture_name(of) == contents.architecture]
-    return next((of for of in fitting if of.pooling in ("", pooling_of(contents))), usual), usual
+    fitting = [of for of in model.variants if architecture_name(of) == contents.architecture]
+    fitting = [of for of in fitting if of.pooling in ("", pooling_of(contents)) and of.counts_experts == has_experts]
+    return next(iter(fitting), usual), usual
 
 
 def pooling_of(contents: GgufContents) -> str | None:
@@ -136,9 +140,13 @@ def pooling_of(contents: GgufContents) -> str | None:
 def _multipliers(architecture: Architecture) -> dict[str, Any]:
     """Return the multipliers of a model whose weights are multiplied already: 1."""
     values: dict[str, Any] = {}
-    for key in (key for scaled in architecture.scaled.values() for by in scaled.by for key in by.split(" * ")):
-        name, listed, place = key.partition(".")
-        values[name] = [1.0] * max(1 + int(place), len(values.get(name, ()))) if listed else 1.0
+
+    def read(key: str, place: int | None = None) -> float:
+        values[key] = 1.0 if place is None else [1.0] * max(1 + place, len(values.get(key, ())))
+        return 1.0
+
+    for factor in (factor for scaled in architecture.scaled.values() for factor in scaled.by):
+        read(factor) if isinstance(factor, str) else factor(read)
     return values
 
 
@@ -168,8 +176,8 @@ def _number(contents: GgufContents, key: str, *, real: bool = True) -> Any:
     return value
 
 
-def _unstated(contents: GgufContents, key: str) -> ExportError:
-    return ExportError(f"the file does not say {key}")
+def _unstated(what: str) -> ExportError:
+    return ExportError(f"the file does not say {what}")
 
 
 def _scalar(contents: GgufContents, key: str, *, real: bool = True) -> Any:
@@ -202,24 +210,22 @@ def _solve_settings(contents: GgufContents, architecture: Architecture, values: 
     for _ in range(3):  # an expression may need keys that a later one states
         for of, value in known:
             if of.truth:
-                key, equals, text = of.key.partition(" = ")
-                if not equals or value:
-                    values[key] = text if equals else bool(value)
+                values[of.name] = bool(value)
             elif of.zero and of.real and not value:
-                values[of.key] = None
+                values[of.name] = None
             elif isinstance(value, list) and not of.listed:
                 _solve_list(contents, of, value, values)
             elif of.listed:
-                values[of.key] = value
+                values[of.name] = value
             else:
                 _solve(of.key, value, values)
     for of, key, value in read:
         if value is not None:
             continue
         if of.parameter == "leading_dense_block_count":
-            values[of.key] = _leading_dense(contents)
+            values[of.name] = _leading_dense(contents)
         elif not (of.optional or of.zero or of.parameter in ASSUMED) and not _are_known(of.key, values):
-            raise _unstated(contents, f"{contents.architecture}.{key}")
+            raise _unstated(f"{contents.architecture}.{key}")
 
 
 def _leading_dense(contents: GgufContents) -> int:
@@ -255,42 +261,27 @@ def _shortest(value: Any) -> Any:
     return float(str(np.float32(value))) if in_range else value
 
 
-def _names(expression: str) -> list[str]:
-    return [name for term in expression.split(" + ") for part in term.split(" / ") for name in part.split(" * ")]
+def _are_known(size: Size, values: Mapping[str, Any]) -> bool:
+    """Whether other hyper-parameters say what the keys of a number are."""
+    return all(values.get(key) is not None for key in keys_of(size))
 
 
-def _are_known(expression: str, values: Mapping[str, Any]) -> bool:
-    """Whether other hyper-parameters say what the keys of an expression are."""
-    return all(name.isdigit() or values.get(name) is not None for name in _names(expression))
+def _solve(size: Size, result: Any, values: dict[str, Any]) -> None:
+    """State the only key of a number that is not known yet; the number is a polynomial of first degree in it."""
+    unknown = {key for key in keys_of(size) if key not in values}
+    if isinstance(size, str):
+        values.setdefault(size, result)
+    elif len(unknown) == 1:
+        (key,) = unknown
+        least, next_one = (_computed(size, {**values, key: number}) for number in (0, 1))
+        if next_one != least and (found := (result - least) / (next_one - least)).denominator == 1:
+            values[key] = int(found)
 
 
-def _solve(expression: str, result: Any, values: dict[str, Any]) -> None:
-    """State the only key of an expression, as in Setting.key, that is not known yet."""
-    names = _names(expression)
-    unknown = [name for name in names if not name.isdigit() and name not in values]
-    if names == unknown == [expression]:
-        values[expression] = result
-    if len(names) == 1 or len(unknown) != 1 or f"/ {unknown[0]}" in expression:
-        return
-
-    def at(number: int) -> Fraction:
-        return _computed(expression, {**values, unknown[0]: number})
-
-    if (slope := at(1) - at(0)) and (found := (result - at(0)) / slope).denominator == 1:
-        values[unknown[0]] = int(found)
-
-
-def _computed(expression: str, values: Mapping[str, Any]) -> Fraction:
-    total = Fraction(0)
-    for term in expression.split(" + "):
-        product, *divisors = term.split(" / ")
-        value = Fraction(1)
-        for name in product.split(" * "):
-            value *= int(name) if name.isdigit() else values[name]
-        for name in (name for divisor in divisors for name in divisor.split(" * ")):
-            value /= int(name) if name.isdigit() else values[name]
-        total += value
-    return total
+def _computed(size: Size, values: Mapping[str, Any]) -> Fraction:
+    return Fraction(
+        values[size] if isinstance(size, str) else size if isinstance(size, int) else size(values.__getitem__)
+    )
 
 
 def _assume_sizes(contents: GgufContents, values: dict[str, Any]) -> None:
@@ -311,17 +302,16 @@ def _state_windows(contents: GgufContents, architecture: Architecture, values: d
     window, layers = _scalar(contents, "attention.sliding_window", real=False), values["num_hidden_layers"]
     if not window:
         if architecture.windows is not None:
-            values["sliding_window"] = None
-            values["layer_types"] = None if architecture.windows != LAYERS else [FULL] * layers
+            values |= {"sliding_window": None, "layer_types": [FULL] * layers}
         return
     values["sliding_window"] = window
-    if architecture.windows == LAYERS:
+    if (windows := architecture.windows) is not None:
         pattern = _number(contents, "attention.sliding_window_pattern", real=False)
-        pattern = pattern or architecture.first_period or architecture.window_period
+        pattern = pattern or windows.first_period or windows.period
         if not pattern:
-            raise _unstated(contents, f"{contents.architecture}.attention.sliding_window_pattern")
+            raise _unstated(f"{contents.architecture}.attention.sliding_window_pattern")
         if isinstance(pattern, int):
-            place = 0 if architecture.first_period else 1
+            place = 0 if windows.first_period else 1
             pattern = [(layer + place) % pattern != 0 for layer in range(layers)]
         values["layer_types"] = [SLIDING if windowed else FULL for windowed in pattern[:layers]]
 
@@ -329,7 +319,7 @@ def _state_windows(contents: GgufContents, architecture: Architecture, values: d
 def _state_layers(contents: GgufContents, architecture: Architecture, values: dict[str, Any]) -> None:
     """State the kinds of layers of models of which some have no attention, by their tensors."""
     kinds = architecture.layer_types - {FULL, SLIDING}
-    if architecture.period_key or not kinds or "chunked_attention" in kinds:  # which follow from a period
+    if not kinds or "chunked_attention" in kinds:  # which follow from a period
         return
     held: dict[int, set[str]] = {}
     for tensor in contents.tensors:
@@ -349,25 +339,26 @@ def _kind(held: set[str], architecture: Architecture) -> str:
 def _state_optional(architecture: Architecture, model: ModelDescription, values: dict[str, Any]) -> None:
     """State that the model does without what the file does not have, where the type has it by default."""
     for setting in architecture.settings:
-        if setting.optional and setting.key not in values and model.defaults.get(setting.key):
-            values[setting.key] = None
+        if setting.optional and setting.name not in values and model.defaults.get(setting.name):
+            values[setting.name] = None
 
 
 def _named(contents: GgufContents, values: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration by the names of transformers, with what its tensors and its tokenizer say."""
     model_type, held = values["model_type"], {tensor.name: tensor for tensor in contents.tensors}
-    names = NATIVE_KEYS.get(model_type, {})
-    config = {names.get(key, key): value for key, value in values.items() if names.get(key, key)}
-    defaults = described(model_type).defaults
+    model = described(model_type)
+    called, defaults = model.names, model.defaults
+    assert called is not None
+    config = {called.keys.get(key, key): value for key, value in values.items() if called.keys.get(key, key)}
     config = {
         key: value
         for key, value in config.items()
         if value is not None or key == "sliding_window" or defaults.get(key) is not None
     }
-    architecture, usual = _architectures(contents, described(model_type))
+    architecture, usual = _architectures(contents, model)
     if not architecture.encoder:
         config["tie_word_embeddings"] = "output.weight" not in held
-    config |= {key: f"blk.0.{name}" in held for key, name in PRESENT.get(model_type, ())}
+    config |= {key: f"blk.0.{name}" in held for key, name in called.present}
     rows = {"token_embd": "vocab_size", "per_layer_token_embd": "vocab_size_per_layer_input"}
     for name, key in (rows | {"token_types": "type_vocab_size"}).items():
         embeddings = held.get(f"{name}.weight")
@@ -378,14 +369,10 @@ def _named(contents: GgufContents, values: dict[str, Any]) -> dict[str, Any]:
         config[f"{key}_token_id"] = number if number is not None and number < config.get("vocab_size", 0) else None
     if model_type in NEW_KEYS_ALONE and "rope_parameters" not in config:
         config["rope_parameters"] = _by_kind(config)
-    if model_type in MLP_TYPES:
-        dense, layers = config.get("first_k_dense_replace", 0), config["num_hidden_layers"]
-        config["mlp_layer_types"] = ["dense" if layer < dense else "sparse" for layer in range(layers)]
-    if (restate := _NATIVE.get(model_type)) is not None:
-        restate(config, held.keys())
+    model.publish(config, held.keys())
     matrices = {tensor.type for tensor in contents.tensors if len(tensor.shape) > 1}
     config["dtype"] = DTYPES.get(next(iter(matrices)), "bfloat16") if len(matrices) == 1 else "bfloat16"
-    named = CLASSES[model_type]
+    named = called.class_name
     if architecture is not usual:
         named = re.sub("(Model|For[A-Z].*)$", architecture.classes[0], named)
     if architecture.pooling:
@@ -412,70 +399,6 @@ def _by_kind(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         kind: {"rope_type": "default", "rope_theta": of, "partial_rotary_factor": share} for kind, of in bases.items()
     }
-
-
-def _name_jamba(config: dict[str, Any], held: Set[str]) -> None:
-    """State the kinds of layers by their periods. check_configuration finds others."""
-    types = config.pop("layer_types")
-    for name, of in (("attn", [kind.startswith(FULL) for kind in types]), ("expert", [" moe" in t for t in types])):
-        first = of.index(True) if True in of else len(of)
-        second = of.index(True, first + 1) if True in of[first + 1 :] else first + len(of)
-        config |= {f"{name}_layer_period": max(second - first, first + 1), f"{name}_layer_offset": first}
-
-
-def _name_gemma3n(config: dict[str, Any], held: Set[str]) -> None:
-    """State the layers of Gemma 3n with sparse activations, and those without keys and values of their own."""
-    layers = config["num_hidden_layers"]
-    config["num_kv_shared_layers"] = config.pop("shared_kv_layers", 0)
-    config["activation_sparsity_pattern"] = [0.95 if n < config["sparse_layers"] else 0.0 for n in range(layers)]
-    for key in ("own_layers", "sparse_layers"):
-        del config[key]
-
-
-def _name_gemma4(config: dict[str, Any], held: Set[str]) -> None:
-    """State what follows from the widths of layers."""
-    config["use_double_wide_mlp"] = config.pop("mlp_widening", 1) == 2
-    keys = {name for name in held if name.endswith(".attn_k.weight")}
-    config["attention_k_eq_v"] = any(name.replace("attn_k", "attn_v") not in held for name in keys)
-    config["enable_moe_block"] = bool(config.get("num_experts"))
-    config.setdefault("vocab_size_per_layer_input", config["vocab_size"])
-
-
-def _name_nemotron_h(config: dict[str, Any], held: Set[str]) -> None:
-    config["layers_block_type"] = config.pop("layer_types")
-
-
-def _name_lfm2(config: dict[str, Any], held: Set[str]) -> None:
-    """The file states the width that the model has computed."""
-    config["block_auto_adjust_ff_dim"] = False
-
-
-def _name_nomic(config: dict[str, Any], held: Set[str]) -> None:
-    """Its configuration takes a number only."""
-    if config["pad_token_id"] is None:
-        del config["pad_token_id"]
-
-
-def _name_t5(config: dict[str, Any], held: Set[str]) -> None:
-    """State whether there are gates and a decoder, and that what goes into the head is not scaled: the norm is."""
-    config["feed_forward_proj"] = "gated-gelu" if "enc.blk.0.ffn_gate.weight" in held else "relu"
-    if config["model_type"] == "t5":
-        config |= {"is_encoder_decoder": "dec.output_norm.weight" in held, "scale_decoder_outputs": False}
-
-
-# How types state what follows from others, or from the names of the tensors in the file.
-_NATIVE: dict[str, Callable[[dict[str, Any], Set[str]], None]] = {
-    "jamba": _name_jamba,
-    "gemma3n_text": _name_gemma3n,
-    "gemma4_text": _name_gemma4,
-    "nemotron_h": _name_nemotron_h,
-    "lfm2": _name_lfm2,
-    "nomic_bert": _name_nomic,
-    **dict.fromkeys(("t5", "umt5"), _name_t5),
-    "kimi_linear": name_kimi_linear,
-    "deepseek_v4": name_deepseek_v4,
-    "step3p5": name_step,
-}
 
 
 def check_configuration(
@@ -562,7 +485,7 @@ def _assumed(key: str, said: Any, settings: Settings, contents: GgufContents) ->
         return settings.number("num_key_value_heads") == settings.number("num_attention_heads")
     if key == "rope.scaling.type":
         return bool(said == "longrope")  # as its factors say
-    own = (of for of in settings_of(settings.architecture) if not (of.optional or of.zero or of.key.isdigit()))
+    own = (of for of in settings_of(settings.architecture) if not (of.optional or of.zero or isinstance(of.key, int)))
     return (
         key in MAY_BE_MISSING
         or key == "leading_dense_block_count"

@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.gguf.drafts import name_behind
 from pqweights.checkpoint.gguf.regrouped import of_layer, rows_of_parts
-from pqweights.checkpoint.gguf.restated import first_class
-from pqweights.checkpoint.gguf.settings import Settings, unused_positions
+from pqweights.checkpoint.gguf.settings import unused_positions
 from pqweights.checkpoint.gguf.tensors import NUMBERS, known_name, tensor_in_file
 from pqweights.checkpoint.gguf.views import (
     ConstantTensor,
@@ -37,8 +36,8 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.errors import SourceError
 from pqweights.models.conventions import LAYER, STACKED_EXPERTS
-from pqweights.models.llama_cpp import Cut
-from pqweights.models.llama_cpp_names import names_in_layers, names_of_drafts, names_outside
+from pqweights.models.llama_cpp import Cut, first_class
+from pqweights.models.settings import Settings
 from pqweights.models.traits import Trait
 
 
@@ -72,18 +71,16 @@ def absent_tensors(
     names: the TensorNameMap of the architecture
     drafts: how many layers of the file predict further tokens
     """
-    model_type, layers = settings.model_type, settings.number("num_hidden_layers")
-    every = [
-        *names_outside(model_type),
-        *names_in_layers(model_type, range(layers)),
-        *(names_of_drafts(model_type, range(layers, layers + drafts)) if drafts else ()),
-    ]
+    called, layers = settings.model.names, settings.number("num_hidden_layers")
+    assert called is not None
+    every = [*called.outside_layers(), *called.in_layers(range(layers))]
+    every += called.of_drafts(range(layers, layers + drafts)) if drafts else []
     if first_class(settings.values).endswith("Model"):  # which has no other model around it
         every = [re.sub(f"^{settings.architecture.prefix or 'model[.]'}", "", name) for name in every]
     # T5 calls the same matrix otherwise if it has gates.
     other = ".wi." if any(".ffn_gate." in name for name in shapes) else ".wi_1."
     for name in (name for name in every if other not in name):
-        behind = name_behind(name, layers, settings.architecture.folded_drafts) or name
+        behind = name_behind(name, layers, settings.architecture.drafts or {}) or name
         if "{}" not in name:
             if (shape := _shape_of(behind, shapes, settings, names)) and 0 not in shape:
                 yield AbsentTensor(name=name, shape=shape)

@@ -18,14 +18,7 @@ from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.pooling import add_pooling, dense_tensors, pooling_notes, read_pooling
 from pqweights.checkpoint.gguf.rope import add_rope, own_betas, rope_parameters
-from pqweights.checkpoint.gguf.settings import (
-    Settings,
-    ignored_window,
-    read_settings,
-    settings_of,
-    value_of,
-    windowed_layers,
-)
+from pqweights.checkpoint.gguf.settings import ignored_window, read_settings, settings_of, value_of
 from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
 from pqweights.checkpoint.gguf.tokens import Vocabulary
 from pqweights.checkpoint.gguf.towers import gguf_tower
@@ -36,7 +29,8 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.views import sources_of
 from pqweights.errors import ExportError
-from pqweights.models.llama_cpp import SLIDING, Architecture
+from pqweights.models.llama_cpp import Architecture
+from pqweights.models.settings import Settings, windowed_layers
 
 TEMPLATES = "tokenizer.chat_template"
 # What llama.cpp assumes unless a file says otherwise.
@@ -182,14 +176,7 @@ def _notes(
     if parameters["rope_type"] == "yarn" and (betas := own_betas(settings, parameters)):
         asked = " ".join(f"--yarn-{key.replace('_', '-')} {value:g}" for key, value in betas.items())
         yield f"llama.cpp computes the YaRN of this model only if it is told: run it with {asked}"
-    if settings.architecture.chosen:
-        chosen = settings.number(settings.architecture.chosen)
-        by_flash = settings.architecture.chosen_by_flash
-        yield (
-            f"llama.cpp computes what transformers does for texts of at most {chosen} tokens: of longer ones each "
-            "layer attends to as many, and llama.cpp compares the scores by which they are chosen in half precision"
-            f"{', or attends to all without flash attention' if by_flash else ''}"
-        )
+    yield from (note(settings) for note in settings.architecture.notes)
     yield from pooling_notes(read_pooling(storage), settings)
     for texts in () if vocabulary is None else vocabulary.differs:
         yield f"llama.cpp makes other tokens than the tokenizer of {texts}"
@@ -235,9 +222,10 @@ def add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[Logical
     """Write the shape of the model."""
     architecture = settings.architecture
     for setting in settings_of(architecture):
-        if setting.zero and not settings.get(setting.key):
+        absent = (setting.zero or setting.optional) and not settings.get(setting.name)
+        if setting.zero and absent:
             _add(writer, setting.parameter, 0)
-        elif not setting.optional or settings.get(setting.key):
+        elif not absent:
             _add(writer, setting.parameter, value_of(setting, settings))
     if architecture.encoder:
         writer.add_causal_attention(False)
@@ -245,16 +233,14 @@ def add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[Logical
     writer.add_vocab_size(_rows(tensors))
     if settings.draft_layers:
         writer.add_nextn_predict_layers(settings.draft_layers)
-    layers = windowed_layers(settings) + [architecture.draft_type == SLIDING] * settings.draft_layers
-    if any(layers):
+    layers, windows = windowed_layers(settings), architecture.windows
+    layers += [bool(settings.get("draft_layer_types"))] * settings.draft_layers
+    if windows is not None and any(layers):
         writer.add_sliding_window(settings.number("sliding_window"))
-        period = architecture.window_period
-        if architecture.window_listed or layers != [(layer + 1) % period != 0 for layer in range(len(layers))]:
+        if windows.listed or layers != [(layer + 1) % windows.period != 0 for layer in range(len(layers))]:
             writer.add_sliding_window_pattern(layers)
-    elif architecture.forced_window:
-        writer.add_sliding_window(settings.number("max_position_embeddings"))
-    elif architecture.stated_window:
-        writer.add_sliding_window(0)
+    elif architecture.no_window is not None:
+        writer.add_sliding_window(settings.number(architecture.no_window))
 
 
 def _add(writer: Any, parameter: str, value: Any) -> None:

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.settings import Settings
 from pqweights.checkpoint.gguf.tokens import read_json
 from pqweights.checkpoint.header import TensorSpec, encode_header
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
@@ -23,6 +22,7 @@ from pqweights.checkpoint.source import read_header
 from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.common.strict_json import parse_json
 from pqweights.errors import ExportError, SourceError
+from pqweights.models.settings import Settings
 
 MODULES = "modules.json"
 # By the key of a module's configuration that is true, in earlier versions, and by the value of pooling_mode since.

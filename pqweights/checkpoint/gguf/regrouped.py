@@ -14,13 +14,13 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from pqweights.checkpoint.gguf.settings import Settings
 from pqweights.checkpoint.gguf.views import ReorderedTensor
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.errors import ExportError
 from pqweights.models.conventions import LAYER, OF_ALTUP, OF_EXPERT, STACKED_EXPERTS
-from pqweights.models.llama_cpp import Architecture, Cut, Tiled
+from pqweights.models.llama_cpp import ALTERNATING, JOINED, Architecture, Cut, Tiled
+from pqweights.models.settings import Settings
 from pqweights.models.traits import Trait
 
 T = TypeVar("T")
@@ -135,9 +135,9 @@ def rows_of_parts(down: bool, outputs: int, architecture: Architecture) -> list[
     """Return the matrices in one of a stack, each with its rows."""
     if down:
         return [("down_proj", range(outputs))]
-    if architecture.joined_experts:
+    if architecture.gate_and_up == JOINED:
         return [("gate_up_proj", range(outputs))]
-    if architecture.alternating:
+    if architecture.gate_and_up == ALTERNATING:
         return [("gate_proj", range(0, outputs, 2)), ("up_proj", range(1, outputs, 2))]
     return [("gate_proj", range(outputs // 2)), ("up_proj", range(outputs // 2, outputs))]
 
@@ -176,8 +176,7 @@ def rows_from(first: int, matrix: LogicalTensor) -> MovedTensor:
 def with_tiled_heads(name: str, tensor: LogicalTensor, tiled: Tiled, settings: Settings) -> LogicalTensor:
     """The tensor with the first value head of each group before the second ones."""
     groups, heads = settings.number("linear_num_key_heads"), settings.number("linear_num_value_heads")
-    size = settings.number(tiled.size)
-    before = settings.number(tiled.before) if tiled.before != "0" else 0
+    size, before = settings.number(tiled.size), settings.number(tiled.before)
     along = tensor.shape[-1] if tiled.columns or len(tensor.shape) == 1 else tensor.shape[0]
     if heads % groups or along != before + heads * size:
         raise ExportError(

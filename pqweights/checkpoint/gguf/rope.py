@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.settings import Settings, is_positive, windowed_layers
 from pqweights.checkpoint.positions import attention_factor, llama3_divisors, yarn_scale
 from pqweights.errors import ExportError
-from pqweights.models.llama_cpp import FULL, LAYERS, SLIDING, Architecture
+from pqweights.models.llama_cpp import FULL, SLIDING, Architecture, Rope
 from pqweights.models.rotary import DEFAULT_BASE
+from pqweights.models.settings import Settings, is_positive, windowed_layers
 
 # The numbers of rotations between which llama.cpp turns from interpolation to extrapolation, unless it is told others.
 YARN_BETAS = {"beta_fast": 32, "beta_slow": 1}
@@ -46,28 +46,29 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
 
     Raises ExportError for a kind that llama.cpp does not compute for this model.
     """
-    if not settings.architecture.rope:
+    rope = settings.architecture.rope
+    if rope is None:
         return {}
     parameters = rope_parameters(settings)
     rope_type = parameters["rope_type"]
-    if rope_type not in settings.architecture.rope:
-        taken = ", ".join(sorted(settings.architecture.rope))
+    if rope_type not in rope.kinds:
+        taken = ", ".join(sorted(rope.kinds))
         raise settings.refusal(f"llama.cpp computes it with rope_type {taken} only, found {rope_type!r}")
-    whole = settings.number(settings.architecture.rotated)
+    whole = settings.number(rope.rotated)
     rotated = int(whole * _number(settings, parameters, "partial_rotary_factor"))
     if whole % 2 or rotated % 2 or rotated < 2:
         raise settings.refusal(f"expected an even number of rotated channels, found {rotated} of {whole}")
     if rope_type == "proportional":  # of Gemma 4: frequencies are those of whole heads, and the last ones are 0
         factors = np.where(np.arange(whole // 2) < rotated // 2, 1, 1e30).astype(np.float32)
         rotated = whole
-    if settings.architecture.half_rotated:
+    if rope.half_rotated:
         _check_halves(settings, parameters)
-    elif rotated != whole and not settings.architecture.partial_rope:
+    elif rotated != whole and not rope.partial:
         raise settings.refusal(
             f"llama.cpp rotates whole heads, and partial_rotary_factor is {parameters['partial_rotary_factor']}"
         )
-    writer.add_rope_dimension_count(whole if settings.architecture.half_rotated else rotated)
-    sections = parameters.get("mrope_section") or settings.architecture.rope_sections
+    writer.add_rope_dimension_count(whole if rope.half_rotated else rotated)
+    sections = parameters.get("mrope_section") or rope.sections
     if not isinstance(sections, list | tuple) or not all(isinstance(size, int) for size in sections):
         raise settings.refusal(f"expected a list of numbers as mrope_section, found {sections!r}")
     if sections:
@@ -79,19 +80,20 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
     writer.add_rope_freq_base(base)
     if any(windowed_layers(settings)):
         _add_windowed(settings, writer)
-    _add_temperature(settings, parameters, writer)
+    if rope.temperature:
+        _add_temperature(settings, parameters, writer)
     if rope_type == "linear":
         writer.add_rope_scaling_type(gguf_package().RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(_number(settings, parameters, "factor"))
     elif rope_type == "yarn":
-        _add_yarn(settings, parameters, writer)
+        _add_yarn(settings, parameters, rope, writer)
     elif rope_type == "longrope":
         return _add_longrope(settings, parameters, writer, rotated=rotated)
     elif rope_type == "proportional":
         writer.add_rope_dimension_count_swa(settings.number("head_dim"))
         return {"rope_freqs.weight": factors}
     elif rope_type == "llama3":
-        factors = np.ones(whole // 2 if settings.architecture.half_rotated else rotated // 2, dtype=np.float32)
+        factors = np.ones(whole // 2 if rope.half_rotated else rotated // 2, dtype=np.float32)
         factors[: rotated // 2] = _llama3_factors(settings, parameters, rotated)
         return {"rope_freqs.weight": factors}
     return {}
@@ -108,24 +110,25 @@ def read_rope(
 
     Raises ExportError for a kind that add_rope does not write.
     """
-    if not architecture.rope:
+    rope, windows = architecture.rope, architecture.windows
+    if rope is None:
         return {}
     base, local, whole = value("rope.freq_base") or DEFAULT_BASE, value("rope.freq_base_swa"), known["rotated"]
     stated: dict[str, Any] = {"rope_theta": base}
     rotated = value("rope.dimension_count") or whole
     if rotated > whole or rotated % 2:
         raise ExportError(f"rope.dimension_count: expected an even number of at most {whole}, found {rotated}")
-    if architecture.half_rotated:
+    if rope.half_rotated:
         rotated //= 2
     elif rotated != whole:
         stated["partial_rotary_factor"] = rotated / whole
-    if local is not None and architecture.windows == LAYERS and architecture.window_base:
+    if local is not None and windows is not None and windows.own_base:
         stated["rope_local_base_freq"] = local
     kind = str(value("rope.scaling.type") or "none")
-    if kind == "none" and "longrope" in architecture.rope and "rope_factors_long.weight" in factors:
+    if kind == "none" and "longrope" in rope.kinds and "rope_factors_long.weight" in factors:
         kind = "longrope"
     scaled: dict[str, Any] = {"rope_type": kind}
-    if "rope_freqs.weight" in factors and "proportional" in architecture.rope:
+    if "rope_freqs.weight" in factors and "proportional" in rope.kinds:
         share = float(np.count_nonzero(factors["rope_freqs.weight"] == 1) * 2 / whole)
         full = {"rope_type": "proportional", "partial_rotary_factor": share, "rope_theta": base}
         return {"rope_parameters": {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local or base}}}
@@ -152,16 +155,16 @@ def read_rope(
             stated["original_max_position_embeddings"] = original
         else:
             scaled["original_max_position_embeddings"] = original
-            if architecture.rounds_yarn:
+            if rope.rounds_yarn:
                 scaled["truncate"] = False
-            if architecture.yarn_scales_attention and (mscale := value("rope.scaling.yarn_log_multiplier")) is not None:
+            if rope.yarn_scales_attention and (mscale := value("rope.scaling.yarn_log_multiplier")) is not None:
                 scaled |= dict.fromkeys(("mscale", "mscale_all_dim"), _times(mscale, 10.0))
             attention = attention and _times(attention, yarn_scale(scaled["factor"], 1.0))
         scaled |= {} if attention is None else {"attention_factor": attention}
-    if architecture.temperature and (beta := value("attention.temperature_scale")) is not None:
+    if rope.temperature and (beta := value("attention.temperature_scale")) is not None:
         length = value("rope.scaling.original_context_length") or value("attention.temperature_length")
         scaled |= {"llama_4_scaling_beta": beta, "original_max_position_embeddings": length}
-    elif architecture.temperature and kind == "yarn":
+    elif rope.temperature and kind == "yarn":
         scaled["llama_4_scaling_beta"] = 0.0  # its class takes no model without it
     return stated if scaled == {"rope_type": "none"} else stated | {"rope_scaling": scaled}
 
@@ -231,14 +234,15 @@ def _optional(settings: Settings, parameters: Mapping[str, Any], key: str) -> fl
 
 def _add_windowed(settings: Settings, writer: Any) -> None:
     """The embeddings of layers with a sliding window, which are never scaled."""
-    parameters = rope_parameters(settings, SLIDING)
-    if parameters["rope_type"] != "default" and not settings.architecture.window_scaled:
+    parameters, windows = rope_parameters(settings, SLIDING), settings.architecture.windows
+    assert windows is not None
+    if parameters["rope_type"] != "default" and not windows.scaled:
         raise settings.refusal(
             f"llama.cpp computes its sliding windows with rope_type default only, found {parameters['rope_type']!r}"
         )
     local = _number(settings, parameters, "rope_theta")
     base = rope_parameters(settings)["rope_theta"]
-    if local != base and not settings.architecture.window_base:
+    if local != base and not windows.own_base:
         raise settings.refusal(
             f"llama.cpp computes all its layers with the rope_theta {base}, and {SLIDING} has {local}"
         )
@@ -248,7 +252,7 @@ def _add_windowed(settings: Settings, writer: Any) -> None:
 def _add_temperature(settings: Settings, parameters: Mapping[str, Any], writer: Any) -> None:
     """What queries are multiplied by beyond each multiple of the original length, whatever the kind is."""
     beta = _optional(settings, parameters, "llama_4_scaling_beta")
-    if beta is not None and settings.architecture.temperature:
+    if beta is not None:
         original = int(_number(settings, parameters, "original_max_position_embeddings"))
         writer.add_attn_temperature_scale(beta)
         writer.add_attn_temperature_length(original)
@@ -256,11 +260,11 @@ def _add_temperature(settings: Settings, parameters: Mapping[str, Any], writer: 
             writer.add_rope_scaling_orig_ctx_len(original)
 
 
-def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) -> None:
+def _add_yarn(settings: Settings, parameters: Mapping[str, Any], rope: Rope, writer: Any) -> None:
     """YaRN (arXiv:2309.00071). llama.cpp multiplies the attention's factor by its own default."""
     for key, value in own_betas(settings, parameters).items():
         getattr(writer, f"add_rope_scaling_yarn_{key}")(value)
-    if parameters.get("truncate") is False and not settings.architecture.rounds_yarn:
+    if parameters.get("truncate") is False and not rope.rounds_yarn:
         raise settings.refusal("llama.cpp rounds the bounds of YaRN, and truncate is false")
     factor = _number(settings, parameters, "factor")
     writer.add_rope_scaling_type(gguf_package().RopeScalingType.YARN)
@@ -268,8 +272,8 @@ def _add_yarn(settings: Settings, parameters: Mapping[str, Any], writer: Any) ->
     writer.add_rope_scaling_orig_ctx_len(int(_number(settings, parameters, "original_max_position_embeddings")))
     attention = _optional(settings, parameters, "attention_factor")
     own, every = (_optional(settings, parameters, key) for key in ("mscale", "mscale_all_dim"))
-    if settings.architecture.yarn_scales_attention:
-        only = settings.architecture.yarn_mscale
+    if rope.yarn_scales_attention:
+        only = rope.yarn_mscale
         if attention is not None or own is None or own != every or own != (only or own):
             asked = f"mscale and mscale_all_dim {only}" if only else "equal mscale and mscale_all_dim"
             raise settings.refusal(f"llama.cpp computes its YaRN with {asked} only, found {own} and {every}")

@@ -29,7 +29,7 @@ from pqweights.checkpoint.gguf.mixes import INTEGERS
 from pqweights.checkpoint.gguf.model import architecture_name
 from pqweights.checkpoint.gguf.pooling import DENSE, MODULES, RANK, computes_dense, module_files
 from pqweights.checkpoint.gguf.rope import Factors, add_rope
-from pqweights.checkpoint.gguf.settings import Settings, read_settings, unused_positions
+from pqweights.checkpoint.gguf.settings import read_settings, unused_positions
 from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
 from pqweights.checkpoint.gguf.tokenizer_files import tokenizer_files
 from pqweights.checkpoint.gguf.tokens import FAST
@@ -47,12 +47,16 @@ from pqweights.errors import ExportError, SourceError
 from pqweights.kernels.gguf_encoding import decode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.workers import scratch
-from pqweights.models import described
-from pqweights.models.llama_cpp import Architecture
-from pqweights.models.llama_cpp_names import CLASSES, OF_IMAGES, ROBERTAS, TEXT_PARTS
+from pqweights.models.description import ModelDescription
+from pqweights.models.llama_cpp import JOINED
+from pqweights.models.qwen import OF_IMAGES, TEXT_PARTS
+from pqweights.models.settings import Settings
+from pqweights.models.table import MODELS
 
 # The types of models whose files are read: those whose tensors have these names.
-MODEL_TYPES = (*CLASSES, *ROBERTAS, "mistral", "mt5")
+MODEL_TYPES = tuple(name for name, row in MODELS.items() if row.names is not None)
+# Those that files alone are read as.
+ALONE = {name: row for name, row in MODELS.items() if row.names is not None and row.names.class_name}
 PLAIN = (*FLOAT_DTYPES, INTEGERS)
 # Types that compute what others of their architecture do, by the way to split text that they alone have.
 TOLD_BY_TOKENIZER = {"glm4": "glm4_moe_lite"}
@@ -202,11 +206,11 @@ def _modules(storage: Storage, contents: GgufContents) -> dict[str, bytes]:
 
 def _configuration(storage: Storage, contents: GgufContents) -> dict[str, Any]:
     """Return the config.json that the metadata state, as the first type of the architecture that has all of them."""
-    names = [name for name in CLASSES if contents.architecture in _labels(_architecture(name))]
+    names = [name for name, model in ALONE.items() if contents.architecture in _labels(model)]
     if contents.number(f"{contents.architecture}.expert_count"):
-        names = [name for name in names if any(of.parameter == "expert_count" for of in _architecture(name).settings)]
+        names = [name for name in names if (of := ALONE[name].llama_cpp) is not None and of.counts_experts]
     if not names:
-        known = ", ".join(sorted({label for name in CLASSES for label in _labels(_architecture(name))}))
+        known = ", ".join(sorted({label for model in ALONE.values() for label in _labels(model)}))
         raise SourceError(
             f"{contents.path}: general.architecture is {contents.architecture!r:.40}; {known} can be read: put "
             f"{CONFIG_FILE} of {_original(contents)} beside it, or give the original"
@@ -229,16 +233,9 @@ def _configuration(storage: Storage, contents: GgufContents) -> dict[str, Any]:
     raise _refused(contents, refused[0], f"not read as a model of type {names[0]}") from None
 
 
-def _labels(architecture: Architecture) -> set[str]:
-    """Return what files call an architecture, and those that other models of its type have."""
-    every = (architecture, architecture.dense, *architecture.variants.values())
-    return {architecture_name(of) for of in every if of is not None}
-
-
-def _architecture(model_type: str) -> Architecture:
-    architecture = described(model_type).llama_cpp
-    assert architecture is not None
-    return architecture
+def _labels(model: ModelDescription) -> set[str]:
+    """Return what files call the architectures of a type of model."""
+    return {architecture_name(of) for of in (model.llama_cpp, *model.variants) if of is not None}
 
 
 def _refused(contents: GgufContents, error: ExportError, what: str) -> SourceError:
@@ -337,7 +334,7 @@ def _views(contents: GgufContents, config: dict[str, Any]) -> tuple[Settings, di
         raise ExportError(f"it has the architecture {architecture}, and the file has {contents.architecture!r}")
     shapes = {tensor.name: tensor.shape for tensor in contents.tensors}
     if any(name.endswith(".ffn_gate_up_exps.weight") for name in shapes):  # of newer files of any architecture
-        settings = replace(settings, architecture=replace(settings.architecture, joined_experts=True))
+        settings = replace(settings, architecture=replace(settings.architecture, gate_and_up=JOINED))
     drafts = sum(name.endswith(".nextn.eh_proj.weight") for name in shapes)
     layers = settings.number("num_hidden_layers") + drafts
     names = package.get_tensor_name_map(package.MODEL_ARCH[settings.architecture.name], layers)

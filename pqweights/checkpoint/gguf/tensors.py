@@ -25,7 +25,7 @@ from pqweights.checkpoint.gguf.regrouped import (
     with_tiled_heads,
 )
 from pqweights.checkpoint.gguf.rope import Factors
-from pqweights.checkpoint.gguf.settings import Settings, layer_kinds, unused_positions
+from pqweights.checkpoint.gguf.settings import unused_positions
 from pqweights.checkpoint.gguf.views import (
     ConstantTensor,
     DecayTensor,
@@ -42,8 +42,9 @@ from pqweights.checkpoint.views import MovedTensor
 from pqweights.common.dtypes import FLOAT_DTYPES
 from pqweights.errors import ExportError
 from pqweights.models.conventions import LAYER, TEXT_PREFIXES
-from pqweights.models.llama_cpp import SHAPES, Shape
+from pqweights.models.llama_cpp import SHAPES, SLIDING
 from pqweights.models.names import is_leftover, predicts_further, tower_of
+from pqweights.models.settings import Settings, layer_kinds
 from pqweights.models.traits import Trait
 
 SUFFIXES = (".weight", ".bias", ".scale")
@@ -105,7 +106,7 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
     wrapped = any(tensor.name.startswith(tuple(TEXT_PREFIXES)) for tensor in tensors)
     tied = settings.get("tie_word_embeddings") is True
     kept, left_out = [], {}
-    layers, folded = settings.number("num_hidden_layers"), settings.architecture.folded_drafts
+    layers, folded = settings.number("num_hidden_layers"), settings.architecture.drafts or {}
     names_behind = [tensor.name for tensor in tensors if predicts_further(_text_name(tensor.name)[0], layers)]
     further = f"behind the {layers} layers that config.json counts"
     if counts_drafts(names_behind, settings.values):
@@ -120,8 +121,8 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
             left_out[tensor.name] = "follows from the configuration"
         elif is_leftover(tensor.name, tensor.dtype, tensor.shape):
             left_out[tensor.name] = "left from training or another runtime; no model has a place for it"
-        elif re.fullmatch(settings.architecture.unused, name):
-            left_out[tensor.name] = settings.architecture.unused_why
+        elif unused := next((why for of, why in settings.architecture.unused.items() if re.fullmatch(of, name)), ""):
+            left_out[tensor.name] = unused
         elif name == HEAD and tied:
             left_out[tensor.name] = "the same as the embeddings"
         elif settings.get("attention_bias") is False and UNUSED_BIAS.fullmatch(name):
@@ -145,10 +146,9 @@ def with_draft_layers(settings: Settings, tensors: Sequence[LogicalTensor]) -> S
     """Return the settings of a model with its layers that predict further tokens, if llama.cpp has room for them."""
     layers = settings.number("num_hidden_layers")
     names = (_text_name(tensor.name)[0] for tensor in tensors)
-    architecture = settings.architecture
-    drafts = whole_draft_layers(names, layers, architecture.folded_drafts) if architecture.drafts else 0
-    kind = architecture.draft_type
-    if kind and settings.get("draft_layer_types") != [kind] * drafts:
+    room, listed = settings.architecture.drafts, settings.get("draft_layer_types")
+    drafts = 0 if room is None else whole_draft_layers(names, layers, room)
+    if listed is not None and listed != [SLIDING] * drafts:  # llama.cpp has no others
         drafts = 0
     return replace(settings, draft_layers=drafts, values={**settings.values, "block_count": layers + drafts})
 
@@ -207,7 +207,7 @@ def _view(tensor: NamedTensor, tensor_type: str, name: str, settings: Settings) 
         reads = with_tiled_heads(name, reads, tiled, settings)
     if (scaled := of_layer(tensor.name, architecture.scaled)) is not None:
         sizes = [settings.number(size) for size in scaled.blocks] or [math.prod(reads.shape[:-1])]
-        factors = np.repeat(np.array([settings.product(by) for by in scaled.by], dtype=np.float32), sizes)
+        factors = np.repeat(np.array([settings.factor(by) for by in scaled.by], dtype=np.float32), sizes)
         if len(factors) != math.prod(reads.shape[:-1]):
             raise ExportError(f"tensor {reads.name!r}: expected {len(factors)} rows, as config.json has it")
         return ScaledTensor.of(name, reads, factors=factors)
@@ -272,6 +272,6 @@ def _check_shape(tensor: LogicalTensor, tensor_type: str, settings: Settings) ->
 
 def _expected_shape(tensor_type: str, settings: Settings) -> tuple[int | None, int | None]:
     """The rows and the columns of a tensor_type of tensor; None where nothing is expected."""
-    shapes: Mapping[str, Shape] = {**SHAPES, **settings.architecture.shapes}
+    shapes = {**SHAPES, **settings.architecture.shapes}
     rows, columns = shapes.get(re.sub(r"(ENC|DEC)_(CROSS_)?", "", tensor_type), (None, None))
     return settings.number(rows) if rows else None, settings.number(columns) if columns else None

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.settings import Settings, value_of
+from pqweights.checkpoint.gguf.settings import value_of
 from pqweights.checkpoint.gguf.tokens import read_tokenizer
 from pqweights.checkpoint.gguf.views import InterleavedTensor, OffsetTensor, RenamedTensor, ReorderedTensor
 from pqweights.checkpoint.readers import LogicalTensor
@@ -25,8 +25,9 @@ from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.errors import ExportError
 from pqweights.models import text_config
 from pqweights.models.description import ModelDescription
-from pqweights.models.llama_cpp import Architecture
-from pqweights.models.llama_cpp_towers import TOWERS, Tower
+from pqweights.models.llama_cpp import Architecture, keys_of
+from pqweights.models.settings import Settings
+from pqweights.models.towers import TOWERS, Tower
 
 ARCHITECTURE = "clip"
 # Where image processors are stated: alone, and as a part of a processor.
@@ -115,12 +116,15 @@ def _settings(tower: Tower, vision: dict[str, Any], config: dict[str, Any]) -> S
             raise settings.refusal(f"llama.cpp computes its tower with {key} {taken[0]!r} only")
     for one, other in tower.equal:
         if settings.number(one) != settings.number(other):
-            raise settings.refusal(f"llama.cpp computes its tower with equal {one} and {other} only")
+            raise settings.refusal(
+                f"llama.cpp computes its tower with equal {' x '.join(keys_of(one))} and {other} only"
+            )
     values["uses_gelu"] = str(settings.get("hidden_act")).startswith("gelu")
+    values["uses_silu"] = settings.get("hidden_act") == "silu"
     if positions := next(filter(settings.get, POSITIONS), None):
         values["image_size"] = math.isqrt(settings.number(positions)) * settings.number("patch_size")
     if settings.get("pos_emb_height"):
-        values["image_size"] = settings.number("pos_emb_height * patch_size")
+        values["image_size"] = settings.number("pos_emb_height") * settings.number("patch_size")
     if isinstance(settings.get("mlp_ratio"), float):
         values["intermediate_size"] = int(settings.number("hidden_size") * settings.real("mlp_ratio"))
     if (scale := _scale(settings)) is not None:

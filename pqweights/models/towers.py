@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pqweights.models.llama_cpp import Setting
+from pqweights.models.llama_cpp import Setting, Size, query_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Tower:
     settings: its hyper-parameters, by keys of its vision_config
     defaults: what keys mean that are left out
     values: for keys, the values with which llama.cpp computes what the model does
-    equal: expressions of keys that llama.cpp takes for equal
+    equal: numbers that llama.cpp takes for equal
     joined: whether queries, keys and values are one matrix in the file, too
     interleaved: whether rows of queries and keys are permuted, as llama.cpp rotates neighbouring channels
     by_axis: whether they are permuted, as llama.cpp rotates the channels of one axis before those of the other
@@ -42,7 +42,7 @@ class Tower:
     settings: tuple[Setting, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    equal: tuple[tuple[str, str], ...] = ()
+    equal: tuple[tuple[Size, Size], ...] = ()
     joined: bool = True
     interleaved: bool = False
     by_axis: bool = False
@@ -66,7 +66,7 @@ _VIT = (
     Setting("vision_head_count", "num_attention_heads"),
 )
 _GELU = Setting("vision_use_gelu", "uses_gelu", truth=True)
-_SILU = Setting("vision_use_silu", "hidden_act = silu", truth=True)
+_SILU = Setting("vision_use_silu", "uses_silu", truth=True)
 _EPS = Setting("vision_attention_layernorm_eps", "layer_norm_eps", real=True)
 _MERGES = Setting("vision_spatial_merge_size", "spatial_merge_size")
 _SCALE = Setting("vision_projector_scale_factor", "scale")
@@ -94,7 +94,7 @@ QWEN2_VL = Tower(
     settings=(
         *_QWEN,
         Setting("vision_embedding_length", "embed_dim"),
-        Setting("vision_feed_forward_length", "embed_dim * mlp_ratio"),
+        Setting("vision_feed_forward_length", lambda n: n("embed_dim") * n("mlp_ratio")),
     ),
     defaults={
         "layer_norm_eps": 1e-6, "image_size": 560, "depth": 32, "embed_dim": 1280, "num_heads": 16, "mlp_ratio": 4,
@@ -159,7 +159,7 @@ GEMMA4 = Tower(
         "hidden_act": "gelu_pytorch_tanh", "pooling_kernel_size": 3, "patch_size": 16,
     },
     values={"hidden_activation": ("gelu_pytorch_tanh",), "rope_theta": (100, None), "attention_bias": (False, None)},
-    equal=(("head_dim * num_attention_heads", "hidden_size"), ("num_key_value_heads", "num_attention_heads")),
+    equal=((query_rows, "hidden_size"), ("num_key_value_heads", "num_attention_heads")),
     colors_last=True,
 )  # fmt: skip
 LLAMA4 = Tower(
@@ -253,7 +253,7 @@ LLAVA = Tower(
         r"multi_modal_projector\.linear_1": "mm.0",
         r"multi_modal_projector\.linear_2": "mm.2",
     },
-    settings=(*_VIT, _EPS, Setting("vision_use_gelu", "hidden_act = gelu", truth=True)),
+    settings=(*_VIT, _EPS, _GELU),
     defaults={
         "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
         "image_size": 224, "patch_size": 32, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu",
