@@ -64,12 +64,9 @@ def _restate(values: dict[str, Any]) -> None:
 
 
 def _published(config: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = {
-        kind: [n for n, of in enumerate(config["layer_types"], 1) if of == kind] for kind in (FULL, LINEAR_ATTENTION)
-    }
-    return {"full_attn_layers": numbers[FULL], "kda_layers": numbers[LINEAR_ATTENTION]} | {
-        key: config[name] for key, name in _KEYS.items()
-    }  # fmt: skip
+    kinds = {"kda_layers": LINEAR_ATTENTION, "full_attn_layers": FULL}
+    numbers = {key: [n for n, of in enumerate(config["layer_types"], 1) if of == kind] for key, kind in kinds.items()}
+    return numbers | {key: config[name] for key, name in _KEYS.items()}
 
 
 def _publish(config: dict[str, Any], held: Set[str]) -> None:
