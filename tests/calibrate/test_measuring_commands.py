@@ -48,50 +48,18 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return families.build(short, tmp_path_factory.mktemp("source") / "model")
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("texts")
-    for name, count in (("long", 3000), ("short", 100)):
-        (folder / f"{name}.txt").write_text(" ".join(f"w{number}" for number in TOKENS[:count]))
-    (folder / "empty.txt").write_text("")
-    return folder
-
-
 @pytest.mark.parametrize("what", ASKED)
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("empty.txt", "found 0; give a longer text"),
-        ("short.txt", "found 100; give a longer text"),
-        ("none.txt", "none.txt: expected a text, or a folder of *.txt: No such file"),
-        ("wide", "wide: expected *.txt in the folder, found none"),
-    ],
-)
-def test_bad_input_is_one_line(what, text, expected, source, texts, tmp_path):
-    (texts / "wide").mkdir(exist_ok=True)
-    message = refused("quantize", source, tmp_path / "out", *flags(what, texts / text))
-    assert expected in message
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("what", ASKED)
-def test_output_is_checked_before_the_model_is_loaded(what, source, texts, tmp_path, monkeypatch):
+def test_output_is_checked_before_the_model_is_loaded(what, source, tmp_path, monkeypatch):
     def never(*_: object, **__: object) -> None:
         raise AssertionError("loaded")
 
     monkeypatch.setattr(layered.LayeredModel, "__init__", never)
     pqweights.quantize(source, tmp_path / "other")
-    asked = (*flags(what, texts / "long.txt"), "--calibration-tokens", 2048)
+    (tmp_path / "text.txt").write_text(" ".join(f"w{number}" for number in TOKENS))
+    asked = (*flags(what, tmp_path / "text.txt"), "--calibration-tokens", 2048)
     assert "holds another result" in refused("quantize", source, tmp_path / "other", *asked)
     assert "the source" in refused("quantize", source, source, *asked)
     assert "leave out --low-disk or" in refused("quantize", source, tmp_path / "x", *asked, "--low-disk", code=2)
-
-
-@pytest.mark.parametrize("what", ASKED)
-def test_measuring_a_master_is_refused(what, texts, tmp_path, tmp_path_factory):
-    master = families.master(tmp_path_factory.getbasetemp(), "llama")
-    message = refused("quantize", master, tmp_path / "out", *flags(what, texts / "long.txt"))
-    assert "already a pqweights master" in message
 
 
 @pytest.mark.parametrize("what", ASKED)
@@ -104,7 +72,7 @@ def test_checkpoint_that_changes_while_it_is_measured_ends_the_run(file, what, s
         data = (model / file).read_bytes()
         (model / file).write_bytes(data[:-2] + bytes(b ^ 1 for b in data[-2:]))
 
-    with pytest.raises(SourceChangedError, match=f"{file}: the source changed while it was being read"):
+    with pytest.raises(SourceChangedError, match=file):
         measure(what, model, tmp_path / "out", change)
     assert sorted(tmp_path.iterdir()) == [model, tmp_path / "text.txt"]
 

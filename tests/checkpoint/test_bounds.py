@@ -11,8 +11,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import column_writer
-import numpy as np
 import pytest
 from helpers import bf16, gaussian, write_checkpoint
 from hostile.case import entry, raw
@@ -25,7 +23,6 @@ from pqweights.checkpoint.mlx_stacks import with_single_experts
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import Storage
 from pqweights.common.documents import Document, as_document
-from pqweights.common.strict_json import parse_json
 from pqweights.errors import MasterError, PqweightsError, SourceError
 from pqweights.formats.columns import MOST_STORED_COLUMNS, ColumnCut
 from pqweights.planning.recipe import parse_recipe
@@ -37,12 +34,6 @@ def quickly(seconds: float = 3.0) -> Iterator[None]:
     before = time.process_time()
     yield
     assert time.process_time() - before < seconds
-
-
-def test_a_key_that_is_there_twice_is_found_among_many() -> None:
-    text = json.dumps({f"key {number}": 0 for number in range(100_000)})[:-1] + ', "key 99999": 1}'
-    with quickly(), pytest.raises(ValueError, match="'key 99999' appears twice"):
-        parse_json(text.encode(), strict=True)
 
 
 @pytest.mark.parametrize("shape", [[2**34, 0], [0, MOST_OF_NOTHING + 1, 1]], ids=str)
@@ -141,32 +132,6 @@ def test_units_of_columns_are_bounded_when_a_master_is_opened(transposed: bool) 
         master_of((200, MOST_STORED_COLUMNS), transposed)()
     with pytest.raises(MasterError, match=f"at most {MOST_STORED_COLUMNS} columns"):
         master_of((200, MOST_STORED_COLUMNS + 1), transposed)()
-
-
-def test_transposed_columns_are_the_same_in_bands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pqweights.checkpoint.readers import ColumnTensor
-    from pqweights.formats.columns import ColumnCoding, Orientation, bits_of
-
-    shape = (2, 800, 400)
-    codes = column_writer.encoded(gaussian(*shape, seed=8), 1.5, transposed=True)
-    stored, data = [], b""
-    for part in codes.parts:
-        raw_bytes = np.ascontiguousarray(part).tobytes()
-        dtype = "I32" if part.dtype == np.int32 else "U8"
-        stored.append(StoredTensor(f"x{len(stored)}", dtype, part.shape, "x", len(data), len(raw_bytes)))
-        data += raw_bytes
-    (tmp_path / "x").write_bytes(data)
-    tensor = ColumnTensor(
-        storage=Storage(tmp_path, only=["x"]), name="x", shape=shape, dtype="BF16",
-        coder=ColumnCoding(bits_of(codes.cut, len(codes.trellis))), state=Orientation(transposed=True),
-        encoded=tuple(stored),
-    )  # fmt: skip
-    count = 2 * 800 * 400
-    whole, banded = (np.empty(count * 4, dtype=np.uint8) for _ in range(2))
-    tensor.read(0, count, "F32", whole)
-    monkeypatch.setattr(ColumnTensor, "BAND_ELEMENTS", 1)
-    tensor.read(0, count, "F32", banded)
-    assert (whole == banded).all() and whole.any()
 
 
 def test_a_gguf_file_alone_that_claims_billions_of_experts_is_refused_at_once(tmp_path: Path) -> None:

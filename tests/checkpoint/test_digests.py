@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 import random
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 from blake3 import blake3
-from damage import flip, stored_in
-from helpers import safetensors_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,16 +14,11 @@ from pqweights.checkpoint.digests import (
     PART_BYTES,
     PIECE_BYTES,
     READ_BYTES,
-    CheckedReads,
     PieceHasher,
     digests_of_pieces,
     hash_of_pieces,
     parts_of,
 )
-from pqweights.checkpoint.storage import Storage
-from pqweights.errors import MasterError
-
-SIZES = {"large": 5 * PIECE_BYTES + 77, "exact": 2 * PIECE_BYTES, "small": 1000, "empty": 0}
 
 
 def content(size: int) -> np.ndarray:
@@ -38,28 +28,6 @@ def content(size: int) -> np.ndarray:
 def by_the_page(data: bytes) -> str:
     """BLAKE3 of the digests of the pieces of 131,072 bytes."""
     return blake3(b"".join(blake3(data[at : at + 131072]).digest() for at in range(0, len(data), 131072))).hexdigest()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tensors = {name: ("U8", content(size)) for name, size in SIZES.items()}
-    (tmp_path / "a.safetensors").write_bytes(safetensors_bytes(tensors))
-    return tmp_path
-
-
-def reads_of(folder: Path) -> CheckedReads:
-    digests = {name: by_the_page(content(size).tobytes()) for name, size in SIZES.items()}
-    return CheckedReads(Storage(folder), stored_in(folder).values(), digests=digests)
-
-
-def read(reads: CheckedReads, folder: Path, name: str, begin: int, end: int) -> bytes:
-    tensor, buffer = stored_in(folder)[name], np.empty(end - begin, dtype=np.uint8)
-    reads.read_into(tensor.file, tensor.offset + begin, buffer)
-    return buffer.tobytes()
-
-
-def read_whole(reads: CheckedReads, folder: Path, name: str) -> None:
-    assert read(reads, folder, name, 0, SIZES[name]) == content(SIZES[name]).tobytes()
 
 
 HASHED_SIZES = (0, 1, 1000, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES + 77, READ_BYTES + 3, PART_BYTES + 9)
@@ -88,61 +56,3 @@ def test_spans_in_any_order_that_overlap(seed: int) -> None:
         assert begin % PIECE_BYTES == 0 and (end % PIECE_BYTES == 0 or end == size) and begin < end
         hasher.add(begin, data[begin:end])
     assert hasher.is_whole and hasher.hexdigest() == by_the_page(data.tobytes())
-
-
-@pytest.mark.parametrize("name", ["large", "exact", "small"])
-def test_the_last_byte_tells(name: str, folder: Path) -> None:
-    place, size = flip(folder, name, at=3), SIZES[name]
-    reads = reads_of(folder)
-    read(reads, folder, name, 0, size - 1)
-    read(reads, folder, name, 0, size - 1)
-    with pytest.raises(MasterError, match=place):
-        read(reads, folder, name, size - 1, size)
-    with pytest.raises(MasterError, match=place):  # it stays so
-        reads.finish()
-
-
-def test_sound_tensors_are_read_and_checked_once(folder: Path) -> None:
-    reads = reads_of(folder)
-    for name in ("large", "exact", "small"):
-        read_whole(reads, folder, name)
-    before = reads.storage.bytes_read
-    reads.finish()
-    reads.check(stored_in(folder).values())
-    read_whole(reads, folder, "large")
-    assert reads.storage.bytes_read == before + SIZES["large"]
-
-
-@pytest.mark.parametrize("at", [0, PIECE_BYTES + 9, -1])
-def test_what_is_left_unread_is_read(at: int, folder: Path) -> None:
-    place = flip(folder, "large", at=at)
-    reads = reads_of(folder)
-    read(reads, folder, "large", 100, 200)
-    read_whole(reads, folder, "small")
-    reads.finish([stored_in(folder)["small"], stored_in(folder)["exact"]])
-    with ThreadPoolExecutor(3) as pool, pytest.raises(MasterError, match=place):
-        reads.finish(run=pool.map)
-
-
-def test_what_nobody_reads_is_not_read(folder: Path) -> None:
-    flip(folder, "large")
-    reads = reads_of(folder)
-    read_whole(reads, folder, "exact")
-    before = reads.storage.bytes_read
-    reads.finish()
-    assert reads.storage.bytes_read == before
-    with pytest.raises(MasterError, match="'large'"):
-        reads.check([stored_in(folder)["large"]])
-
-
-def test_another_process_begins_anew(folder: Path) -> None:
-    flip(folder, "large", at=-1)
-    reads = reads_of(folder)
-    read(reads, folder, "large", 0, 10)
-    read_whole(reads, folder, "small")
-    other = pickle.loads(pickle.dumps(reads))
-    other.finish()  # nothing was read there
-    for checked in (reads, other):
-        read(checked, folder, "large", 10, 20)
-        with pytest.raises(MasterError, match="'large'"):
-            checked.finish()

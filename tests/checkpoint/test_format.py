@@ -58,16 +58,6 @@ def test_master_whose_most_common_codec_and_bits_belong_to_different_weights_ope
 # (b) what a reader decodes
 
 
-@pytest.mark.parametrize("change", [{"something": 1}, {"overrides": {"x": {"else": 1}}}, {"kept": None}])
-def test_independent_reader_refuses_unknown_and_missing_keys(change, tmp_path):
-    config = json.loads((make.MASTER / "config.json").read_bytes())
-    settings = independent_reader.quantization_config(make.MASTER) | change
-    config["quantization_config"] = {key: value for key, value in settings.items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="unknown or missing keys"):
-        independent_reader.quantization_config(tmp_path)
-
-
 def test_kept_tensor_may_be_named_like_codes(tmp_path):
     """`kept` lists it, so both readers must take it as it is."""
     tensors = {

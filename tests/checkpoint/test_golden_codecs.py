@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import independent_reader
 import pytest
 import safetensors
 from calls import export
-from commands import refused
 from golden import make, make_codecs
 
 from pqweights.planning.options import ExportOptions
@@ -62,39 +60,3 @@ def test_golden_master_verifies_and_is_read_by_an_independent_decoder_and_by_exp
         expected.pop(name), exported.pop(name, None)
     assert {name: exported[name] for name in expected} == expected
     assert codec == "native" or exported.keys() == expected.keys()
-
-
-@pytest.mark.parametrize(
-    ("codec", "weight", "key", "value", "message"),
-    [
-        ("hadamard-trellis", "model.layers.middle.weight", "bits", 1.2, "bits"),
-        ("hadamard-trellis", "model.layers.middle.weight", "shape", [2**50, 2**50], "shape: expected at most"),
-        ("hadamard-trellis", "model.layers.middle.weight", "norm_exponent", 3, "norm_exponent"),
-        ("steps", "model.layers.middle.weight", "step_power", 1, "step_power: expected 0 or 0.5, found 1"),
-        ("steps", "model.layers.scalar.weight", "step_power", 0.5, "unknown key 'step_power'"),
-        (COLUMN_CODEC, "model.layers.strips.weight", "rotation", "hadamard", "unknown key 'rotation'"),
-        (COLUMN_CODEC, "model.layers.strips.weight", "bits", 3.0, "bits: expected"),
-        (COLUMN_CODEC, "model.layers.strips.weight", "shape", [650], "shape: expected rows and columns"),
-        (COLUMN_CODEC, "model.layers.strips.weight", "shape", [2**30, 2**30], "shape: expected at most"),
-        ("stacks", "model.layers.stack.weight", "transposed", True, "expected I32 [3, 1, 1]"),
-        ("stacks", "model.layers.stack.weight", "shape", [1, 390, 5], "expected I32 [1, 4, 1]"),
-        ("stacks", "model.layers.stack.weight", "shape", [1, 3, 130, 5], "shape: expected rows and columns"),
-        ("stacks", "model.layers.turned.weight", "transposed", False, "transposed: expected true or nothing"),
-        ("native", "model.layers.half.weight", "bits", 13.0, "expected a weight of native, 13.7323 bits"),
-        ("native", "model.layers.half.weight", "dtype", "F32", "dtype: expected 'F16', found 'F32'"),
-        ("native", "model.layers.half.weight", "shape", [3000, 129], "expected I32 [6] for F16 [3000, 129]"),
-        ("native", "model.layers.half.weight", "shape", [2**50, 2**50], "the dtype and the shape of a stored tensor"),
-        ("native", "model.layers.half.weight", "shape", None, "shape"),
-        ("native", "model.layers.half.weight", "rotation", "hadamard", "unknown key 'rotation'"),
-        ("native", "model.layers.half.weight", "codec", "hadamard-lloyd-max", "expected a weight of native"),
-    ],
-)
-def test_contradicting_configuration_is_one_clear_line(
-    tmp_path: Path, codec: str, weight: str, key: str, value: Any, message: str
-) -> None:
-    folder = Path(shutil.copytree(GOLDEN[codec].MASTER, tmp_path / "master"))
-    config = json.loads((folder / "config.json").read_bytes())
-    config["quantization_config"]["overrides"][weight][key] = value
-    (folder / "config.json").write_text(json.dumps(config))
-    line = refused("export", folder, tmp_path / "out", "--target", "bf16")
-    assert message in line and weight in line

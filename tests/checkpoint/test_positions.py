@@ -22,7 +22,6 @@ from pqweights.checkpoint.positions import (
     stated_once,
     windows,
 )
-from pqweights.errors import ExportError
 from pqweights.models.rotary import WINDOWS_EVERYWHERE, WITHOUT
 from pqweights.models.table import MODELS
 
@@ -225,53 +224,3 @@ def test_alpha_of_hunyuan_gives_another_base_at_every_length() -> None:
     expected = (1e4 * 1000 ** (32 / 30)) ** (-np.arange(0, 32, 2) / 32)
     for length in (1, 5000):
         assert each_near(frequencies(parameters, 32, length=length, most=512).inverse, expected, F64_SUM)
-
-
-@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("value", ["yarn", 3, [1]])
-def test_what_is_not_an_object_is_refused(key: str, value: Any) -> None:
-    with pytest.raises(ExportError, match=f"^config.json: expected an object as {key}, found"):
-        rope_parameters({"model_type": "llama", key: value})
-
-
-@pytest.mark.parametrize("value", ["x", -1, 1e308, [1], {"a": 1}, None, 2**70, True])
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "qwen2",
-        "qwen2_moe",
-        "gemma3_text",
-        "smollm3",
-        "mimo_v2_flash",
-        "step3p5",
-        "deepseek_v4",
-        "mistral4",
-        "minimax_m2",
-        "modernbert",
-        "afmoe",
-        7,
-        [1],
-        None,
-    ],
-)
-def test_values_of_other_types_raise_nothing_else(model_type: Any, value: Any) -> None:
-    keys = (
-        "num_hidden_layers",
-        "layer_types",
-        "sliding_window",
-        "sliding_window_pattern",
-        "max_window_layers",
-        "no_rope_layers",
-        "no_rope_layer_interval",
-        "head_dim",
-        "rotary_dim",
-        "qk_rope_head_dim",
-        "qk_nope_head_dim",
-        "rope_theta",
-        "partial_rotary_factors",
-        "global_attn_every_n_layers",
-    )
-    for key in keys:
-        config = {"model_type": model_type, **SIZES, "use_sliding_window": True, key: value}
-        rope_parameters(config)
-        assert len(windows(config)) <= 512

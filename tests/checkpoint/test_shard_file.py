@@ -10,11 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pqweights.checkpoint.shard_file import DIRECT_BYTES, PAGE_BYTES, ShardFile, memory_for
-from pqweights.errors import OutputError
+from pqweights.checkpoint.shard_file import DIRECT_BYTES, ShardFile, memory_for
 
 HEADER = b"header"
 
@@ -37,22 +34,6 @@ def written(path: Path, pieces: list[bytes], *, aligned: bool, order: list[int])
     return path.read_bytes()
 
 
-@given(
-    sizes=st.lists(st.sampled_from([0, 1, 100, PAGE_BYTES - 6, DIRECT_BYTES, 3 * DIRECT_BYTES + 77]), max_size=8),
-    aligned=st.booleans(),
-    data=st.data(),
-)
-@settings(max_examples=30)
-def test_bytes_lie_where_they_were_written(
-    sizes: list[int], aligned: bool, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    rng = np.random.default_rng(len(sizes))
-    pieces = [rng.bytes(size) for size in sizes]
-    order = data.draw(st.permutations(range(len(sizes))))
-    found = written(tmp_path_factory.mktemp("file") / "shard", pieces, aligned=aligned, order=list(order))
-    assert found == HEADER + b"".join(pieces)
-
-
 @pytest.mark.parametrize("refuses", ["open", "pwrite"])
 def test_file_systems_without_direct_access(refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some refuse to open a file so, some the first write."""
@@ -72,12 +53,3 @@ def test_file_systems_without_direct_access(refuses: str, tmp_path: Path, monkey
     pieces = [np.random.default_rng(1).bytes(2 * DIRECT_BYTES) for _ in range(3)]
     assert written(tmp_path / "shard", pieces, aligned=True, order=[2, 0, 1]) == HEADER + b"".join(pieces)
     assert direct
-
-
-def test_a_full_disk_shows_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*given: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OutputError, match=r"^model\.safetensors: the disk is full"):
-        ShardFile(tmp_path / "model.safetensors.1234.partial", HEADER, 1000, shown=tmp_path / "model.safetensors")

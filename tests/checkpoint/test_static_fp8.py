@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from pqweights.checkpoint.quantized import NOT_A_WEIGHT
 from pqweights.checkpoint.source import open_local
 from pqweights.convert.manifest import read_manifest
-from pqweights.errors import SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.results.verify import verify
 
@@ -173,16 +172,6 @@ def test_plain_fp8_without_any_scale_is_read_as_it_is(tmp_path: Path) -> None:
     assert {tensor.name for tensor in open_local(source).tensors} == tensors.keys()
     for command in (("plan", source), ("quantize", source, tmp_path / "out")):
         assert name in done(*command).stderr  # that it is read as a plain cast
-
-
-@pytest.mark.parametrize(
-    "beside", ["{}.weight_inv", "{}.inv", "{}_inv", "{}.scaling", "{}_max_scale", "scales.{}", "inv.{}"]
-)
-def test_fp8_beside_what_may_be_its_scale_is_refused(beside: str, tmp_path: Path) -> None:
-    module = "model.layers.0.mlp.up_proj"
-    tensors = {f"{module}.weight": torch.ones(64, 128).to(torch.float8_e4m3fn), beside.format(module): torch.ones(1)}
-    with pytest.raises(SourceError, match=f"{module}.weight.*without its scales.*{beside.format(module)}"):
-        open_local(save(tmp_path / "src", tensors, {}))
 
 
 @pytest.mark.parametrize("method", ["hqq", "quanto", "aqlm", "gptq", "bitsandbytes", "compressed-tensors"])

@@ -41,12 +41,6 @@ def test_single_pickle_may_have_any_name(pickles: Path) -> None:
     assert open_local(pickles, allow_pickle=True).weight_files == ("weights.bin",)
 
 
-@pytest.mark.parametrize("name", ["", "weights.bin"])
-def test_pickles_are_refused_unless_allowed(name: str, pickles: Path) -> None:
-    with pytest.raises(SourceError, match=r"weights\.bin: .*`allow_pickle`"):
-        open_local(pickles / name)
-
-
 def test_several_pickles_need_an_index(pickles: Path) -> None:
     os.link(pickles / "weights.bin", pickles / "more.bin")
     with pytest.raises(SourceError, match=r"found (more\.bin, weights|weights\.bin, more)\.bin: .*give one file"):

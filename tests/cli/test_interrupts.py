@@ -104,14 +104,10 @@ def test_a_calibration_continues_what_lies_beside_its_result(source: Path, tmp_p
 
 COMMANDS = [
     ("plan SOURCE", "open", "config.json", ENDED),
-    ("inspect MASTER", "open", "pqweights.json", ENDED),
-    ("card MASTER", "open", "pqweights.json", ENDED),
     ("verify MASTER", "open", "model-00001-of-00001.safetensors", ENDED),
     ("export MASTER OUT --target bf16", "open", "model-00001-of-00001.safetensors", NOTHING),
-    ("push MASTER me/model --dry-run", "open", "pqweights.json", ENDED),
-    ("generate SOURCE --prompt Hi", "open", "config.json", ENDED),
     ("eval SOURCE --text TEXT", "import", "pqweights.runtime.evaluation", ENDED),
-    ("quantize SOURCE OUT --awq TEXT", "import", "pqweights.calibrate.learning", "interrupted; no results were kept\n"),
+    ("quantize SOURCE OUT --awq TEXT", "import", "pqweights.calibrate.learning", NOTHING),
 ]
 
 

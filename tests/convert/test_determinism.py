@@ -51,7 +51,7 @@ def test_output_does_not_depend_on_places_times_and_hosts(
             assert not any(f'"{key}":'.encode() in data for key in stated), name
 
 
-@pytest.mark.parametrize("missing", ["posix_fallocate", "sched_getaffinity"])
+@pytest.mark.parametrize("missing", ["posix_fadvise", "posix_fallocate", "sched_getaffinity"])
 def test_run_without_linux_calls(
     missing: str, source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

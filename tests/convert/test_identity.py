@@ -102,12 +102,3 @@ def test_key_of_shards_changes_with_everything_that_changes_their_bytes(
         keys.append(key(command(source)))
     assert len(set(keys)) == len(keys)
     assert [key(command(source, **same)) for same in ({"strict": True}, {"overwrite": True})] == keys[:1] * 2
-
-
-def test_run_of_a_version_with_other_bytes_is_not_continued(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupt(monkeypatch, command(source), tmp_path / "out")
-    monkeypatch.setattr(identity, "SAME_BYTES_SINCE", "0.9.0")
-    with pytest.raises(OutputError, match="interrupted run"):
-        run_command(command(source), tmp_path / "out")

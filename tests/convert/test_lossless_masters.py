@@ -272,8 +272,3 @@ def test_a_master_without_loss_is_no_result_of_a_recipe(tmp_path: Path) -> None:
     source = plain_source(tmp_path / "source")
     line = refused("quantize", source, made(tmp_path, source))
     assert "a master made with another recipe (lossless);" in line
-
-
-def test_a_master_is_not_a_source(tmp_path: Path) -> None:
-    master = made(tmp_path, plain_source(tmp_path / "source"))
-    assert "already a pqweights master" in refused("quantize", master, tmp_path / "out", "--lossless")

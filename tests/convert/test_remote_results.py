@@ -143,7 +143,7 @@ def test_scratch_folder_needs_room_for_two_shards(
     assert room < plan.output_bytes
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room - 1))
-    with pytest.raises(OutputError, match=f"need {room} bytes of disk space while .* free 1 bytes more, or set PQW"):
+    with pytest.raises(OutputError, match=f"{room} bytes"):
         run(command(source))
     assert objects(OUT) == {}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room))

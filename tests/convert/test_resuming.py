@@ -188,7 +188,7 @@ def test_changed_source_is_refused(
     interrupt(monkeypatch, command(own_source), place.out)
     change(own_source / file)
     before = place.files()
-    with pytest.raises(SourceChangedError, match=f"{re.escape(file)}: the source changed since"):
+    with pytest.raises(SourceChangedError, match=re.escape(file)):
         run_command(command(own_source), place.out)
     assert place.files() == before
     assert run_command(command(own_source, overwrite=True), place.out).resumed == 0

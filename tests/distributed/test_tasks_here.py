@@ -174,7 +174,7 @@ def test_a_source_that_changes_between_tasks_ends_the_run(
 
     with monkeypatch.context() as patch:
         patch.setattr(FinishedShards, "add", changing)
-        with pytest.raises(SourceChangedError, match=f"{file}: the source changed while .*`overwrite`"):
+        with pytest.raises(SourceChangedError, match=file):
             quantize(tmp_path, tmp_path / "out", "here")
     assert not (tmp_path / "out/pqweights.json").exists()
     shutil.copy2(tmp_path / "former" / file, path)

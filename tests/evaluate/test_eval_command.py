@@ -21,7 +21,7 @@ from commands import invoke
 from families import ATTENTION, Family, build
 
 from pqweights.common.threads import listening
-from pqweights.errors import DeviceError, EvaluationError, MasterError, MissingDependencyError, OptionError, SourceError
+from pqweights.errors import DeviceError, EvaluationError, MissingDependencyError, OptionError, SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.runtime.models import open_model
 from pqweights.runtime.protocol import Windows, compare
@@ -206,31 +206,6 @@ def test_text_that_max_tokens_makes_shorter_than_a_window_is_refused(work):
         evaluate([work / "source"], TEXT, max_tokens=100)
 
 
-def test_model_with_another_tokenizer_is_refused(work, copy):
-    other = copy("source")
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    words = tokenizer["model"]["vocab"]
-    word = TEXT.split()[5]
-    words[word], words["w0"] = words["w0"], words[word]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(EvaluationError, match=r"source: its tokenizer .*\(the first different one is token 5\)"):
-        evaluate([work / "source", other], TEXT)
-    evaluate([other], TEXT, reference=work / "source", max_tokens=5, window=4, stride=2)
-
-
-@pytest.mark.parametrize("architecture", ["BertForMaskedLM", "T5ForConditionalGeneration"])
-def test_encoders_are_refused(architecture, tmp_path):
-    if architecture.startswith("T5"):
-        config, settings = "T5Config", {"d_model": 64, "d_ff": 64, "d_kv": 32, "num_layers": 1, "num_heads": 2}
-    else:
-        config, settings = "BertConfig", {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
-    folder = build(Family(architecture, config, settings | {"vocab_size": VOCABULARY}, ()), tmp_path / "model")
-    quantize(folder, tmp_path / "master", load_recipe("q5"), threads=2)
-    for model in (folder, tmp_path / "master"):
-        with pytest.raises(SourceError, match=f"its architecture, {architecture}, is not a causal language model"):
-            evaluate([model], TEXT, window=64, stride=16)
-
-
 def test_cuda_without_a_gpu_is_refused(work, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(DeviceError, match="finds no GPU"):
@@ -248,28 +223,6 @@ def test_device_option_is_refused_for_mlx(copy, monkeypatch):
         evaluate([folder], TEXT, device="cuda")
     report = evaluate([folder], TEXT, device="auto")
     assert (report.settings.device, report.rows[0].runtime) == ("cpu", "mlx-lm")
-
-
-@pytest.mark.parametrize(
-    ("damage", "expected"),
-    [
-        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-        (lambda folder: change_config(folder, model_type="no_such_model"), "no_such_model"),
-        (lambda folder: change_config(folder, model_type=None, architectures=None), "model_type"),
-        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer"),
-        (lambda folder: (folder / "tokenizer.json").write_text('{"added_tokens": [], "model": 3}'), "tokenizer"),
-        (lambda folder: next(folder.glob("*.safetensors")).write_bytes(b"\x10"), "safetensors|header"),
-        (lambda folder: next(folder.glob("*.safetensors")).unlink(), "safetensors|weights"),
-    ],
-    ids=["no-config", "half-a-config", "unknown", "unnamed", "tokenizer", "tokenizer-2", "cut", "no-weights"],
-)
-def test_broken_master_is_one_line(damage, expected, copy):
-    folder = copy("q3")
-    damage(folder)
-    with pytest.raises((SourceError, MasterError), match=expected) as caught:
-        evaluate([folder], TEXT)
-    assert "\n" not in str(caught.value)
 
 
 def test_no_models_or_an_unknown_dtype_is_refused(work):

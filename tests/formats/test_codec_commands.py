@@ -267,41 +267,6 @@ def test_fit_of_a_codec_of_any_rate_leaves_less_than_a_thousandth(share: float, 
     assert 0.999 <= fitted(target_size=size)[1].output_bytes / size <= 1
 
 
-WHOLE = "expected a whole number of bits from 2 to 8 for hadamard-lloyd-max, found"
-ANY = "any number of bits from 1.5 to 8"
-REFUSED_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
-    "a fraction for a scalar codec": (("--bits", "4.38"), f"--bits: {WHOLE} 4.38; hadamard-trellis has {ANY}"),
-    "too few for all": (("--bits", "1"), f"--bits: {WHOLE} 1"),
-    "too many for the codec": (
-        ("--codec", TRELLIS, "--bits", "8.5"),
-        f"--bits: expected {ANY} for hadamard-trellis, found 8.5",
-    ),
-    "not a number": (("--codec", TRELLIS, "--bits", "nan"), f"--bits: expected {ANY} for hadamard-trellis, found nan"),
-    "a fraction for one pattern": (
-        ("--set", "*down_proj*=3.3"),
-        f"--set *down_proj*=3.3: {WHOLE} 3.3; hadamard-trellis has {ANY}",
-    ),
-    "an effort that the codec does not have": (
-        ("--codec", TRELLIS, "--effort", "3"),
-        "--effort: expected an effort of 8, 64 or 256 for hadamard-trellis, found 3",
-    ),
-    "an effort for a codec without": (
-        ("--effort", "2"),
-        "--effort: hadamard-lloyd-max has no effort setting, found 2; hadamard-trellis has 8, 64 or 256",
-    ),
-    "an unknown codec": (
-        ("--codec", "hadamard-trelis"),
-        "--codec: no codec is called 'hadamard-trelis'; the nearest is 'hadamard-trellis'; expected "
-        + ", ".join(CODECS),
-    ),
-}
-
-
-@pytest.mark.parametrize(("arguments", "line"), REFUSED_OPTIONS.values(), ids=REFUSED_OPTIONS.keys())
-def test_refused_options_name_what_is_possible(arguments: tuple[str, ...], line: str, folder: Path) -> None:
-    assert refused("plan", folder / "model", *arguments, code=2) == f"error: {line}\n"
-
-
 def test_codec_by_option_takes_the_nearest_of_its_rates(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(f"{{codec: {TRELLIS}, bits: 2.6}}")
     planned = answer("plan", folder / "model", "--recipe", tmp_path / "r.yaml", "--codec", SCALAR)["tensors"]
@@ -372,16 +337,6 @@ def test_flipped_bits_of_a_trellis_are_found_by_verify_and_nearly_all_by_the_dec
             noticed += "the master is damaged" in str(error)
         manifest.write_bytes(stated)
     assert noticed == 50
-
-
-def test_weight_in_memory_that_cannot_be_decoded_is_named() -> None:
-    values = gaussian(900, 128)
-    coder = CODECS[TRELLIS].coder(2.5)
-    weight, _ = encode_weight(values.reshape(-1).view(np.uint8), dtype="F32", shape=values.shape, coder=coder)
-    weight.parts[0][1, 500] ^= 1
-    assert len(weight.decode_blocks(0, 1, "F32"))
-    with pytest.raises(MasterError, match="block 1: its stream"):
-        weight.decode_blocks(0, 2, "F32")
 
 
 # --- scales of input channels ---

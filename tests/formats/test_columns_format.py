@@ -31,7 +31,6 @@ from pqweights.formats.columns import (
     ColumnCodes,
     ColumnCoding,
     ColumnCut,
-    HadamardTrellisColumns,
     Orientation,
     bits_of,
     decode_codes,
@@ -228,48 +227,6 @@ def test_elements_of_a_stack_take_the_superblocks_that_hold_them() -> None:
     assert storage.read == int(codes.lengths[2, :, 2].sum()) + len(codes.cut.columns_of(2)) + 300
 
 
-def test_damaged_superblock_of_a_stack_is_named_by_its_number() -> None:
-    codes = column_writer.encoded(gaussian(2, 800, 130, seed=8), 1.5, transposed=True)
-    trellis, ends = codes.trellis.copy(), np.cumsum(codes.lengths)
-    trellis[int(ends[4]) + 4] = 9  # a trellis that there is not
-    tensor, _ = tensor_of(replace(codes, trellis=trellis))
-    read(tensor, 0, 800 * 130)
-    with pytest.raises(MasterError, match="file: tensor 'w': block 5: its header is not one that an encoder writes"):
-        read(tensor, 800 * 130, 800 * 130 + 1)
-
-
-def test_elements_of_a_row_take_the_superblocks_that_hold_them() -> None:
-    codes = column_writer.encoded(gaussian(300, 1600, seed=5), 1.5)
-    tensor, storage = tensor_of(codes)
-    tensor.read(0, 1, "F32", np.empty(4, dtype=np.uint8))
-    storage.read = 0
-    tensor.read(1600 * 140 + 1599, 1, "F32", np.empty(4, dtype=np.uint8))
-    assert storage.read == int(codes.lengths[1, 2]) + len(codes.cut.columns_of(2)) + 140 - 128 + 1
-    storage.read = 0
-    tensor.read(1600 * 140, 1600 * 3, "F32", np.empty(1600 * 12, dtype=np.uint8))
-    assert storage.read == int(codes.lengths[1].sum()) + 140 - 128 + 3 + 1600
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda lengths: lengths[0].__setitem__(1, 6), "expected 7 to .* bytes, found 6 at \\[0, 1\\]"),
-        (lambda lengths: lengths[1].__setitem__(0, -1), "found -1 at \\[1, 0\\]"),
-        (lambda lengths: lengths[1].__setitem__(0, 2**31 - 1), "found 2147483647 at \\[1, 0\\]"),
-        (lambda lengths: lengths[1].__setitem__(0, lengths[1, 0] + 1), "expected lengths whose sum is .* bytes, found"),
-    ],
-)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_lengths_that_do_not_fit_are_refused(change: Any, problem: str, transposed: bool) -> None:
-    shape = (800, 130) if transposed else (130, 800)
-    codes = column_writer.encoded(gaussian(*shape, seed=6), 1.5, transposed=transposed)
-    lengths = codes.lengths.copy()
-    change(lengths)
-    tensor, _ = tensor_of(replace(codes, lengths=lengths))
-    with pytest.raises(MasterError, match=f"tensor 'w_lengths': .*{problem}.*the master is damaged"):
-        tensor.read(0, 1, "F32", np.empty(4, dtype=np.uint8))
-
-
 def test_longest_superblocks_are_accepted_and_all_that_is_longer_is_not() -> None:
     """A superblock whose words are followed by zeros is sound, as in section 8, up to the bytes that it could use."""
     codes = column_writer.encoded(gaussian(2, 3, seed=7), 3.0)
@@ -319,11 +276,6 @@ def test_damage_of_a_stack_is_found_or_decodes_as_the_page_says(part: int, at: i
             read(tensor_of(damaged)[0], 0, int(np.prod(shape)))
     else:
         assert read(tensor_of(damaged)[0], 0, int(np.prod(shape))) == expected
-
-
-def test_tables_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected none for hadamard-trellis-columns"):
-        HadamardTrellisColumns().coder_from_tables(3.5, [1.0])
 
 
 def test_recipes_cannot_name_the_codec() -> None:

@@ -8,7 +8,6 @@ import mpmath
 import numpy as np
 import pytest
 
-from pqweights.errors import RecipeError
 from pqweights.formats import lloyd_max as codebook
 
 BITS = range(2, 9)
@@ -103,9 +102,3 @@ def test_codebook_from_levels_rounds_midpoints_once():
     assert codebook.codebook_from_levels(1, np.array([low, high])).thresholds.tolist() == [1.0]
     big = np.array([2.0**127, 2.0**127 * 1.5], dtype=np.float32)  # their float32 sum is infinite
     assert codebook.codebook_from_levels(1, big).thresholds.tolist() == [2.0**127 * 1.25]
-
-
-@pytest.mark.parametrize("bits", [-1, 0, 1, 9, 16])
-def test_other_bit_widths_are_refused(bits):
-    with pytest.raises(RecipeError, match=f"expected 2 to 8, found {bits}"):
-        codebook.codebook(bits)

@@ -9,21 +9,12 @@ import pytest
 from closeness import F32_SUM, approx
 
 from pqweights.formats import get_codec
-from pqweights.formats.lloyd_max import DISTORTION
 from pqweights.formats.protocol import Measures, NormRange, PassResult
 from pqweights.formats.scalar import ScalarState, norm_exponent_for
 from pqweights.formats.weight import PassTotals, encode_weight
 
 CODEC = get_codec("hadamard-lloyd-max")
-BITS = 5
-CODER = CODEC.coder(BITS)
-PROMISE = 1.25 * DISTORTION[BITS]
 H, S = "hadamard", "signed-hadamard"
-FINE, BAD, WORSE = PROMISE * 0.8, PROMISE * 1.5, PROMISE * 2
-NORMAL = (0.01, 3.0)  # smallest and largest norm
-LARGE = (1.0, 2.0**17)  # exponent 3
-TINY = (2.0**-30, 2.0**-25)  # exponent -39
-LARGER = (1.0, 2.0**18)  # exponent 4
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tiny_gguf import llama_gguf
 from typer.testing import CliRunner
 
 import pqweights
-from pqweights.errors import GenerationError, MasterError, OptionError, PqweightsError
+from pqweights.errors import GenerationError, MasterError, PqweightsError
 from pqweights.planning.recipe import load_recipe
 from pqweights.runtime import generation
 from pqweights.runtime.generation import Generation
@@ -242,23 +242,6 @@ def test_threads_are_those_that_compute(threads: int, work: Path) -> None:
 
 
 # --- what is refused ---
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_tokens", 0),
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("seed", -1),
-        ("dtype", "int8"),
-        ("kv_cache", "hadamrd:3"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_read(name, value, tmp_path):
-    with pytest.raises(OptionError):
-        reply(tmp_path / "nowhere", **{name: value})
 
 
 def test_a_master_that_is_damaged_is_refused(work, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 import shutil
 import unicodedata
@@ -25,12 +24,10 @@ from helpers import Tensor, write_checkpoint
 from tiny_gguf import edited
 
 import pqweights
-from pqweights.checkpoint.gguf.contents import MetadataList
-from pqweights.checkpoint.gguf.file import open_gguf, whole_metadata
 from pqweights.checkpoint.gguf.model import architecture_name
 from pqweights.checkpoint.gguf.sources import ALONE
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.checkpoint.storage import Storage, read_file
+from pqweights.checkpoint.storage import read_file
 from pqweights.errors import SourceError
 from pqweights.models.qwen import TEXT_PARTS
 from pqweights.models.table import MODELS
@@ -403,18 +400,6 @@ def test_a_tower_beside_a_file_is_no_model(llama: Path, tmp_path: Path) -> None:
     assert open_source(file.parent, Access()).weight_files == ("m.gguf",)
 
 
-# What a damaged or hostile file may say under any key.
-STRANGE: list[Any] = [
-    *(0, 1, -1, 2, 7, 2**31, 2**63, 1e308, 1e-320, float("nan"), float("inf"), -1.0, 0.5, "", "x", "yarn", "linear"),
-    *(
-        "longrope",
-        True,
-        MetadataList("int32", 0, ()),
-        MetadataList("int32", 2, (4, 4)),
-        MetadataList("int32", 9999, (1,)),
-    ),
-    *(MetadataList("string", 2, ("a", "b")), MetadataList("float32", 2, (float("nan"), 1.0))),
-]
 FURTHER = ("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "expert_count")
 FURTHER += (
     "attention.sliding_window",
@@ -422,47 +407,3 @@ FURTHER += (
     "nextn_predict_layers",
     "rope.freq_base_swa",
 )
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_strange_metadata_end_in_a_line(seed: int, lonely: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(refusals(lonely, [f"llama.{key}" for key in FURTHER], 60, seed, monkeypatch)) > 20
-
-
-def refusals(file: Path, further: list[str], count: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said of a file with other metadata, each of which is one line. further: keys that it may have besides"""
-    whole, draw = open_gguf(file), random.Random(seed)
-    every = whole_metadata(Storage(file.parent), whole)
-    keys = [key for key in whole.metadata if not key.startswith("general.")] + further
-    monkeypatch.setattr("pqweights.checkpoint.gguf.sources.whole_metadata", lambda storage, contents: contents.metadata)
-    said = []
-    for _ in range(count):
-        metadata = dict(every)
-        for key in draw.sample(keys, draw.choice((1, 1, 2))):
-            metadata[key] = draw.choice(STRANGE)
-        contents = replace(whole, metadata=metadata)
-        monkeypatch.setattr("pqweights.checkpoint.gguf.sources.gguf_in", lambda *given, of=contents: of)
-        try:
-            open_source(file, Access())
-        except SourceError as error:
-            said.append(str(error))
-    assert not any("\n" in line for line in said)
-    return said
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [("gemma4", "feed_forward_length"), ("gemma4", "attention.key_length"), ("deepseek v3", "attention.kv_lora_rank")],
-)
-def test_lists_in_the_place_of_sizes_end_in_a_line(
-    name: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gguf_cases.saved(gguf_cases.CASES[name], tmp_path / "model")
-    file = alone(write_gguf(tmp_path / "model"), tmp_path / "src")
-    whole = open_gguf(file)
-    for numbers in ((), (4, 8)):
-        metadata = whole.metadata | {f"{whole.architecture}.{key}": MetadataList("int32", len(numbers), numbers)}
-        contents = replace(whole, metadata=metadata)
-        monkeypatch.setattr("pqweights.checkpoint.gguf.sources.gguf_in", lambda *given, of=contents: of)
-        with pytest.raises(SourceError, match="not read as a model of type"):
-            open_source(file, Access())

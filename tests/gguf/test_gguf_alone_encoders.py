@@ -22,7 +22,7 @@ from encoder_cases import ANSWERING, CASES, SCORING, Case
 from export_decoders import values_of
 from gguf_files import converted, edit_config, metadata, write_gguf, write_llama
 from helpers import Array, gaussian, read_all, write_checkpoint
-from test_gguf_alone import alone, assert_same, converted_of, edited, refusals, resolved, tokenizer_of
+from test_gguf_alone import alone, assert_same, converted_of, edited, resolved, tokenizer_of
 from tokenizers import Tokenizer, processors
 
 from pqweights.checkpoint.gguf.file import open_gguf
@@ -325,17 +325,6 @@ def test_what_a_file_does_not_hold_is_named(
     with pytest.raises(SourceError, match=named) as raised:
         open_source(file, Access())
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("name", ["bert of three, scores", "modernbert", "t5", "gemma embedding"])
-def test_strange_metadata_end_in_a_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder_cases.saved(COMPARED[name][0], tmp_path / "model")
-    if name == "gemma embedding":
-        encoder_cases.add_modules(tmp_path / "model", "pooling_mode_mean_tokens", torch.randn(96, 64))
-    file = alone(write_gguf(tmp_path / "model"), tmp_path / "src")
-    architecture = metadata(converted(tmp_path / "model"))["general.architecture"]
-    further = [f"{architecture}.{key}" for key in ("pooling_type", "classifier.output_labels", "hidden_act")]
-    assert len(refusals(file, further, 40, 1, monkeypatch)) > 10
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (64,), (2**31, 64), (1 << 20, 128)])

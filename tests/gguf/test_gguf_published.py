@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from pathlib import Path
@@ -16,13 +15,9 @@ from gguf_files import (
     llama_tensors,
     metadata,
     named,
-    without_tokenizer,
     write_llama,
 )
 from helpers import Array, Tensor, bf16, f32, gaussian, read_all, write_checkpoint
-
-from pqweights.checkpoint.source import open_local
-from pqweights.errors import ExportError, SourceError
 
 
 def test_a_model_of_images_and_text_gives_its_text_model(tmp_path: Path) -> None:
@@ -155,25 +150,6 @@ def test_published_configurations_mean_what_transformers_writes(name: str, tmp_p
     kept = {key: value for key, value in text.items() if key not in dropped} | published
     (tmp_path / "config.json").write_text(json.dumps(stated | {"text_config": kept} if text is not stated else kept))
     assert converted(tmp_path).metadata == expected
-
-
-@pytest.mark.parametrize("name", INSTEAD)
-def test_published_keys_of_other_types_are_refused(name: str, tmp_path: Path) -> None:
-    """Or ignored, where another key says the same; nothing else is raised."""
-    import gguf_cases
-
-    gguf_cases.saved(gguf_cases.CASES[name], tmp_path)
-    stated = json.loads((tmp_path / "config.json").read_text())
-    text, (dropped, published) = stated.get("text_config", stated), INSTEAD[name]
-    kept = {key: value for key, value in text.items() if key not in dropped} | published
-    for key in (*published, *dropped):
-        for value in ("x", -1, [[1]], {"a": None}, None):
-            changed = kept | {key: value}
-            (tmp_path / "config.json").write_text(
-                json.dumps(stated | {"text_config": changed} if text is not stated else changed)
-            )
-            with contextlib.suppress(ExportError, SourceError):
-                without_tokenizer(open_local(tmp_path))
 
 
 def test_experts_of_qwen3_vl_moe_are_read_either_way(tmp_path: Path) -> None:

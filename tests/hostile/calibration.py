@@ -24,5 +24,6 @@ CASES: list[Case] = [
     evaluating("awq-model-missing", "nowhere", command="quantize nowhere out --awq text.txt"),
     evaluating("awq-a-folder", "model", "*.txt in the folder", command="quantize model out --awq model"),
     calibrating("and-calibrate", "--awq", "leave out --awq or --calibrate", options=" --calibrate self"),
+    evaluating("awq-tokens-alone", "--calibration-tokens", command="quantize model out --calibration-tokens 4096"),
     calibrating("of-few-tokens", "--calibration-tokens", "2048", options=" --calibration-tokens 100"),
 ]

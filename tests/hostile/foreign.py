@@ -245,7 +245,6 @@ def mxfp4(name: str, text: str, *fragments: str) -> Case:
     return Case(f"mxfp4-{name}", {QUANTIZE: (EXPERTS, *fragments)}, files)
 
 
-INFINITE: dict[str, Stored] = {UP: ("F8_E4M3", [2, 128], b"\x38" * 256), UP + "_scale": ("F32", [1], b"\0\0\x80\x7f")}
 CASES += [
     fp8("without-scales", "- F8_E4M3 2 128", UP, "without its scales", f"{UP}_scale_inv"),
     fp8("fp4-scales-of-a-wrong-group", "- I8 64 64, _scale F8_E8M0 64 3", UP + "_scale", "[64, 4]"),

@@ -42,6 +42,6 @@ generate-kv-cache-no-attention fit-size-no-size fit-size-zero fit-size-beyond-al
 fit-bits-and-target fit-both-targets fit-bits-nan fit-bits-negative
 fit-recipe-with-bits memory-zero memory-no-size memory-context-negative memory-context-no-number
 memory-context-zero memory-context-beyond-numbers memory-context-alone memory-runtime-unknown
-memory-runtime-alone awq-and-calibrate awq-of-few-tokens calibrate-beside-other-options
+memory-runtime-alone awq-and-calibrate awq-of-few-tokens awq-tokens-alone calibrate-beside-other-options
 """
 USAGE_ERRORS = frozenset(WRONG_IN_THEMSELVES.split())

@@ -63,10 +63,6 @@ def nested_state() -> dict[str, Any]:
     return {"epoch": 3, "state_dict": weights()}
 
 
-def transposed_state() -> dict[str, Any]:
-    return {UP: weights()[UP].T}
-
-
 def indexed_pickle(name: str, index: Content, *fragments: str) -> Case:
     def prepare(folder: Path) -> None:
         write(folder, {"src/a.bin": saved(weights()), "src/pytorch_model.bin.index.json": index})

@@ -257,33 +257,6 @@ def test_header_damaged_on_the_way_leaves_no_result(
 
 # --- Configurations and cards -----------------------------------------------------------------------------------------
 
-CONFIGS: dict[str, bytes] = {
-    "nested": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
-    "nested lists": b'{"a":' + b"[" * 200 + b"]" * 200 + b"}",
-    "nan": b'{"model_type": "llama", "x": NaN, "y": Infinity, "z": -1e999}',
-    "huge": b'{"x": "' + b"y" * 33_000_000 + b'"}',
-    "a huge number": b'{"hidden_size": ' + b"9" * 5_000 + b"}",
-    "no object": b"[]",
-    "no text": b"\xff\xfe\0",
-    "half of a pair": b'{"x": "\\ud800"}',
-    "twice": b'{"model_type": "llama", "model_type": "evil"}',
-    "wrong types": b'{"model_type": [1], "architectures": {"a": 1}, "quantization_config": 3, "torch_dtype": {}}',
-    "a method of ours": b'{"quantization_config": {"quant_method": "pqweights"}}',
-    "fp8": b'{"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, -1]}}',
-    "empty": b"",
-}
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_hostile_configurations(name: str, hub: LoopbackHub, client: Client, sandbox: Path, made: Path) -> None:
-    commit(hub, made, {CONFIG: CONFIGS[name]})
-    for command in COMMANDS:
-        line = expect_line_or_result(client, sandbox, command)
-        if command.startswith(("verify", "export")):
-            assert line is not None
-        elif name in ("nested", "nested lists", "no object", "no text", "half of a pair", "empty"):
-            assert line is not None or command.startswith("inspect evil/master")
-
 
 def merges(levels: int) -> bytes:
     """Return YAML of a few lines that merges into 10**levels pairs."""

@@ -19,7 +19,6 @@ from pqweights.storage.addresses import repository_named
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
-REVISION = "refs/pr/1"
 NAMES = {
     "ORG/NAME": ("ORG/NAME", None),
     "ORG/NAME/": ("ORG/NAME", None),

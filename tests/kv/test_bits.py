@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import Array
 
-from pqweights.runtime.kv.codes import fields, pack, packed_bytes, padded, unpack
+from pqweights.runtime.kv.codes import pack, packed_bytes, unpack
 
 FIELDS = {1: [1], 2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [8]}
 
@@ -42,19 +42,3 @@ def test_unpacking_undoes_packing(bits, count):
     assert packed.shape[-1] == packed_bytes(count, bits)
     assert torch.equal(unpack(packed, bits, count), codes)
     assert torch.equal(unpack(packed[:, None].expand(-1, 3, -1), bits, count), codes[:, None].expand(-1, 3, -1))
-
-
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_codes_are_padded_to_whole_bytes_and_no_further(bits):
-    assert fields(bits) == FIELDS[bits]
-    unit = 8 // FIELDS[bits][-1]
-    for count in range(1, 40):
-        assert padded(count, bits) % unit == 0
-        assert count <= padded(count, bits) < count + unit
-        assert packed_bytes(count, bits) * 8 == padded(count, bits) * bits
-
-
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_no_larger_tensor_stays_behind_packed_codes(bits):
-    packed = pack(torch.zeros(5, 64, dtype=torch.uint8), bits)
-    assert packed.is_contiguous() and packed.untyped_storage().nbytes() == packed.numel()

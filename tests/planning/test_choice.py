@@ -10,7 +10,6 @@ import pytest
 from commands import answer, invoke, refused
 from helpers import bf16, gaussian, write_checkpoint
 
-from pqweights.errors import OptionError
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import Rule
@@ -114,17 +113,3 @@ def test_set_without_pattern_or_bits_is_wrong_usage(source: Path, text: str) -> 
     done = invoke("plan", source, "--set", text)
     assert done.exit_code == 2
     assert "expected PATTERN=BITS" in " ".join(done.stderr.replace("│", " ").split())
-
-
-@pytest.mark.parametrize(
-    ("options", "fragment"),
-    [
-        ({"bits": 4, "target_bpw": 4}, "found both"),
-        ({"target_size": 5, "target_bpw": 4}, "give either `target_size` or `target_bpw`, not both"),
-        ({"target_size": "9XB"}, "'9XB'"),
-        ({"bits": 9}, "2 to 8"),
-    ],
-)
-def test_impossible_options_are_refused(options: dict[str, Any], fragment: str) -> None:
-    with pytest.raises(OptionError, match=fragment):
-        choose_recipe("q5", RecipeOptions(**options))

@@ -17,15 +17,10 @@ from hypothesis import strategies as st
 from pqweights.checkpoint.header import TensorSpec, build_header, parse_header
 from pqweights.checkpoint.storage import Storage
 from pqweights.common.dtypes import DTYPE_BITS
-from pqweights.common.strict_json import json_bytes
-from pqweights.errors import SourceError
-from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import DEFAULT_METADATA, KEEP, Plan, Safetensors, TensorPlan, stored_bytes
 from pqweights.planning.recipe import load_recipe
-from pqweights.results.plan_report import report_plan
 
 SHARD_BYTES = 20_000
-Q5 = load_recipe("q5")
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +56,6 @@ def test_result_has_the_planned_files_and_tensors(
         assert tensor.bytes == sum(stored[spec.name][1].nbytes for spec in tensor.stored)
         for spec in tensor.stored:
             assert (spec.dtype, spec.shape) == (stored[spec.name][0], stored[spec.name][1].shape)
-
-
-def test_json_in_pieces_is_that_of_the_report(tmp_path: Path) -> None:
-    same = bf16(gaussian(64, 128, seed=1))
-    names = ['a."%s".weight', "a.\\1.weight", "a.{}.ä.weight", "a.norm.weight", "b.norm.weight", "c.weight"]
-    folder = write_checkpoint(tmp_path / "model", dict.fromkeys(names, same))
-    report = report_plan(folder, Q5, QuantizeOptions(set_bits={"c.*": 3}), threads=1)
-    assert b"".join(report.to_pieces()) == json_bytes(report.to_json())
-    assert sorted(tensor["name"] for tensor in json.loads(b"".join(report.to_pieces()))["tensors"]) == sorted(names)
 
 
 def test_index_lists_every_tensor(source: Path, tmp_path: Path) -> None:
@@ -157,30 +143,6 @@ def test_header_is_the_json_that_python_writes(names: list[str], data: st.DataOb
     assert header[8:] == text + b" " * (-len(text) % 8)
     assert int.from_bytes(header[:8], "little") == len(header) - 8
     assert sorted(tensor.name for tensor in stored) == sorted(names)
-
-
-KEYS = st.lists(st.sampled_from(["a", "b", 'b"', '"', "\\", "\\\\", "é", "dtype"]), max_size=4)
-
-
-@settings(max_examples=300, deadline=None)
-@given(names=KEYS, keys=KEYS, value=st.text(st.sampled_from('ab"\\é'), max_size=3), ensure_ascii=st.booleans())
-def test_key_that_appears_twice_is_refused(names: list[str], keys: list[str], value: str, ensure_ascii: bool) -> None:
-    """Whatever quotes are in names and metadata, and however they are escaped."""
-
-    def encoded(text: str) -> str:
-        return json.dumps(text, ensure_ascii=ensure_ascii)
-
-    metadata = ",".join(f"{encoded(key)}:{encoded(value)}" for key in keys)
-    entries = [f'{encoded(name)}:{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for name in names]
-    text = ("{" + ",".join([f'"__metadata__":{{{metadata}}}', *entries]) + "}").encode()
-    data = len(text).to_bytes(8, "little") + text
-    if len(set(names)) < len(names) or len(set(keys)) < len(keys):
-        with pytest.raises(SourceError, match="appears twice"):
-            parse_header("file", len(data), lambda offset, count: data[offset : offset + count])
-    else:
-        tensors, found = parse_header("file", len(data), lambda offset, count: data[offset : offset + count])
-        assert sorted(tensor.name for tensor in tensors) == sorted(names)
-        assert found == dict.fromkeys(keys, value)
 
 
 STORED_DTYPES = [name for name in DTYPE_BITS if not name.startswith("F6")]

@@ -129,65 +129,6 @@ def test_recipe_of_a_manifest_parses_back() -> None:
     assert recipe.to_json()["rules"][1] == {"role": ["norm"], "dims": 1, "keep": True}
 
 
-@pytest.mark.parametrize(
-    ("text", "fragments"),
-    [
-        ("bits: [", ["not YAML: line 1, column 8: expected the node content"]),
-        ("[]", ["keys and values", "found []"]),
-        ("", ["test.yaml: the recipe is empty"]),
-        (
-            "rules:\n\t- keep: true\n",
-            ["test.yaml: not YAML: line 2, column 1: found character '\\t' that cannot start"],
-        ),
-        ("bits: 5\nname: a\x00b\n", ["not YAML: line 2, column 8: special characters are not allowed"]),
-        ("bitz: 5", ["'bitz'", "'bits'"]),
-        ("codec: lloyd", ["'lloyd'", CODEC]),
-        ("bits: 9", ["bits", "2 to 8", "found 9"]),
-        ("bits: '5'", ["bits", "a number", "'5'"]),
-        ("name: 5", ["name", "a text", "found 5"]),
-        ("rules: 5", ["rules", "list"]),
-        ("rules: [{role: [expert, routr], bits: 4}]", ["rule 1", "'routr'", "'router'"]),
-        ("rules: [{role: mlp, bits: 4}, {role: mlp, bit: 4}]", ["rule 2", "'bit'", "'bits'"]),
-        ("rules: [{role: mlp, bits: 1}]", ["rule 1", "2 to 8", "found 1"]),
-        ("rules: [{role: mlp, keep: yes, bits: 4}]", ["rule 1", "both"]),
-        ("rules: [{role: mlp, keep: 1}]", ["rule 1", "keep", "true or false", "found 1"]),
-        ("rules: [{role: mlp}]", ["rule 1", "none of them"]),
-        ("rules: [{bits: 4}]", ["rule 1", "condition"]),
-        ("rules: [{name: [], bits: 4}]", ["rule 1", "condition"]),
-        ("rules: [{min_weights: many, bits: 4}]", ["rule 1", "min_weights", "'many'"]),
-        ("{target_size: 9GB, target_bpw: 4.5}", ["test.yaml: give either target_size or target_bpw, not both"]),
-        ("target_size: 9 XB", ["test.yaml: target_size:", "'9 XB'", "5GiB (2**30)"]),
-        ("target_size: 1.5", ["target_size", "1.5"]),
-        ("target_bpw: '4.5'", ["target_bpw", "'4.5'"]),
-        ("target_bpw: 0", ["bits per weight", "found 0"]),
-        ("target_bpw: .nan", ["bits per weight", "found nan"]),
-        ("target_bpw: .inf", ["bits per weight", "found inf"]),
-        (f"target_bpw: {'9' * 400}", ["test.yaml", "bits per weight"]),
-        ("sensitivity: heuristic", ["sensitivity"]),
-    ],
-)
-def test_invalid_recipe_is_refused_with_the_cause(text: str, fragments: list[str]) -> None:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(text, "test.yaml")
-    for fragment in fragments:
-        assert fragment in str(caught.value)
-
-
-def test_errors_name_the_file(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("bits: 9")
-    with pytest.raises(RecipeError, match=r"mine\.yaml: bits"):
-        load_recipe(str(tmp_path / "mine.yaml"))
-    with pytest.raises(RecipeError, match=r"absent\.yaml.*No such file"):
-        load_recipe(str(tmp_path / "absent.yaml"))
-
-
-@pytest.mark.parametrize(("name", "nearest"), [("q55", "q5"), ("Q4", "q4"), ("q2x", "q2")])
-def test_unknown_recipe_error_names_the_nearest(name: str, nearest: str) -> None:
-    with pytest.raises(OptionError, match=f"'{nearest}'") as caught:
-        load_recipe(name)
-    assert repr(name) in str(caught.value)
-
-
 # --- which rule decides ---
 
 

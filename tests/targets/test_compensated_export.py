@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import families
@@ -36,26 +35,6 @@ NAMES = [f"{LAYER}.{name}.weight" for name in ("self_attn.q_proj", "self_attn.o_
 def command(folder: Path, kind: str, inputs: RandomInputs | None, **options: Any) -> dict[str, Any]:
     rounding = {"rounding": "gptq", "inputs": inputs} if inputs else {}
     return work(folder, "vllm", **{"qparams": "best", **COMPENSATED[kind], **rounding, **options})
-
-
-def test_memory_counts_the_moments_of_all_experts_of_a_layer() -> None:
-    def memory(shapes: dict[str, tuple[int, ...]]) -> int:
-        rounded: Any = [(SimpleNamespace(name=name, shape=shape), None) for name, shape in shapes.items()]
-        unused: Any = None
-        return compensation.Compensation(unused, rounded, unused).memory_bytes
-
-    factors, squares = 3 * 2048**2, 2048**2 + 768**2
-    single = {
-        f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight": shape
-        for layer in range(2)
-        for expert in range(128)
-        for part, shape in {"gate_proj": (768, 2048), "up_proj": (768, 2048), "down_proj": (2048, 768)}.items()
-    }
-    assert memory(single) == 4 * (128 * squares + factors)
-    stack = "model.layers.1.mlp.experts"
-    stacks = {f"{stack}.gate_up_proj": (128, 1536, 2048), f"{stack}.down_proj": (128, 2048, 768)}
-    assert memory(stacks) == 4 * (128 * squares + factors)
-    assert memory({"lm_head.weight": (512, 256)}) == 4 * 4 * 256**2 and memory({}) == 0
 
 
 @pytest.fixture(scope="module")

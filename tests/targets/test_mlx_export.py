@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from closeness import F32_SUM, ORTHOGONAL, approx
+from closeness import F32_SUM, approx
 from commands import done, refused
 from helpers import (
     Array,
@@ -26,9 +26,7 @@ from helpers import (
     safetensors_bytes,
     write_checkpoint,
 )
-from weight_errors import mlx_weights
 
-from pqweights.convert import jobs
 from pqweights.convert.manifest import read_manifest
 from pqweights.results.verify import verify
 
@@ -100,6 +98,26 @@ def assert_same(found: Path, expected: Path) -> None:
         assert {key: place[key] for key in OLD_NAMES & other.keys()} == {k: other[k] for k in OLD_NAMES & other.keys()}
         rope = place.get("rope_parameters", {})
         assert place.get("rope_theta") == rope.get("rope_theta", place.get("rope_theta"))
+
+
+def errors(folder: Path, exact: Mapping[str, Array]) -> dict[str, float]:
+    """The relative squared errors of the quantized weights of an export, decoded by mlx, in float64."""
+    loaded: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        loaded |= mx.load(str(path))
+    config = json.loads((folder / "config.json").read_bytes())["quantization"]
+    result = {}
+    for name in [n for n in loaded if f"{n.removesuffix('.weight')}.scales" in loaded]:
+        module = name.removesuffix(".weight")
+        own = config.get(module, config)
+        how = {"group_size": own["group_size"], "bits": own["bits"], "mode": own.get("mode", "affine")}
+        scales, biases = loaded[f"{module}.scales"], loaded.get(f"{module}.biases")
+        if biases is not None:
+            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+        values = np.array(mx.dequantize(loaded[name], scales, biases, **how).astype(mx.float32))
+        wanted = exact[name].astype(np.float64)
+        result[name] = float(((values - wanted) ** 2).sum() / (wanted**2).sum())
+    return result
 
 
 # Of each layout one; test_architectures.py compares the outputs of others.
@@ -259,64 +277,6 @@ def test_weight_that_the_recipe_keeps_stays_plain(rule: str, base: Path, tmp_pat
     assert "model.layers.1.self_attn.k_proj.scales" in found
 
 
-def test_output_is_identical_across_thread_counts_and_chunk_sizes(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model has stacked experts and transposed matrices, in several files."""
-    master, original = (str(make(base, "gpt_oss")) for make in (families.master, families.model))
-    work = {"export": master, "target": "mlx", "max_shard_bytes": 400_000, "original": original}
-    run_command(work, tmp_path / "undisturbed", threads=1)
-    for threads, chunk_weights in ((3, 4096), (2, 30_000)):
-        with monkeypatch.context() as patch:
-            patch.setattr(jobs, "CHUNK_WEIGHTS", chunk_weights)
-            report = run_command(work, tmp_path / str(threads), threads=threads)
-        assert len(report.plan.shards) > 2
-        assert folder_bytes(tmp_path / str(threads)) == folder_bytes(tmp_path / "undisturbed")
-    assert run_command(work, tmp_path / "3").already_done
-    assert verify(tmp_path / "3", threads=2).ok
-
-
-@pytest.mark.parametrize("options", [{}, {"mode": "nvfp4"}], ids=str)
-def test_errors_are_measured_with_the_original_and_predicted_without(
-    options: dict[str, Any], base: Path, tmp_path: Path
-) -> None:
-    """The error of stacked experts is that of all of them together."""
-    name = "qwen3_moe"
-    work = {"export": str(families.master(base, name)), "target": "mlx", **options}
-    without = run_command(work, tmp_path / "without")
-    given = run_command({**work, "original": str(families.model(base, name))}, tmp_path / "with")
-    config = json.loads((tmp_path / "with" / "config.json").read_bytes())
-    exact = {key: values() for key, values in mlx_weights(families.model(base, name), config).items()}
-    true = {folder: errors(tmp_path / folder, exact) for folder in ("without", "with")}
-    assert len(true["with"]) > 10
-    for record in given.records:
-        if record.name in true["with"]:
-            assert record.total_mse == record.relative_mse == approx(true["with"][record.name], F32_SUM)
-    for record in without.records:
-        if record.relative_mse is not None and not record.name.endswith("mlp.gate.weight"):
-            assert record.total_mse == approx(true["without"][record.name], ORTHOGONAL)
-
-
-def errors(folder: Path, exact: Mapping[str, Array]) -> dict[str, float]:
-    """The relative squared errors of the quantized weights of an export, decoded by mlx, in float64."""
-    loaded: dict[str, Any] = {}
-    for path in folder.glob("*.safetensors"):
-        loaded |= mx.load(str(path))
-    config = json.loads((folder / "config.json").read_bytes())["quantization"]
-    result = {}
-    for name in [n for n in loaded if f"{n.removesuffix('.weight')}.scales" in loaded]:
-        module = name.removesuffix(".weight")
-        own = config.get(module, config)
-        how = {"group_size": own["group_size"], "bits": own["bits"], "mode": own.get("mode", "affine")}
-        scales, biases = loaded[f"{module}.scales"], loaded.get(f"{module}.biases")
-        if biases is not None:
-            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-        values = np.array(mx.dequantize(loaded[name], scales, biases, **how).astype(mx.float32))
-        wanted = exact[name].astype(np.float64)
-        result[name] = float(((values - wanted) ** 2).sum() / (wanted**2).sum())
-    return result
-
-
 def small_llama(folder: Path, width: int = 192) -> Path:
     """Make a master of a Llama with rows of 128 and of `width` weights."""
     settings = {"hidden_size": 128, "intermediate_size": width, "num_hidden_layers": 1, "head_dim": 32}
@@ -340,32 +300,6 @@ def test_rows_that_groups_do_not_divide_stay_plain(tmp_path: Path) -> None:
     )
     line = refused("export", master, out, "-t", "mlx", "--mode", "nvfp4", "--group-size", "32", code=2)
     assert "--group-size 32: the target mlx in mode nvfp4 takes 16" in line
-
-
-@pytest.mark.parametrize("config", [{"model_type": None}, None], ids=["null", "no-config"])
-def test_model_without_a_type_is_refused(config: dict[str, Any] | None, tmp_path: Path) -> None:
-    weights = {"model.layers.0.mlp.up_proj.weight": bf16(gaussian(64, 128))}
-    write_checkpoint(tmp_path / "src", weights, config=config)
-    run_command({"quantize": str(tmp_path / "src")}, tmp_path / "master")
-    line = refused("export", tmp_path / "master", tmp_path / "out", "-t", "mlx")
-    assert "use --target " in line and line.endswith("bf16\n")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_type": "exaone_moe", "mlp_layer_types": 3},
-        {"model_type": "minimax_m2", "head_dim": "x", "rope_parameters": {}},
-        {"model_type": "gemma4_text", "layer_types": ["full_attention"], "per_layer_config": "x"},
-        {"model_type": "lfm2_vl", "text_config": "x"},
-    ],
-)
-def test_settings_of_another_type_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "src", {"model.layers.0.mlp.up_proj.weight": bf16(gaussian(64, 128))}, config=config)
-    for command in (("quantize",), ("export", "-t", "mlx")):
-        line = refused(command[0], tmp_path / "src", tmp_path / "out", *command[1:])
-        assert line.startswith("error: config.json: ") and "expected" in line and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("change", ["a tensor less", "a tensor more", "another shape"])

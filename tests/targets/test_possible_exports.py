@@ -120,7 +120,3 @@ def test_a_plan_loads_no_framework(tmp_path: Path) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert shown.stdout.strip() == "[]"
-
-
-def test_settings_of_a_strange_type_are_refused_by_name(tmp_path: Path) -> None:
-    assert "vocab_size" in refused("plan", wide_llama(tmp_path / "model", vocab_size=[1]))

@@ -122,23 +122,6 @@ def test_bits_choose_a_format_of_integers(base: Path) -> None:
     assert read_manifest(by_bits).made_by == read_manifest(exported(base, "w8a16")).made_by
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--format", "mxfp8", "--group-size", "64"), "--group-size 64: the target vllm takes 32"),
-        (
-            ("--format", "int8", "--rounding", "gptq"),
-            "--rounding gptq: expected integers in groups, found the format int8",
-        ),
-    ],
-)
-def test_what_a_format_has_not_is_refused(options: tuple[str, ...], message: str, base: Path, tmp_path: Path) -> None:
-    assert message in refused(
-        "export", families.master(base, "llama"), tmp_path / "out", "-t", "vllm", *options, code=2
-    )
-    assert not (tmp_path / "out").exists()
-
-
 def test_weights_that_are_fused_share_the_unit_of_their_scales(base: Path) -> None:
     """And scales use the range of E4M3: the largest weight of the layer gets the largest, 448."""
     tensors = read_all(exported(base, "nvfp4"))
