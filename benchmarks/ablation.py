@@ -182,7 +182,7 @@ class Ablation:
 
     def _quantize(self, configuration: Configuration, bits: float) -> None:
         """Make a master, with scales that are searched if it has any."""
-        recipe = replace(self.recipe, codec=configuration.codec).with_bits(configuration.rate(bits))
+        recipe = replace(self.recipe, codec=configuration.codec, bits=configuration.rate(bits))
         text = self.work / "calibration.txt"
         text.write_text(self.calibration or "", encoding="utf-8")
         scaled: dict[str, Any] = {"awq": text, "calibration_tokens": CALIBRATION_TOKENS} if configuration.scaled else {}

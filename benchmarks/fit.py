@@ -30,7 +30,8 @@ from quality import remembering
 from pqweights.calibrate.options import TextOptions
 from pqweights.calibrate.sensitivity import measured
 from pqweights.convert.task import RunOptions, usable_cores
-from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS, SELF, QuantizeOptions
+from pqweights.planning.choice import choose_recipe
+from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS, SELF, QuantizeOptions, RecipeOptions
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.recipe import Recipe, Rule, SizeTarget, load_recipe
 from pqweights.planning.sensitivity import Sensitivity, alphas_for, groups_of
@@ -56,10 +57,10 @@ HAND_MADE = Recipe(
     codec="hadamard-lloyd-max",
     bits=5,
     rules=(
-        Rule(names=("*o_proj.weight",), bits=6),
-        Rule(roles=("lm_head",), bits=6),
-        Rule(names=("*down_proj.weight",), bits=4),
-        Rule(roles=("mlp", "expert"), bits=3),
+        Rule(name=("*o_proj.weight",), bits=6),
+        Rule(role=("lm_head",), bits=6),
+        Rule(name=("*down_proj.weight",), bits=4),
+        Rule(role=("mlp", "expert"), bits=3),
     ),
 )
 
@@ -132,7 +133,7 @@ class Bench:
             self.measured[widths] = self._measure(recipe, learned)
         return {
             "what": what,
-            "target": None if recipe.target is None else recipe.target.bits_per_weight,
+            "target": None if recipe.size is None else recipe.size.bits_per_weight,
             **self.measured[widths],
             "predicted": {kind: self.groups(recipe, kind, learned).predicted_rise() for kind in self.found},
         }
@@ -166,13 +167,13 @@ class Bench:
     def rows(self) -> list[dict[str, Any]]:
         """Everything that is compared."""
         q5 = load_recipe("q5")
-        rows = [self.row(f"uniform {bits}", q5.with_bits(bits)) for bits in UNIFORM]
+        rows = [self.row(f"uniform {bits}", choose_recipe(q5, RecipeOptions(bits=bits))) for bits in UNIFORM]
         hand_made = self.row(HAND_MADE.name, HAND_MADE)
         rows.append(hand_made)
         targets = [SizeTarget(bits_per_weight=bits) for bits in TARGETS]
         targets.append(SizeTarget(output_bytes=hand_made["output_bytes"]))
         for target in targets:
-            rows += [self.row(kind, replace(q5, target=target), kind) for kind in self.found]
+            rows += [self.row(kind, replace(q5, size=target), kind) for kind in self.found]
         for row in rows:
             row["line"] = between(rows, row["bits_per_weight"])
         return rows

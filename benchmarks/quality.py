@@ -41,7 +41,8 @@ from pqweights.convert.task import usable_cores
 from pqweights.formats.hadamard_trellis import HadamardTrellis
 from pqweights.formats.lloyd_max import HadamardLloydMax
 from pqweights.planning import fit
-from pqweights.planning.options import SELF
+from pqweights.planning.choice import choose_recipe
+from pqweights.planning.options import SELF, RecipeOptions
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Recipe, SizeTarget, load_recipe
 from pqweights.results.inspect import inspect
@@ -192,7 +193,7 @@ def trellis_masters(bench: Bench) -> Iterator[dict[str, Any]]:
     """The rows of trellis masters."""
     base = replace(load_recipe("t4"), name="trellis")
     for rate in TRELLIS_RATES:
-        recipe = base.with_bits(rate)
+        recipe = choose_recipe(base, RecipeOptions(bits=rate))
         yield master(bench, recipe, f"trellis {rate:g}")
         for states, at in LONGER:
             if at == rate:
@@ -207,14 +208,14 @@ def variants(bench: Bench) -> Iterator[dict[str, Any]]:
     for rate in VARIED_RATES:
         for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
             with mock.patch.multiple(HadamardTrellis, step_power=power, most_gained=0):
-                yield master(bench, base.with_bits(rate), f"trellis {rate:g}, {what}")
-    yield master(bench, base.with_bits(2.125), f"trellis 2.125, {ENLARGED}")
+                yield master(bench, choose_recipe(base, RecipeOptions(bits=rate)), f"trellis {rate:g}, {what}")
+    yield master(bench, choose_recipe(base, RecipeOptions(bits=2.125)), f"trellis 2.125, {ENLARGED}")
     for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
-        recipe = base.with_bits(3.125)
+        recipe = choose_recipe(base, RecipeOptions(bits=3.125))
         with mock.patch.object(HadamardTrellis, "step_power", power):
             yield master(bench, recipe, f"trellis 3.125 AWQ, {what}", awq=True)
     for rate in VARIED_RATES:
-        recipe = replace(base, target=SizeTarget(bits_per_weight=rate))
+        recipe = replace(base, size=SizeTarget(bits_per_weight=rate))
         with mock.patch.object(fit, "taken_apart", lambda groups, alphas, _: (groups, alphas)):
             yield master(bench, recipe, f"fit to {rate:g}, {FUSED}")
         yield master(bench, recipe, f"fit to {rate:g}, {APART}")
@@ -230,7 +231,7 @@ def calibrated_masters(bench: Bench) -> Iterator[dict[str, Any]]:
     text.write_text(bench.calibration, encoding="utf-8")
     for bits in CALIBRATED_RATES:
         for sample, states in CALIBRATIONS:
-            recipe = replace(load_recipe("t4"), effort=states).with_bits(bits)
+            recipe = choose_recipe(replace(load_recipe("t4"), effort=states), RecipeOptions(bits=bits))
             on = text if sample == ON_TEXT else sample
             pqweights.quantize(bench.model, out, recipe, calibrate=on, threads=usable_cores(), overwrite=True)
             what = f"calibrated {bits:g}, {sample}, {states} states"

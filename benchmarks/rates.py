@@ -17,6 +17,8 @@ from typing import Any
 from fit import CODECS, SAMPLED, Bench, run
 from harness import Cell, Document, table
 
+from pqweights.planning.choice import choose_recipe
+from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import Recipe, SizeTarget, load_recipe
 
 TARGETS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
@@ -29,9 +31,9 @@ def recipes(target: float) -> dict[str, Recipe]:
     size = SizeTarget(bits_per_weight=target)
     widths, trellis = load_recipe("q5"), load_recipe("t4")
     return {
-        WIDTHS: replace(widths, target=size),
-        UNIFORM: trellis.with_bits(target),
-        FITTED: replace(trellis, target=size),
+        WIDTHS: replace(widths, size=size),
+        UNIFORM: choose_recipe(trellis, RecipeOptions(bits=target)),
+        FITTED: replace(trellis, size=size),
     }
 
 

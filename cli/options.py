@@ -184,33 +184,34 @@ Keep = Annotated[
     typer.Option(
         metavar="PATTERN",
         show_default=False,
-        help="Keep the tensors whose names match a shell-style PATTERN, e.g. '*.layers.0.*'; before --set, and before "
-        "the rules of the recipe. Can be repeated.",
+        help="Keep the tensors whose names match a shell-style PATTERN, e.g. '*.o_proj.*', or those of a role or of "
+        "layers, as in role:expert and layers:0-3; before --set, and before the rules of the recipe. Can be repeated.",
     ),
 ]
-SetBits = Annotated[
+SetFormat = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        metavar="PATTERN=BITS",
+        metavar="PATTERN=FORMAT",
         show_default=False,
-        help="Quantize the tensors whose names match a shell-style PATTERN with BITS, e.g. '*.mlp.*=6'; the first that "
-        "matches decides, before the rules of the recipe. Can be repeated.",
+        help="Format of the tensors that a PATTERN as for --keep matches: in a master their bits, e.g. '*.mlp.*=6', "
+        "else one of those of --format. The first that matches decides, before the rules of the recipe. Can be "
+        "repeated.",
     ),
 ]
 TargetSize = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Choose the bit width of each weight so that the safetensors files take at most SIZE, e.g. 9GB or 9GiB.",
+        help="Choose the format of each weight so that the files of weights take at most SIZE, e.g. 9GB or 9GiB.",
     ),
 ]
 TargetBpw = Annotated[
     float | None,
     typer.Option(
         metavar="BITS",
-        help="Choose the bit width of each weight so that the mean over the weights that the recipe quantizes is at "
-        "most BITS, all overhead counted.",
+        help="Choose the format of each weight so that the mean over the weights that get one is at most BITS, all "
+        "overhead counted.",
     ),
 ]
 # How a source is read and quantized
@@ -430,25 +431,7 @@ FormatRecipe = Annotated[
         "--recipe",
         "-r",
         metavar="FILE",
-        help="YAML FILE that says which format each weight gets: format, rules, target_size.",
-    ),
-]
-SetFormat = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="PATTERN=FORMAT",
-        show_default=False,
-        help="Format of the weights whose name matches a shell-style PATTERN, or of a role as in role:expert; plain "
-        "keeps them. For gguf, a type. Can be repeated, the first that matches counts.",
-    ),
-]
-WeightsSize = Annotated[
-    str | None,
-    typer.Option(
-        "--target-size",
-        metavar="SIZE",
-        help="Choose the format of each weight so that the files of weights take at most SIZE, e.g. 5GB.",
+        help="YAML FILE that says which format each weight gets, with the keys of recipes.",
     ),
 ]
 # Running models
@@ -594,7 +577,7 @@ DryPush = Annotated[
 
 
 # The flags of parameters that are not called like them.
-FLAGS = {"set_bits": "--set"}
+FLAGS = {"set_format": "--set"}
 
 
 def given(context: typer.Context) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def command(
     bits: options.Bits = None,
     effort: options.Effort = None,
     keep: options.Keep = None,
-    set_bits: options.SetBits = None,
+    set_format: options.SetFormat = None,
     target_size: options.TargetSize = None,
     target_bpw: options.TargetBpw = None,
     adapter: options.Adapter = None,

@@ -24,7 +24,6 @@ from pqweights.planning.options import (
     BY_MODEL,
     DEFAULT_MAX_SHARD_SIZE,
     DEFAULT_SAMPLE_TOKENS,
-    BitsByPattern,
     ExportOptions,
     FormatsByPattern,
     HubOptions,
@@ -64,7 +63,7 @@ def plan(
     bits: float | None = None,
     effort: int | None = None,
     keep: str | Sequence[str] = (),
-    set_bits: BitsByPattern | None = None,
+    set_format: FormatsByPattern | None = None,
     target_size: int | str | None = None,
     target_bpw: float | None = None,
     adapter: str | Sequence[str] = (),
@@ -104,7 +103,7 @@ def plan(
         bits=bits,
         effort=effort,
         keep=keep,
-        set_bits=set_bits,
+        set_format=set_format,
         target_size=target_size,
         target_bpw=target_bpw,
         adapter=adapter,
@@ -158,7 +157,7 @@ def quantize(
     bits: float | None = None,
     effort: int | None = None,
     keep: str | Sequence[str] = (),
-    set_bits: BitsByPattern | None = None,
+    set_format: FormatsByPattern | None = None,
     target_size: int | str | None = None,
     target_bpw: float | None = None,
     adapter: str | Sequence[str] = (),
@@ -188,8 +187,9 @@ def quantize(
     out: a folder for the result, new or empty, or an address
     recipe: the name of a built-in recipe, a YAML file, or a Recipe; by default q5
     codec, bits, effort: what the recipe gives where no rule does: codec, bit width, work that goes into encoding
-    keep: shell-style patterns of the names of tensors that are kept; they come before set_bits and before all rules
-    set_bits: bit widths by pattern; the first that matches decides, before the rules of the recipe
+    keep: shell-style patterns of the tensors that are kept; they come before set_format and before all rules
+    set_format: bit widths by pattern; the first that matches decides, before the rules of the recipe. Patterns are of
+        names, or of a role or layers as in "role:expert" and "layers:0-3"
     target_size: the most bytes that the safetensors files may take, or "9GB"; bit widths are chosen to fit
     target_bpw: the most bits that a weight may take on average, all overhead counted; likewise
     adapter: adapters of PEFT that are merged into the source, one after the other: folders, repositories or addresses,
@@ -223,7 +223,7 @@ def quantize(
         bits=bits,
         effort=effort,
         keep=keep,
-        set_bits=set_bits,
+        set_format=set_format,
         target_size=target_size,
         target_bpw=target_bpw,
         adapter=adapter,
@@ -279,9 +279,11 @@ def export(
     pure: bool = False,
     without_tokenizer: bool = False,
     name: str | None = None,
-    recipe: StrPath | None = None,
+    recipe: StrPath | Recipe | None = None,
+    keep: str | Sequence[str] = (),
     set_format: FormatsByPattern | None = None,
     target_size: int | str | None = None,
+    target_bpw: float | None = None,
     adapter: str | Sequence[str] = (),
     leave_out: str | Sequence[str] = (),
     allow_pickle: bool = False,
@@ -316,10 +318,8 @@ def export(
     pure: for gguf: all matrices in the type of the mix
     without_tokenizer: for gguf: write the file although the model has no tokenizer
     name: for gguf: the name of the model
-    recipe: a YAML file that says which format each weight gets
-    set_format: formats by pattern of names, or of a role as in role:expert; the first that matches counts
-    target_size: the most bytes that the files of weights may take, or "5GB"; formats are chosen to fit, by a rule of
-        thumb, or with `calibrate` by how much each weight matters there
+    recipe, keep, set_format, target_size, target_bpw: as in `quantize`, with formats of the target in place of codecs
+        and bit widths; a size is met by a rule of thumb, or with `calibrate` by how much each weight matters there
 
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
@@ -339,10 +339,14 @@ def export(
         without_tokenizer=without_tokenizer,
         name=name,
         recipe=recipe,
+        keep=keep,
         set_format=set_format,
         target_size=target_size,
+        target_bpw=target_bpw,
     )
-    get_target(target).settings(asked)  # refuses wrong options before anything is fetched
+    to = get_target(target)
+    asked = to.with_recipe(asked)
+    to.read_options(asked)  # refuses wrong values before anything is fetched
     if ray is not None and calibrate is not None:
         raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
     opening = SourceOptions(
@@ -366,7 +370,7 @@ def export(
             if fetched.origin is not None:  # the branch may move while the inputs are learned
                 opening = replace(opening, revision=fetched.origin.revision)
         with _inputs(local, store, asked, opening, run) as known:
-            if known is not None and asked.target_size is not None:
+            if known is not None and to.read_options(asked).recipe.size is not None:
                 asked = replace(asked, sensitivity=known.sensitivity(store, overwrite=overwrite))
             return export_opened(
                 open_exported(given, opening),

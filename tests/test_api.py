@@ -33,7 +33,7 @@ ONLY_COMMANDS = {
     "generate": {"json", "quiet", "prompt"},
     "inspect": {"json", "summary", "quiet"},
 }
-RENAMED = {"set": "set_bits"}
+RENAMED = {"set": "set_format"}
 
 
 def examples() -> str:
@@ -74,8 +74,7 @@ def test_arguments_are_those_of_the_command(function):
     options = {
         option.opts[0].removeprefix("--").replace("-", "_") for option in command.params if option.opts[0][0] == "-"
     }
-    renamed = RENAMED | ({"set": "set_format"} if function == "export" else {})
-    mirrored = {renamed.get(name, name) for name in options - ONLY_COMMANDS[function] - {"help"}}
+    mirrored = {RENAMED.get(name, name) for name in options - ONLY_COMMANDS[function] - {"help"}}
     parameters = signatures.signature(getattr(pqweights, function)).parameters
     named = {name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
     assert (
@@ -165,7 +164,7 @@ def test_progress_reaches_the_end(source, tmp_path, monkeypatch):
 
 def test_a_recipe_object_is_taken_with_what_options_added(source):
     recipe = choose_recipe("q5", RecipeOptions(keep=("lm_head.weight",)))
-    again = pqweights.plan(source, recipe, set_bits={"*.q_proj.weight": 6})
+    again = pqweights.plan(source, recipe, set_format={"*.q_proj.weight": 6})
     bits = {tensor.name: tensor.bits for tensor in again.tensors}
     assert bits["lm_head.weight"] is None and bits["model.layers.0.self_attn.q_proj.weight"] == 6
 
@@ -184,8 +183,8 @@ def test_reports_are_displayed_in_one_line(source, master):
         ({"bits": "4"}, "bits: expected a number, found '4'"),
         ({"bits": True}, "bits: expected a number"),
         ({"keep": [4]}, "keep: expected a pattern"),
-        ({"set_bits": [5]}, "set_bits: expected a mapping, or texts such as PATTERN=BITS"),
-        ({"set_bits": {"*": "6"}}, "set_bits: expected a number"),
+        ({"set_format": [5]}, "set_format: expected a mapping, or texts such as PATTERN=FORMAT"),
+        ({"set_format": {"*": [6]}}, "set_format: expected a number"),
         ({"target_size": [1]}, "target_size: expected a number"),
         ({"threads": "2"}, "threads: expected a whole number"),
         ({"source": 5}, "source: expected a path"),

@@ -74,7 +74,7 @@ def calibrated_codes(
             work=work,
             wanted_bits=wanted,
             states=states,
-            at_most=recipe.target is not None,
+            at_most=recipe.size is not None,
             by_tensor=asked.rate == BY_TENSOR,
             threads=run.threads,
             seed=SEED,

@@ -167,52 +167,26 @@ def patterns(name: str, value: Any) -> tuple[str, ...]:
     return several
 
 
-def bits_by_pattern(name: str, value: Any) -> tuple[tuple[str, float], ...]:
-    """Bit widths by name pattern."""
-    pairs = _pairs(name, value, "PATTERN=BITS, such as *.down_proj.weight=6", _finite)
-    return tuple((pattern, number(name, bits)) for pattern, bits in pairs)
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError
-    return value
-
-
 def formats_by_pattern(name: str, value: Any) -> tuple[tuple[str, str], ...]:
-    """Formats by name pattern."""
-    pairs = _pairs(name, value, "PATTERN=FORMAT, such as *.attn_v.weight=q6_k", str)
-    return tuple((pattern, text(name, format_name)) for pattern, format_name in pairs)
+    """Formats by pattern, as texts: a mapping, pairs, or texts with an equals sign. Bit widths may be numbers."""
+    pairs: list[tuple[str, str]] = []
+    for item in value.items() if isinstance(value, Mapping) else [value] if isinstance(value, str) else value:
+        if isinstance(item, str):
+            pattern, _, given = item.rpartition("=")
+            if not pattern or not given:
+                raise OptionError(f"`{name}`: expected PATTERN=FORMAT, such as *.attn_v.weight=q6_k, found {item!r}")
+        elif isinstance(item, tuple) and len(item) == 2:
+            pattern, given = item
+            given = given if isinstance(given, str) else f"{number(name, given):g}"
+        else:
+            raise wrong(name, "a mapping, or texts such as PATTERN=FORMAT", value)
+        pairs.append((text(name, pattern), given))
+    return tuple(pairs)
 
 
 def anything(name: str, value: Any) -> Any:
     """A value that nothing is asked of here, such as a function."""
     return value
-
-
-def _pairs(name: str, value: Any, expected: str, parse: Callable[[str], Any]) -> list[tuple[str, Any]]:
-    """Take a mapping, pairs, or texts with an equals sign.
-
-    expected: what a text should be
-    parse: returns the value of what stands behind the equals sign, or raises ValueError
-    """
-    pairs: list[tuple[str, Any]] = []
-    for item in value.items() if isinstance(value, Mapping) else [value] if isinstance(value, str) else value:
-        if isinstance(item, str):
-            pattern, _, of_pattern = item.rpartition("=")
-            try:
-                parsed = parse(of_pattern) if pattern and of_pattern else None
-            except ValueError:
-                parsed = None
-            if parsed is None:
-                raise OptionError(f"`{name}`: expected {expected}, found {item!r}")
-            pairs.append((pattern, parsed))
-        elif isinstance(item, tuple) and len(item) == 2:
-            pairs.append((text(name, item[0]), item[1]))
-        else:
-            raise wrong(name, f"a mapping, or texts such as {expected}", value)
-    return pairs
 
 
 def wrong(name: str, expected: str, given: object) -> TypeError:

@@ -2,79 +2,107 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
-from pqweights.checkpoint.source import Checkpoint
 from pqweights.errors import OptionError, RecipeError
-from pqweights.formats import checked_rate, get_codec
-from pqweights.models import text_model
-from pqweights.planning.decisions import decide
+from pqweights.formats import checked_rate, nearest_rate
 from pqweights.planning.options import RecipeOptions
-from pqweights.planning.recipe import Recipe, Rule, load_recipe, make_target
+from pqweights.planning.recipe import (
+    KINDS,
+    MASTER,
+    NOTHING,
+    Recipe,
+    Rule,
+    checked,
+    checked_condition,
+    load_recipe,
+    make_size,
+    with_known_codecs,
+)
 
 DEFAULT_RECIPE = "q5"
 
 
-def with_weights(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the weights that an export may round: of a source, those that q5 quantizes."""
-    if checkpoint.is_master:
-        return checkpoint
-    decisions = decide(load_recipe(DEFAULT_RECIPE), checkpoint.tensors, text_model(checkpoint.config))
-    pairs = zip(checkpoint.tensors, decisions, strict=True)
-    return replace(checkpoint, weights=frozenset(tensor.name for tensor, of in pairs if of.codec is not None))
-
-
-def choose_recipe(recipe: str | PathLike[str] | Recipe | None, options: RecipeOptions = RecipeOptions()) -> Recipe:
+def choose_recipe(
+    recipe: str | PathLike[str] | Recipe | None, options: RecipeOptions = RecipeOptions(), target: str = MASTER
+) -> Recipe:
     """Load a recipe and change it as the options say.
 
-    recipe: the name of a built-in recipe, a YAML file, or a recipe; None for that of DEFAULT_RECIPE
+    recipe: the name of a built-in recipe, a YAML file, or a recipe; None for that of DEFAULT_RECIPE, or in an export
+        for none
+    target: that of the result
 
     Raises OptionError for options that contradict each other or have impossible values and for an unknown name, and
     RecipeError for what is wrong in a file.
     """
-    recipe = DEFAULT_RECIPE if recipe is None else recipe
+    if recipe is None:
+        recipe = DEFAULT_RECIPE if target == MASTER else NOTHING
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe if isinstance(recipe, str) else Path(recipe))
-    try:
-        target = make_target(options.target_size, options.target_bpw)
-    except RecipeError as error:
-        raise OptionError(str(error)) from None
-    if options.bits is not None and (options.target_size is not None or options.target_bpw is not None):
-        raise OptionError("expected either `bits` or a target, which chooses the bit widths; found both")
+    if recipe.target not in (None, target):
+        raise RecipeError(f"recipe {recipe.name!r}: is for the target {recipe.target}, not for {target}")
+    size = checked("", partial(make_size, options.target_size, options.target_bpw), OptionError) or recipe.size
+    if target == MASTER:
+        if recipe.format is not None or any(rule.format is not None for rule in recipe.rules):
+            raise RecipeError(f"recipe {recipe.name!r}: a master has codecs and bits, found formats of exports")
+        recipe = _with_defaults(recipe, options, has_size=size is not None)
+    return replace(recipe, size=size, overrides=(*_overrides(recipe, options, target), *recipe.overrides))
+
+
+def _with_defaults(recipe: Recipe, options: RecipeOptions, *, has_size: bool) -> Recipe:
+    """Return the recipe of a master with the codec, the effort and the bits that options give."""
+    if options.bits is not None and has_size:
+        raise OptionError("expected either `bits` or a target, which chooses the bit widths; leave `bits` out")
     if options.effort is not None:
         recipe = replace(recipe, effort=None)  # nobody asks whether another codec has it
-    if options.codec is not None:
-        recipe = recipe.with_codec(_known_codec(options.codec))
-    if options.effort is not None:
-        recipe = recipe.with_effort(options.effort)
-    if options.bits is not None:
-        recipe = recipe.with_bits(options.bits)
-    recipe = replace(recipe, target=target or recipe.target)
-    return replace(recipe, overrides=(*_overrides(recipe.codec, options), *recipe.overrides))
+    changes: dict[str, Any] = {"codec": options.codec, "effort": options.effort, "bits": options.bits}
+    for name, value in changes.items():
+        if value is not None:
+            try:
+                changed = {name: value} | ({"bits": nearest_rate(value, recipe.bits)} if name == "codec" else {})
+                recipe = with_known_codecs(replace(recipe, **changed))
+            except RecipeError as problem:
+                raise OptionError(f"`{name}`: recipe {recipe.name!r}: {problem}") from None
+    return recipe
 
 
-def _known_codec(name: str) -> str:
-    try:
-        return get_codec(name, "`codec`").name
-    except RecipeError as error:
-        raise OptionError(str(error)) from None
-
-
-def _overrides(codec: str, options: RecipeOptions) -> Iterator[Rule]:
+def _overrides(recipe: Recipe, options: RecipeOptions, target: str) -> Iterator[Rule]:
     """Yield the rules that options give, in the order in which they are tried.
 
     Their reasons are parts of manifests, which say what was asked of the command.
 
-    Raises OptionError for a bit width that the codec does not have.
+    Raises OptionError for a role, or in a master for a bit width, that there is not.
     """
     for pattern in options.keep:
-        yield Rule(names=(pattern,), keep=True, reason=f"--keep {pattern}")
-    for pattern, asked in options.set_bits or ():
-        try:
-            bits = checked_rate(codec, asked)
-        except RecipeError as error:
-            raise OptionError(f"`set_bits` {pattern}={asked:g}: {error}") from None
-        yield Rule(names=(pattern,), bits=bits, reason=f"--set {pattern}={asked:g}")
+        yield Rule(keep=True, reason=f"--keep {pattern}", **_condition(f"`keep` {pattern}", pattern))
+    for pattern, asked in options.set_format or ():
+        where = f"`set_format` {pattern}={asked}"
+        condition: dict[str, Any] = {"reason": f"--set {pattern}={asked}", **_condition(where, pattern)}
+        if target == MASTER:
+            yield Rule(bits=checked(where, partial(_rate, recipe.codec, asked), OptionError), **condition)
+        else:
+            yield Rule(format=str(asked), **condition)
+
+
+def _rate(codec: str, asked: object) -> float:
+    """Return a bit width that may be a text."""
+    try:
+        bits = float(str(asked))
+    except ValueError:
+        bits = math.nan
+    if not math.isfinite(bits):
+        raise RecipeError(f"expected PATTERN=BITS, such as *.down_proj.weight=6, found {asked!r}")
+    return checked_rate(codec, int(bits) if bits == int(bits) else bits)
+
+
+def _condition(where: str, pattern: str) -> dict[str, Any]:
+    """Return the condition that a pattern of the command line stands for: of names, of a role, or of layers."""
+    kind, colon, value = pattern.partition(":")
+    condition = {kind: (value,)} if colon and kind in KINDS else {"name": (pattern,)}
+    return checked(where, partial(checked_condition, condition), OptionError)

@@ -15,16 +15,16 @@ from typing import NamedTuple
 from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.common.advice import nearest
 from pqweights.common.dtypes import item_bytes
-from pqweights.common.units import counted
 from pqweights.errors import RecipeError
 from pqweights.formats import get_codec, nearest_rate
+from pqweights.models import text_model
 from pqweights.models.description import UNKNOWN, ModelDescription
-from pqweights.models.names import is_behind, without_numbers
+from pqweights.models.names import is_behind, role_name, without_numbers
+from pqweights.planning.choice import DEFAULT_RECIPE
 from pqweights.planning.plan import TensorPlan
-from pqweights.planning.recipe import Recipe, Rule
-from pqweights.planning.roles import Role, classify
+from pqweights.planning.recipe import Recipe, Weight, instead_of, load_recipe
+from pqweights.planning.roles import ROLES, Role
 
 
 class Decision(NamedTuple):
@@ -50,20 +50,19 @@ def decide(recipe: Recipe, tensors: Sequence[LogicalTensor], model: ModelDescrip
 
     Raises RecipeError for a name pattern that matches no tensor at all; the message names the nearest one.
     """
-    _check_patterns(recipe, tensors)
-    _check_effects(recipe, tensors, model)
-    named = [rule for rule in (*recipe.overrides, *recipe.rules) if rule.names]
+    named = [rule for _, rule in recipe.labelled if rule.name or rule.layers]
+    about = [tensor for tensor in tensors if any(rule.is_about([tensor.name]) for rule in named)] if named else []
+    recipe.check([_weight(tensor, model) for tensor in about], [tensor.name for tensor in tensors])
     made: dict[tuple[object, ...], Decision] = {}
     kind: tuple[object, ...]
     decisions = []
     for tensor in tensors:
         name = tensor.name
-        matching = tuple([rule.matches_name(name) for rule in named]) if named else ()
         # Everything that a decision depends on; thousands of experts have it in common.
         kind = (
             without_numbers(name),
             is_behind(name, model.layers),
-            matching,
+            tuple([rule.is_about([name]) for rule in named]),
             tensor.dtype,
             tensor.plain_dtype,
             tensor.shape,
@@ -75,33 +74,25 @@ def decide(recipe: Recipe, tensors: Sequence[LogicalTensor], model: ModelDescrip
     return decisions
 
 
+def _weight(tensor: LogicalTensor, model: ModelDescription) -> Weight:
+    return Weight((tensor.name,), role_name(tensor.name, tensor.dtype, tensor.shape, model), tensor.shape)
+
+
 def _decide_one(recipe: Recipe, tensor: LogicalTensor, model: ModelDescription) -> Decision:
-    role = classify(tensor.name, tensor.dtype, tensor.shape, model)
-    rule, why = _first_match(recipe, tensor, role)
+    weight = _weight(tensor, model)
+    role = ROLES[weight.role]
+    rule, why = recipe.rule_for([weight])
     if rule is not None and rule.keep:
         return _kept(role, why)
-    if rule is None and role.keep is not None:
-        return _kept(role, role.keep)
-    rule = rule or Rule()
-    codec = rule.codec or recipe.codec
-    bits = rule.bits or nearest_rate(codec, recipe.bits)
-    if role.name == "buffer":
+    if role.name == "buffer" or (rule is None and role.keep is not None):
         return _kept(role, role.keep or "")
+    codec = (rule and rule.codec) or recipe.codec
+    bits = (rule and rule.bits) or nearest_rate(codec, recipe.bits)
     if not is_smaller(tensor, codec, bits):
         encoded, plain = _sizes(tensor, codec, bits)
         return _kept(role, f"encoding would not make it smaller ({encoded} against {plain} bytes)")
-    return Decision(role=role.name, codec=codec, bits=bits, reason=why, free=rule.bits is None)
-
-
-def _first_match(recipe: Recipe, tensor: LogicalTensor, role: Role) -> tuple[Rule | None, str]:
-    """Return the rule that decides what becomes of a tensor, and the reason; None if no rule matches."""
-    for rule in recipe.overrides:
-        if rule.matches(tensor, role):
-            return rule, rule.reason or ""
-    for number, rule in enumerate(recipe.rules, start=1):
-        if rule.matches(tensor, role):
-            return rule, rule.reason or f"rule {number} of the recipe"
-    return None, f"default for role {role.name}"
+    is_free = rule is None or rule.bits is None
+    return Decision(role=role.name, codec=codec, bits=bits, reason=why or f"default for role {role.name}", free=is_free)
 
 
 def _kept(role: Role, reason: str) -> Decision:
@@ -122,46 +113,13 @@ def _sizes(tensor: LogicalTensor, codec: str, bits: float) -> tuple[int, int]:
     return encoded, math.prod(tensor.shape) * item_bytes(tensor.plain_dtype)
 
 
-def _check_patterns(recipe: Recipe, tensors: Sequence[LogicalTensor]) -> None:
-    """Raise RecipeError if a name pattern of the recipe matches no tensor."""
-    names = [tensor.name for tensor in tensors]
-    rules = [("`keep`" if rule.keep else "`set_bits`", rule) for rule in recipe.overrides]
-    rules += [(f"recipe {recipe.name!r}: rule {number}", rule) for number, rule in enumerate(recipe.rules, start=1)]
-    for where, rule in rules:
-        for pattern in rule.names:
-            if not fnmatch.filter(names, pattern):
-                raise RecipeError(
-                    f"{where}: the pattern {pattern!r} matches no tensor of the checkpoint; "
-                    f"{instead_of(pattern, names)}"
-                )
-
-
-def _check_effects(recipe: Recipe, tensors: Sequence[LogicalTensor], model: ModelDescription) -> None:
-    """Raise RecipeError if an option sets the bits of no tensor.
-
-    Such tensors have structural roles, where it has no effect, or options before it decide about all of them.
-    """
-    decided: dict[str, Rule] = {}  # by tensor, the first option that decides about it
-    for rule in recipe.overrides:
-        matching = [tensor for tensor in tensors if rule.matches_name(tensor.name)]
-        roles = [classify(tensor.name, tensor.dtype, tensor.shape, model) for tensor in matching]
-        if not rule.keep and roles and all(role.structural for role in roles):
-            first, role = matching[0], roles[0]
-            hint = "" if role.name == "buffer" else f"; only a recipe's rule with role: {role.name} quantizes those"
-            raise RecipeError(
-                f"{rule.reason}: matches nothing that it can quantize, only tensors such as {first.name!r} "
-                f"({role.keep}){hint}"
-            )
-        taken = [tensor.name for tensor, role in zip(matching, roles, strict=True) if rule.matches(tensor, role)]
-        if not rule.keep and taken and all(name in decided for name in taken):
-            before = decided[taken[0]]
-            narrower = "" if before.keep or set(before.names) == set(rule.names) else "; give it before that option"
-            raise RecipeError(
-                f"{rule.reason}: decides about no tensor, since {before.reason} comes first for all that it matches, "
-                f"such as {taken[0]!r}{narrower}"
-            )
-        for name in taken:
-            decided.setdefault(name, rule)
+def with_weights(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the weights that an export may round: of a source, those that q5 quantizes."""
+    if checkpoint.is_master:
+        return checkpoint
+    decisions = decide(load_recipe(DEFAULT_RECIPE), checkpoint.tensors, text_model(checkpoint.config))
+    pairs = zip(checkpoint.tensors, decisions, strict=True)
+    return replace(checkpoint, weights=frozenset(tensor.name for tensor, of in pairs if of.codec is not None))
 
 
 def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
@@ -183,32 +141,6 @@ def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
     if not tensors:
         raise RecipeError(f"`leave_out`: expected some tensors to stay, found none of {len(names)}")
     return replace(checkpoint, tensors=tensors, left_out_tensors=checkpoint.left_out_tensors | left_out)
-
-
-def instead_of(pattern: str, names: Sequence[str]) -> str:
-    """Return what to give in place of a pattern that matches no tensor.
-
-    That is a wider pattern which matches some; else the nearest tensor; if none is near, the first one as an example.
-    """
-    for wider in (f"{pattern}.weight", f"*.{pattern}.weight", f"{pattern}.*", f"*.{pattern}.*", f"*{pattern}*"):
-        matching = fnmatch.filter(names, wider)
-        if matching:
-            return f"did you mean {wider.replace('**', '*')!r} ({counted(len(matching), 'tensor')})?"
-    fixed = pattern.replace("*", "").strip(".")
-    by_part: dict[str, str] = {}
-    for name in names:
-        for part in (name[-len(fixed) :], *_runs(name, fixed.count(".") + 1)):
-            by_part.setdefault(part, name)
-    near = nearest(fixed, by_part) if fixed else None
-    if near is None:
-        return f"the first of its {len(names)} tensors is {names[0]!r}"
-    return f"the nearest is {by_part[near]!r}"
-
-
-def _runs(name: str, count: int) -> list[str]:
-    """Return all runs of `count` components of a dotted name."""
-    components = name.split(".")
-    return [".".join(components[at : at + count]) for at in range(len(components) - count + 1)]
 
 
 Rates = Mapping[str, float | None]  # bit width by weight; None: the weight is kept

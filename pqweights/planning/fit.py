@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
@@ -20,13 +19,11 @@ from pqweights.common.strict_json import rounded
 from pqweights.errors import RecipeError
 from pqweights.formats import get_codec
 from pqweights.planning.decisions import RatePlanner, Rates
-from pqweights.planning.knapsack import Choice, Solution, cheapest, solve
+from pqweights.planning.knapsack import Choice, Solution, best_within, cheapest, solve
 from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
 from pqweights.planning.recipe import SizeTarget
 from pqweights.planning.sensitivity import HEURISTIC, Sensitivity, alphas_for, groups_of, taken_apart
 
-# How often the budget is corrected to meet a file size: headers depend a little on what the files hold.
-MOST_ROUNDS = 8
 # A result may be smaller than its target by this share; for more, codecs of any rate get finer ones.
 MOST_UNUSED = 0.0005
 # The steps between finer rates, in bits: what is left of a step of rates is divided by one after the other.
@@ -132,131 +129,50 @@ def fit(
             "bits of their own"
         )
     groups, unknown = free_groups(checkpoint, sensitivity=sensitivity, planner=planner)
-    problem = _Problem(target=target, groups=groups, planner=planner, file_bytes=file_bytes)
-    _check_target(problem)
-    smallest_bytes, solution = problem.size(problem.smallest), problem.best()
+    parameters, counts_files = sum(group.parameters for group in groups), target.output_bytes is not None
+    limit = target.limit(parameters)
+
+    def size(solution: Solution) -> int:
+        chosen = zip(groups, solution.choices, strict=True)
+        return file_bytes(planner.planned({n: group.options[at].bits for group, at in chosen for n in group.weights}))
+
+    def measured(solution: Solution) -> int:
+        return size(solution) if counts_files else solution.cost
+
+    def figure(solution: Solution, rounding: Callable[[float], int]) -> str:
+        if counts_files:
+            return f"{size(solution)} bytes"
+        bits = rounding(80_000 * solution.cost / parameters) / 10_000
+        return f"{bits:.4f} bits per weight ({size(solution)} bytes)"
+
+    choices = [group.choices(with_headers=counts_files) for group in groups]
+    smallest = solve(choices, cheapest(choices))
+    assert smallest is not None
+    if measured(smallest) > limit:
+        raise RecipeError(f"target: {target}: below the smallest possible, {figure(smallest, math.ceil)}")
+    kept = Solution(tuple(len(of) - 1 for of in choices), sum(of[-1].cost for of in choices), 0.0)
+    if measured(kept) <= limit:
+        most = figure(kept, math.floor)
+        raise RecipeError(f"target: {target}: leaves nothing to quantize; expected less than {most}")
+    smallest_bytes, solution = size(smallest), best_within(choices, limit, measured)
     for step in FINER_STEPS:
-        if problem.limit - problem.measured(solution) <= MOST_UNUSED * problem.limit:
+        if limit - measured(solution) <= MOST_UNUSED * limit:
             break
-        finer = [
-            group.with_finer_rates(chosen, step, planner)
-            for group, chosen in zip(problem.groups, solution.choices, strict=True)
-        ]
-        problem = replace(problem, groups=finer)
-        solution = problem.best()
-    fitted = tuple(_fitted(group, chosen) for group, chosen in zip(problem.groups, solution.choices, strict=True))
-    output_bytes = problem.size(solution)
+        groups = [g.with_finer_rates(at, step, planner) for g, at in zip(groups, solution.choices, strict=True)]
+        solution = best_within([group.choices(with_headers=counts_files) for group in groups], limit, measured)
+    fitted = tuple(_fitted(group, chosen) for group, chosen in zip(groups, solution.choices, strict=True))
+    output_bytes = size(solution)
     return Fit(
         target=target,
         sensitivity=sensitivity,
         groups=fitted,
         output_bytes=output_bytes,
-        bits_per_weight=8 * sum(group.bytes for group in fitted) / problem.parameters,
+        bits_per_weight=8 * sum(group.bytes for group in fitted) / parameters,
         bits_per_parameter=8 * output_bytes / sum(t.weights for t in planner.planned({}) if t.role != "buffer"),
         smallest_bytes=smallest_bytes,
         unknown=tuple(unknown),
         free=planner.free,
     )
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Problem:
-    """The knapsack of all groups.
-
-    target: what is to be met
-    groups: the groups with their options
-    planner, file_bytes: see `fit`
-    """
-
-    target: SizeTarget
-    groups: Sequence[FreeGroup]
-    planner: RatePlanner
-    file_bytes: Callable[[Sequence[TensorPlan]], int]
-
-    @property
-    def parameters(self) -> int:
-        """The number of elements of all groups."""
-        return sum(group.parameters for group in self.groups)
-
-    @property
-    def limit(self) -> int:
-        """The bytes that files may have, or the data of all groups if the target is bits per weight."""
-        if self.target.output_bytes is not None:
-            return self.target.output_bytes
-        assert self.target.bits_per_weight is not None
-        return math.floor(min(self.target.bits_per_weight * self.parameters / 8, 2.0**62))
-
-    @property
-    def counts_files(self) -> bool:
-        """Whether the target limits files, with their headers."""
-        return self.target.output_bytes is not None
-
-    @property
-    def smallest(self) -> Solution:
-        """The cheapest solution."""
-        choices = self._choices
-        solution = solve(choices, cheapest(choices))
-        assert solution is not None
-        return solution
-
-    @property
-    def all_kept(self) -> Solution:
-        """The solution that keeps all free weights."""
-        return Solution(
-            tuple(len(group.options) - 1 for group in self.groups), sum(c[-1].cost for c in self._choices), 0.0
-        )
-
-    @cached_property
-    def _choices(self) -> list[list[Choice]]:
-        return [group.choices(with_headers=self.counts_files) for group in self.groups]
-
-    def size(self, solution: Solution) -> int:
-        """Return the size of a solution's files, in bytes."""
-        chosen = zip(self.groups, solution.choices, strict=True)
-        rates = {name: group.options[choice].bits for group, choice in chosen for name in group.weights}
-        return self.file_bytes(self.planner.planned(rates))
-
-    def measured(self, solution: Solution) -> int:
-        """Return what the target limits."""
-        return self.size(solution) if self.counts_files else solution.cost
-
-    def best(self) -> Solution:
-        """Return the best solution within the limit.
-
-        Costs count headers except for the digits of offsets and the padding, so the budget is corrected by the size
-        that a solution turns out to have.
-        """
-        best = solution = self.smallest
-        size, tried = self.measured(solution), set[int]()
-        while len(tried) < MOST_ROUNDS:
-            budget = self.limit - (size - solution.cost)
-            within = None if budget in tried else solve(self._choices, budget)
-            if within is None:
-                break
-            tried.add(budget)
-            solution, size = within, self.measured(within)
-            if solution.loss <= best.loss and size <= self.limit:
-                best = solution
-        return best
-
-
-def _check_target(problem: _Problem) -> None:
-    """Raise RecipeError for a target that cannot be met, or that leaves nothing to quantize."""
-    if problem.measured(problem.smallest) > problem.limit:
-        least = _figure(problem, problem.smallest, math.ceil)
-        raise RecipeError(f"target: {problem.target}: below the smallest possible, {least}")
-    if problem.measured(problem.all_kept) <= problem.limit:
-        most = _figure(problem, problem.all_kept, math.floor)
-        raise RecipeError(f"target: {problem.target}: leaves nothing to quantize; expected less than {most}")
-
-
-def _figure(problem: _Problem, solution: Solution, rounding: Callable[[float], int]) -> str:
-    """Return the size of a solution as the target counts it. rounding: that of the last of four digits of bits."""
-    output_bytes = problem.size(solution)
-    if problem.counts_files:
-        return f"{output_bytes} bytes"
-    bits = rounding(80_000 * solution.cost / problem.parameters) / 10_000
-    return f"{bits:.4f} bits per weight ({output_bytes} bytes)"
 
 
 def _fitted(group: FreeGroup, chosen: int) -> FittedGroup:

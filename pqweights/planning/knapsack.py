@@ -10,7 +10,7 @@ optimum or within about a hundred-thousandth of it. The answer is the same on ev
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ import numpy.typing as npt
 TOLERANCE = 1e-6
 # Of more states than this, those with the least excess are kept.
 MOST_STATES = 2_000
+# How often the budget is corrected to meet a size.
+MOST_ROUNDS = 8
 
 Ints = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
@@ -78,6 +80,27 @@ def solve(groups: Sequence[Sequence[Choice]], budget: int) -> Solution | None:
         cost=sum(int(group.costs[at]) for group, at in zip(reduced, places, strict=True)),
         loss=_loss(reduced, places),
     )
+
+
+def best_within(groups: Sequence[Sequence[Choice]], limit: int, size: Callable[[Solution], int]) -> Solution:
+    """Return the choices of least loss whose size is within a limit; those of the least cost if there are none.
+
+    size: returns the size of a solution, of which its cost is all but a little: the headers of files depend on what
+        they hold, so the budget is corrected by the size that a solution turns out to have
+    """
+    best = solution = solve(groups, cheapest(groups))
+    assert solution is not None and best is not None
+    measured, tried = size(solution), set[int]()
+    while len(tried) < MOST_ROUNDS:
+        budget = limit - (measured - solution.cost)
+        within = None if budget in tried else solve(groups, budget)
+        if within is None:
+            break
+        tried.add(budget)
+        solution, measured = within, size(within)
+        if solution.loss <= best.loss and measured <= limit:
+            best = solution
+    return best
 
 
 def _undominated_choices(group: Sequence[Choice]) -> _Group:

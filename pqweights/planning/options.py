@@ -25,9 +25,8 @@ MOST_THREADS = 256
 
 Tell = Callable[[str], None]  # called with a line about every wait
 
-# Pairs, or texts with an equals sign between pattern and value.
-BitsByPattern = Mapping[str, float] | Sequence[tuple[str, float]] | Sequence[str]
-FormatsByPattern = Mapping[str, str] | Sequence[tuple[str, str]] | Sequence[str]
+# Pairs, or texts with an equals sign between pattern and format. In a master formats are bit widths.
+FormatsByPattern = Mapping[str, str | float] | Sequence[tuple[str, str | float]] | Sequence[str]
 
 RUNTIMES = LLAMA_CPP, MLX, VLLM, TRANSFORMERS = ("llama.cpp", "mlx", "vllm", "transformers")
 # Samples of text that need none from the user: drawn from the model, or the one that comes with this package.
@@ -42,7 +41,7 @@ def _recipe(name: str, value: Any) -> str | Path | Recipe:
     """Take the name of a recipe, a path or a Recipe."""
     if isinstance(value, str | os.PathLike):
         return checks.location(name, value)
-    if not hasattr(value, "with_codec"):  # the class is defined in terms of the options here
+    if not hasattr(value, "overrides"):  # the class is defined in terms of the options here
         raise checks.wrong(name, "the name of a recipe, a path or a Recipe", value)
     recipe: Recipe = value
     return recipe
@@ -96,7 +95,7 @@ class RecipeOptions(Options):
     bits: float | None = None
     effort: int | None = None
     keep: str | Sequence[str] = option(checks.patterns, default=())
-    set_bits: Any = option(checks.bits_by_pattern, default=None)  # from BitsByPattern to pairs
+    set_format: Any = option(checks.formats_by_pattern, default=None)  # from FormatsByPattern to pairs of texts
     target_size: int | str | None = option(checks.size, default=None)
     target_bpw: float | None = None
 
@@ -138,7 +137,7 @@ class QuantizeOptions(RecipeOptions, SampleOptions, SourceOptions):
         default=False,
         excludes=(
             (
-                *("recipe", "codec", "bits", "effort", "keep", "set_bits", "target_size", "target_bpw"),
+                *("recipe", "codec", "bits", "effort", "keep", "set_format", "target_size", "target_bpw"),
                 *("adapter", "awq", "calibrate", "strict"),
             ),
             "it stores the numbers of the source as they are",
@@ -162,7 +161,7 @@ class MemoryOptions(Options):
 
 
 @options
-class ExportOptions(SampleOptions):
+class ExportOptions(RecipeOptions, SampleOptions):
     """The options that a user may give for an export; each target takes some. None stands for the target's default."""
 
     bits: int | None = None
@@ -177,9 +176,6 @@ class ExportOptions(SampleOptions):
     pure: bool = False
     without_tokenizer: bool = False
     name: str | None = option(_model_name, default=None)
-    recipe: StrPath | None = option(checks.location, default=None)
-    set_format: Any = option(checks.formats_by_pattern, default=None)  # from FormatsByPattern to pairs
-    target_size: int | str | None = option(checks.size, default=None)
     sensitivity: Sensitivity | None = option(
         checks.anything, default=None
     )  # measured, if `calibrate` and a size are given

@@ -1,7 +1,8 @@
-"""Recipes: YAML that says which codec encodes which tensor, and why.
+"""Recipes: which format each weight gets, in a master and in every export, and why. YAML, options, and what they mean.
 
-A recipe has a default codec and bit width, and rules. The first rule that matches a tensor decides; if none does, the
-default policy for its role (roles.py) keeps or quantizes it. recipes/README.md describes the keys.
+A recipe has a default and rules. The first rule that matches a weight decides, those of options before those of the
+file; what no rule decides gets the default, or what fits a size. The format of a master is a codec with a bit width,
+that of an export one of the formats of its target. recipes/README.md describes the keys.
 """
 
 from __future__ import annotations
@@ -10,63 +11,112 @@ import fnmatch
 import importlib.resources
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import yaml
 
 from pqweights.checkpoint.config import load_yaml
-from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.common.advice import instead
-from pqweights.common.documents import ClosedDocument, Number, as_document
-from pqweights.common.units import parse_size
-from pqweights.errors import OptionError, PqweightsError, RecipeError
+from pqweights.common.advice import instead, nearest
+from pqweights.common.documents import ClosedDocument, Number, as_document, as_json
+from pqweights.common.units import counted, parse_size
+from pqweights.errors import OptionError, RecipeError
 from pqweights.formats import DEFAULT_CODEC, checked_effort, checked_rate, get_codec, nearest_rate
-from pqweights.planning.roles import ROLES, Role
+from pqweights.models.conventions import TEXT_LAYERS
+from pqweights.planning.roles import ROLES
+from pqweights.planning.sensitivity import Sensitivity
 
 Item = TypeVar("Item")
 
+MASTER = "master"
 DEFAULT_BITS = 5
 # How the names of recipe files end.
 SUFFIXES = (".yaml", ".yml")
+# Patterns on the command line that do not mean names: role:expert, layers:0-3.
+KINDS = ("role", "layers")
 
 
-class RuleFile(ClosedDocument, frozen=True, kw_only=True):
-    """A rule as YAML has it: the fields of Rule, with other names for the lists."""
+class Weight(NamedTuple):
+    """A weight, as far as rules depend on it.
 
-    name: str | tuple[str, ...] | None = None
-    role: str | tuple[str, ...] | None = None
+    names: its name, and others by which it is known
+    """
+
+    names: tuple[str, ...]
+    role: str
+    shape: tuple[int, ...]
+
+
+class Rule(ClosedDocument, frozen=True, kw_only=True, omit_defaults=True):
+    """One rule of a recipe, with the keys of the YAML. A condition that is not given always holds.
+
+    name: shell-style patterns, one of which must match a whole name of the weight
+    role: the weight must have one of these roles
+    layers: it must be of one of these layers of the text model: numbers, or texts such as "0-3"
+    min_weights, max_weights: bounds on its number of elements
+    dims: number of dimensions
+    keep: keep it as it is
+    codec, bits: in a master, how to encode it; None for the recipe's defaults
+    format: in an export, one of the formats of the target
+    reason: why, for plan and manifest
+    """
+
+    name: tuple[str, ...] = ()
+    role: tuple[str, ...] = ()
+    layers: tuple[int | str, ...] = ()
     min_weights: int | None = None
     max_weights: int | None = None
     dims: int | None = None
-    keep: bool | None = None
+    keep: bool = False
     codec: str | None = None
     bits: Number | None = None
+    format: str | None = None
     reason: str | None = None
 
+    def is_about(self, names: Iterable[str]) -> bool:
+        """Whether the rule may decide about a weight that is known by these names."""
+        known = tuple(names)
+        return (not self.name or any(fnmatch.fnmatchcase(name, of) for name in known for of in self.name)) and (
+            not self.layers or any(int(at[1]) in _numbers(self.layers) for at in map(TEXT_LAYERS.match, known) if at)
+        )
 
-class RecipeFile(ClosedDocument, frozen=True, kw_only=True):
-    """A recipe as YAML has it: the fields of Recipe, with the two kinds of targets."""
+    def may_format(self, role: str) -> bool:
+        """Whether it gives weights of a role a format; those of a structural role only if it names the role."""
+        return not ROLES[role].structural or role in self.role
 
-    name: str | None = None
-    description: str | None = None
-    codec: str | None = None
-    bits: Number | None = None
-    effort: int | None = None
-    target_size: str | int | None = None
-    target_bpw: int | float | None = None
-    rules: tuple[Any, ...] | None = None
+    def matches(self, weight: Weight) -> bool:
+        """Whether the rule decides what becomes of a weight."""
+        count = math.prod(weight.shape)
+        return (
+            (self.keep or self.may_format(weight.role))
+            and self.is_about(weight.names)
+            and (not self.role or weight.role in self.role)
+            and (self.min_weights is None or count >= self.min_weights)
+            and (self.max_weights is None or count <= self.max_weights)
+            and (self.dims is None or len(weight.shape) == self.dims)
+        )
+
+
+def _numbers(layers: Iterable[int | str]) -> set[int]:
+    """Return the layers that numbers and texts such as "0-3" name. Raises ValueError for other texts."""
+    numbers: set[int] = set()
+    for entry in layers:
+        first, _, last = str(entry).partition("-")
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers
 
 
 @dataclass(frozen=True)
 class SizeTarget:
     """An upper bound for the result, one of the two.
 
-    output_bytes: size of its safetensors files, with headers and the tensors that are kept
-    bits_per_weight: mean over the weights that the recipe would quantize
+    output_bytes: size of its files of weights, with headers and the tensors that are kept
+    bits_per_weight: mean over the weights that get a format
     """
 
     output_bytes: int | None = None
@@ -77,6 +127,13 @@ class SizeTarget:
             return f"{self.output_bytes} bytes"
         return f"{self.bits_per_weight:g} bits per weight"
 
+    def limit(self, weights: int) -> int:
+        """Return the bytes that files may have, or if bits per weight are bounded, the data of so many weights."""
+        if self.output_bytes is not None:
+            return self.output_bytes
+        assert self.bits_per_weight is not None
+        return math.floor(min(self.bits_per_weight * weights / 8, 2.0**62))
+
     def to_json(self) -> dict[str, Any]:
         """Return the target with its key in a recipe."""
         if self.output_bytes is not None:
@@ -85,126 +142,125 @@ class SizeTarget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One rule of a recipe. A condition that is empty or None always holds.
-
-    names: shell-style patterns, one of which must match the whole name of the tensor
-    roles: the tensor must have one of these roles
-    min_weights, max_weights: bounds on the number of weights
-    dims: number of dimensions
-    keep: keep the tensor
-    codec, bits: how to encode it; None for the recipe's defaults
-    reason: why, for plan and manifest
-    """
-
-    names: tuple[str, ...] = ()
-    roles: tuple[str, ...] = ()
-    min_weights: int | None = None
-    max_weights: int | None = None
-    dims: int | None = None
-    keep: bool = False
-    codec: str | None = None
-    bits: float | None = None
-    reason: str | None = None
-
-    def matches_name(self, name: str) -> bool:
-        """Whether a pattern of the rule matches a name; false for a rule without patterns."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
-
-    def matches(self, tensor: LogicalTensor, role: Role) -> bool:
-        """Whether the rule decides what becomes of a tensor.
-
-        A rule that quantizes only applies to a tensor with a structural role if it names that role.
-        """
-        weights = math.prod(tensor.shape)
-        if role.structural and not self.keep and role.name not in self.roles:
-            return False
-        return (
-            (not self.names or self.matches_name(tensor.name))
-            and (not self.roles or role.name in self.roles)
-            and (self.min_weights is None or weights >= self.min_weights)
-            and (self.max_weights is None or weights <= self.max_weights)
-            and (self.dims is None or len(tensor.shape) == self.dims)
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A whole recipe.
 
     name, description: for people
-    codec, bits: the defaults for weights that are quantized
-    rules: the first rule that matches a tensor decides
-    overrides: rules that options give, which come before all others; each has a reason that names its option
-    target: a size to meet; bit widths that no rule gives are then chosen for it
+    target: that of which it is alone; None for any
+    codec, bits: in a master, the defaults for weights that are quantized
     effort: how much work codecs that have a choice put into encoding; None for their defaults
+    format: in an export, the default; None for that of the target
+    rules: the first rule that matches a weight decides
+    overrides: rules that options give, which come before all others; each has a reason that names its option
+    size: what the result has to fit into; formats that no rule gives are then chosen for it
+    sensitivity: by what they are chosen in an export, if it was measured; else by the rule of thumb
     """
 
-    name: str
-    description: str
-    codec: str
-    bits: float
+    name: str = ""
+    description: str = ""
+    target: str | None = None
+    codec: str = DEFAULT_CODEC
+    bits: float = DEFAULT_BITS
+    effort: int | None = None
+    format: str | None = None
     rules: tuple[Rule, ...] = ()
     overrides: tuple[Rule, ...] = ()
-    target: SizeTarget | None = None
-    effort: int | None = None
+    size: SizeTarget | None = None
+    sensitivity: Sensitivity | None = None
 
     @property
     def codecs(self) -> tuple[str, ...]:
         """The names of its codecs, the default first."""
         return tuple(dict.fromkeys([self.codec, *(rule.codec for rule in self.rules if rule.codec is not None)]))
 
-    def with_codec(self, codec: str) -> Recipe:
-        """Return the recipe with another default codec, at the rate that is nearest to its own.
+    @property
+    def labelled(self) -> Iterator[tuple[str, Rule]]:
+        """All rules in the order in which they are tried, each with what messages call it."""
+        yield from ((rule.reason or "", rule) for rule in self.overrides)
+        yield from ((f"rule {number} of the recipe", rule) for number, rule in enumerate(self.rules, start=1))
 
-        Raises OptionError for an unknown codec, and for one without the bits of a rule or the effort of the recipe.
+    @property
+    def decides(self) -> bool:
+        """Whether it says more than the default: rules, or a size."""
+        return bool(self.overrides or self.rules or self.size)
+
+    def rule_for(self, weights: Iterable[Weight]) -> tuple[Rule | None, str]:
+        """Return the first rule that matches one of some weights that share a format, and why it decides."""
+        several = tuple(weights)
+        for label, rule in self.labelled:
+            if any(rule.matches(weight) for weight in several):
+                return rule, rule.reason or label
+        return None, ""
+
+    def check(self, weights: Sequence[Weight], names: Sequence[str]) -> None:
+        """Raise RecipeError for a rule that is about no tensor, or that can decide about none by its names.
+
+        That is a pattern that matches none, a format for what gets none, and an option that comes too late.
+
+        weights: those that rules with names are about, as far as they can get a format
+        names: those of all tensors
         """
-        changed = replace(self, codec=codec)
-
-        def check() -> Recipe:
-            for rule in self.rules:
-                if rule.codec is None and rule.bits is not None:
-                    checked_rate(codec, rule.bits)
-            if self.effort is not None:
-                checked_effort(changed.codecs, self.effort)
-            return replace(changed, bits=nearest_rate(codec, self.bits))
-
-        return _checked(f"`codec`: recipe {self.name!r}", check, OptionError)
-
-    def with_effort(self, effort: int) -> Recipe:
-        """Return the recipe with another effort.
-
-        Raises OptionError for an effort that its codecs do not have.
-        """
-        return replace(self, effort=_checked("`effort`", lambda: checked_effort(self.codecs, effort), OptionError))
-
-    def with_bits(self, bits: float) -> Recipe:
-        """Return the recipe with another default bit width; rules keep theirs.
-
-        Raises OptionError for a recipe with a target, and for a bit width that the codec does not have.
-        """
-        if self.target is not None:
-            raise OptionError(
-                f"`bits`: recipe {self.name!r} chooses bit widths to meet its target size; leave `bits` out"
-            )
-        return replace(self, bits=_checked("`bits`", lambda: checked_rate(self.codec, bits), OptionError))
+        decided: dict[str, tuple[str, Rule]] = {}
+        for place, (label, rule) in enumerate(self.labelled):
+            if not rule.name and not rule.layers:
+                continue
+            for pattern in rule.name:
+                if not fnmatch.filter(names, pattern):
+                    raise RecipeError(
+                        f"{label}: the pattern {pattern!r} matches no tensor of the checkpoint; "
+                        f"{instead_of(pattern, names)}"
+                    )
+            first = next((name for name in names if rule.is_about([name])), None)
+            if first is None:
+                raise RecipeError(f"{label}: matches no tensor of the layers {', '.join(map(str, rule.layers))}")
+            about = [weight for weight in weights if rule.is_about(weight.names)]
+            if not rule.keep and not any(rule.may_format(weight.role) for weight in about):
+                why = f" ({ROLES[about[0].role].keep})" if about else ""
+                name, role = (about[0].names[0], about[0].role) if about else (first, "buffer")
+                hint = "" if role == "buffer" else f"; only a rule for role:{role} quantizes those"
+                raise RecipeError(
+                    f"{label}: matches nothing that it can quantize, only tensors such as {name!r}{why}{hint}"
+                )
+            taken = [weight.names[0] for weight in about if rule.matches(weight)]
+            if place < len(self.overrides) and not rule.keep and taken and decided.keys() >= set(taken):
+                before, earlier = decided[taken[0]]
+                narrower = "" if earlier.keep or set(earlier.name) == set(rule.name) else "; give it before that option"
+                raise RecipeError(
+                    f"{label}: decides about no tensor, since {before} comes first for all that it matches, such as "
+                    f"{taken[0]!r}{narrower}"
+                )
+            for name in taken:
+                decided.setdefault(name, (label, rule))
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as manifests state it: the keys of the YAML, without those that are not set."""
-        rules = []
-        for rule in (*self.overrides, *self.rules):
-            entry: dict[str, Any] = {"name": list(rule.names), "role": list(rule.roles)}
-            entry |= {key: getattr(rule, key) for key in RuleFile.__struct_fields__[2:]}
-            rules.append({key: value for key, value in entry.items() if value not in ([], None, False)})
-        stated = {
-            "name": self.name,
-            "description": self.description,
-            "codec": self.codec,
-            "bits": self.bits,
-            **({} if self.effort is None else {"effort": self.effort}),
-            "rules": rules,
-        }
-        return stated | ({} if self.target is None else self.target.to_json())
+        given: dict[str, Any] = {"name": self.name, "description": self.description}
+        if self.target in (None, MASTER):
+            given |= {"codec": self.codec, "bits": self.bits, "effort": self.effort}
+        else:
+            given |= {"target": self.target, "format": self.format}
+        stated = {key: value for key, value in given.items() if value is not None}
+        stated["rules"] = [as_json(rule) for rule in (*self.overrides, *self.rules)]
+        return stated | ({} if self.size is None else self.size.to_json())
+
+
+# What an export is given if nothing is asked for.
+NOTHING = Recipe()
+
+
+class RecipeFile(ClosedDocument, frozen=True, kw_only=True):
+    """A recipe as YAML has it: the fields of Recipe, with the two kinds of sizes."""
+
+    name: str | None = None
+    description: str | None = None
+    target: str | None = None
+    codec: str | None = None
+    bits: Number | None = None
+    effort: int | None = None
+    format: str | None = None
+    target_size: str | int | None = None
+    target_bpw: int | float | None = None
+    rules: tuple[Any, ...] | None = None
 
 
 def recipe_folder() -> Traversable:
@@ -259,28 +315,107 @@ def parse_recipe(text: str, where: str) -> Recipe:
 
     Raises RecipeError for everything that is wrong in it.
     """
-    data = parse_yaml(text, where)
+    data = _parse_yaml(text, where)
     if data is None:
         raise RecipeError(f"{where}: the recipe is empty; expected keys and values, such as bits: 5")
     file = as_document(data, RecipeFile, lambda problem: RecipeError(f"{where}: {problem}"))
-    codec = _checked(where, lambda: get_codec(file.codec or DEFAULT_CODEC).name)
-    bits = nearest_rate(codec, DEFAULT_BITS) if file.bits is None else file.bits
-    target = make_target(file.target_size, file.target_bpw, file=where)
+    rules = tuple(_rule(f"{where}: rule {number}", entry) for number, entry in enumerate(file.rules or (), start=1))
+    given: list[RecipeFile | Rule] = [file, *rules]
+    has_codecs = any(of.codec is not None or of.bits is not None for of in given) or file.effort is not None
+    has_formats = any(of.format is not None for of in given) or file.target not in (None, MASTER)
+    if has_codecs and has_formats:
+        raise RecipeError(f"{where}: expected codecs and bits, of a master, or formats, of an export; found both")
+    codec = file.codec or DEFAULT_CODEC
     recipe = Recipe(
         name=file.name or Path(where).stem,
         description=(file.description or "").strip(),
+        target=MASTER if has_codecs else file.target,
         codec=codec,
-        bits=_checked(f"{where}: bits", lambda: checked_rate(codec, bits)),
-        rules=tuple(_rule(f"{where}: rule {i}", entry, codec) for i, entry in enumerate(file.rules or (), start=1)),
-        target=target,
+        bits=checked(where, lambda: nearest_rate(codec, DEFAULT_BITS)) if file.bits is None else file.bits,
+        effort=file.effort,
+        format=file.format,
+        rules=rules,
+        size=checked(where, lambda: make_size(file.target_size, file.target_bpw, ("target_size", "target_bpw"))),
     )
-    effort = file.effort
-    if effort is None:
+    return checked(where, lambda: with_known_codecs(recipe))
+
+
+def _rule(where: str, data: Any) -> Rule:
+    """Return a rule of a file; its codec and bits are not checked."""
+    if isinstance(data, dict):
+        data = {key: value for key, value in data.items() if value is not None}
+        data |= {key: [data[key]] for key in ("name", *KINDS) if not isinstance(data.get(key, []), list)}
+    rule = as_document(data, Rule, lambda problem: RecipeError(f"{where}: {problem}"))
+    conditions = ("name", "role", "layers", "min_weights", "max_weights", "dims")
+    gives = (rule.keep, rule.codec is not None or rule.bits is not None, rule.format is not None)
+    if sum(gives) != 1:
+        found = "more than one of them" if any(gives) else "none of them"
+        raise RecipeError(f"{where}: expected keep: true, a codec and bits, or a format, found {found}")
+    if not any(getattr(rule, key) not in (None, ()) for key in conditions):
+        raise RecipeError(f"{where}: expected a condition ({', '.join(conditions)}), found none")
+    checked(where, partial(checked_condition, {"role": rule.role, "layers": rule.layers}))
+    return rule
+
+
+def checked_condition(condition: dict[str, Any]) -> dict[str, Any]:
+    """Return a condition whose roles and layers there can be. Raises RecipeError for others."""
+    for role in condition.get("role", ()):
+        if role not in ROLES:
+            raise RecipeError(f"no role is called {role!r}; {instead(role, ROLES)}")
+    try:
+        _numbers(condition.get("layers", ()))
+    except ValueError:
+        raise RecipeError(f"layers: expected numbers, or texts such as '0-3', found {condition['layers']}") from None
+    return condition
+
+
+def with_known_codecs(recipe: Recipe) -> Recipe:
+    """Return a recipe with bit widths and effort as manifests state them. Raises RecipeError for what no codec has."""
+    rules = []
+    for number, rule in enumerate(recipe.rules, start=1):
+        codec = checked(f"rule {number}", partial(get_codec, rule.codec or recipe.codec)).name
+        bits = None if rule.bits is None else checked(f"rule {number}: bits", partial(checked_rate, codec, rule.bits))
+        rules.append(msgspec.structs.replace(rule, bits=bits))
+    bits = checked("bits", partial(checked_rate, recipe.codec, recipe.bits))
+    recipe = replace(recipe, rules=tuple(rules), bits=bits)
+    if recipe.effort is None:
         return recipe
-    return replace(recipe, effort=_checked(f"{where}: effort", lambda: checked_effort(recipe.codecs, effort)))
+    return replace(recipe, effort=checked("effort", partial(checked_effort, recipe.codecs, recipe.effort)))
 
 
-def parse_yaml(text: str, where: str) -> Any:
+def checked(where: str, check: Callable[[], Item], error: type[OptionError | RecipeError] = RecipeError) -> Item:
+    """Return what a check returns; the message of what it raises begins with the place in the recipe, or the option."""
+    try:
+        return check()
+    except RecipeError as problem:
+        raise error(f"{where}: {problem}" if where else str(problem)) from None
+
+
+def make_size(
+    size: str | int | None, bits_per_weight: float | None, keys: tuple[str, str] = ("`target_size`", "`target_bpw`")
+) -> SizeTarget | None:
+    """Return the target for a size, as text or in bytes, or for bits per weight; None without either.
+
+    keys: what messages call the two
+
+    Raises RecipeError for both at once and for a value that is not a size.
+    """
+    if size is not None and bits_per_weight is not None:
+        raise RecipeError(f"give either {keys[0]} or {keys[1]}, not both")
+    if size is not None:
+        return SizeTarget(output_bytes=checked(keys[0], partial(parse_size, size)))
+    if bits_per_weight is None:
+        return None
+    try:
+        value = float(bits_per_weight)
+    except OverflowError:  # an integer of hundreds of digits
+        value = math.inf
+    if not 0 < value < math.inf:
+        raise RecipeError(f"{keys[1]}: expected a positive number of bits per weight, found {value}")
+    return SizeTarget(bits_per_weight=value)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
     """Parse a text as YAML. where: what messages call it. Raises RecipeError if it is none."""
     try:
         return load_yaml(text)
@@ -308,59 +443,24 @@ def _yaml_problem(text: str, error: Exception) -> str:
     return " ".join(str(error).split())[:160]
 
 
-def _rule(where: str, data: Any, default_codec: str) -> Rule:
-    file = as_document(data, RuleFile, lambda problem: RecipeError(f"{where}: {problem}"))
-    names, roles = ((value,) if isinstance(value, str) else value or () for value in (file.name, file.role))
-    bits = file.bits
-    for role in roles:
-        if role not in ROLES:
-            raise RecipeError(f"{where}: no role is called {role!r}; {instead(role, ROLES)}")
-    if file.keep and (file.codec is not None or bits is not None):
-        raise RecipeError(f"{where}: expected keep or a codec and bits, found both")
-    if not file.keep and file.codec is None and bits is None:
-        raise RecipeError(f"{where}: expected keep: true, bits or codec, found none of them")
-    codec = _checked(where, lambda: get_codec(file.codec or default_codec).name)
-    conditions = {"min_weights": file.min_weights, "max_weights": file.max_weights, "dims": file.dims}
-    if not names and not roles and all(value is None for value in conditions.values()):
-        raise RecipeError(f"{where}: expected a condition (name, role, min_weights, max_weights or dims), found none")
-    return Rule(
-        names=names,
-        roles=roles,
-        **conditions,
-        keep=bool(file.keep),
-        codec=file.codec,
-        bits=None if bits is None else _checked(f"{where}: bits", lambda: checked_rate(codec, bits)),
-        reason=file.reason,
-    )
+def instead_of(pattern: str, names: Sequence[str]) -> str:
+    """Return what to give in place of a pattern that matches no tensor.
 
-
-def _checked(where: str, check: Callable[[], Item], error: type[PqweightsError] = RecipeError) -> Item:
-    """Return what a check returns; the message of what it raises names the place in the recipe, or the option."""
-    try:
-        return check()
-    except RecipeError as problem:
-        raise error(f"{where}: {problem}") from None
-
-
-def make_target(size: str | int | None, bits_per_weight: float | None, *, file: str | None = None) -> SizeTarget | None:
-    """Return the target for a size, as text or in bytes, or for bits per weight; None without either.
-
-    file: the recipe file that gives the target, whose keys messages name; None for options
-
-    Raises RecipeError for both at once and for a value that is not a size.
+    That is a wider pattern which matches some; else the nearest tensor; if none is near, the first one as an example.
     """
-    keys = ("`target_size`", "`target_bpw`") if file is None else ("target_size", "target_bpw")
-    size_key, bits_key = keys if file is None else (f"{file}: {key}" for key in keys)
-    if size is not None and bits_per_weight is not None:
-        raise RecipeError(f"{'' if file is None else f'{file}: '}give either {keys[0]} or {keys[1]}, not both")
-    if size is not None:
-        return SizeTarget(output_bytes=_checked(size_key, lambda: parse_size(size)))
-    if bits_per_weight is None:
-        return None
-    try:
-        value = float(bits_per_weight)
-    except OverflowError:  # an integer of hundreds of digits
-        value = math.inf
-    if not 0 < value < math.inf:
-        raise RecipeError(f"{bits_key}: expected a positive number of bits per weight, found {value}")
-    return SizeTarget(bits_per_weight=value)
+    for wider in (f"{pattern}.weight", f"*.{pattern}.weight", f"{pattern}.*", f"*.{pattern}.*", f"*{pattern}*"):
+        matching = fnmatch.filter(names, wider)
+        if matching:
+            return f"did you mean {wider.replace('**', '*')!r} ({counted(len(matching), 'tensor')})?"
+    fixed = pattern.replace("*", "").strip(".")
+    by_part: dict[str, str] = {}
+    for name in names:
+        components = name.split(".")
+        count = fixed.count(".") + 1
+        runs = (".".join(components[at : at + count]) for at in range(len(components) - count + 1))
+        for part in (name[-len(fixed) :], *runs):
+            by_part.setdefault(part, name)
+    near = nearest(fixed, by_part) if fixed else None
+    if near is None:
+        return f"the first of its {len(names)} tensors is {names[0]!r}"
+    return f"the nearest is {by_part[near]!r}"

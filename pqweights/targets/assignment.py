@@ -1,4 +1,4 @@
-"""Which format each weight gets, for every target: by default, by rules, or so that the result has a given size.
+"""What targets make of a recipe: the formats that weights get by rules, or so that the result has a given size.
 
 A target says which formats it has, what its runtime computes with as one layer, and what a format costs there.
 docs/exports.md has the rules as users see them.
@@ -6,127 +6,74 @@ docs/exports.md has the rules as users see them.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
 from pqweights.common.advice import instead
-from pqweights.common.units import parse_size
+from pqweights.common.documents import as_json
 from pqweights.errors import OptionError, RecipeError
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.models import text_model
+from pqweights.models.description import ModelDescription
 from pqweights.models.names import role_name
-from pqweights.planning.decisions import instead_of
-from pqweights.planning.knapsack import Choice, cheapest, solve
+from pqweights.planning.knapsack import Choice, best_within
 from pqweights.planning.options import ExportOptions
-from pqweights.planning.roles import ROLES
-from pqweights.planning.sensitivity import Sensitivity, alphas_for, groups_of
-from pqweights.targets.formats import BlockRule, Rule, TileRule
+from pqweights.planning.recipe import NOTHING, Recipe, Rule, Weight
+from pqweights.planning.sensitivity import alphas_for, groups_of
+from pqweights.targets.formats import BlockRule, TileRule
+from pqweights.targets.formats import Rule as RoundingRule
 
-# The format of a weight that a rule keeps as it is.
+# The format of a weight that stays as it is.
 PLAIN = "plain"
-ROLE = "role:"
 # The relative squared error of 16 bits.
 PLAIN_ERROR = 1e-8
 SAMPLES = 1 << 16
 
 
-class FormatRule(NamedTuple):
-    """The format of the weights whose name matches a pattern, or of a role: role:expert."""
+def recipe_of(options: ExportOptions, formats: Sequence[str]) -> Recipe:
+    """Return the recipe of an export with formats as its target spells them. formats: those that the target has
 
-    pattern: str
-    format: str
-
-    def matches(self, names: Iterable[str], role: str) -> bool:
-        """Whether it is about a weight. names: its name, and others by which it is known"""
-        if self.pattern.startswith(ROLE):
-            return role == self.pattern.removeprefix(ROLE)
-        return any(fnmatch.fnmatchcase(name, self.pattern) for name in names)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """What a user asks for.
-
-    rules: the first that matches a weight, or another one of its fused layer, decides; others get the default
-    target_size: the largest size of the weights' files, in bytes, for which formats are then chosen where no rule
-        decides; None to take the default
-    known: by what they are chosen: sensitivities that were measured; None for the rule of thumb
+    Raises OptionError for a format that the target does not have.
     """
-
-    rules: tuple[FormatRule, ...] = ()
-    target_size: int | None = None
-    known: Sensitivity | None = None
-
-    @staticmethod
-    def of(options: ExportOptions, formats: Sequence[str]) -> Assignment:
-        """Check what a user asks for. formats: those that the target has
-
-        Raises OptionError for an unknown format or role, and for options that contradict each other.
-        """
-        size = options.target_size
-        rules = tuple(
-            FormatRule(pattern, known_format(f"`set_format` {pattern}={name}", name, (*formats, PLAIN)))
-            for pattern, name in options.set_format or ()
-        )
-        for rule in rules:
-            role = rule.pattern.removeprefix(ROLE)
-            if role != rule.pattern and role not in ROLES:
-                raise OptionError(f"`set_format` {rule.pattern}: {instead(role, ROLES)}")
-        return Assignment(
-            rules=rules,
-            target_size=None if size is None else parse_size(size),
-            known=options.sensitivity,
-        )
-
-    def describe(self, rules: str = "formats") -> dict[str, Any]:
-        """Return what a manifest says of the choice; what is not said is the default. rules: its key for the rules"""
-        stated: dict[str, Any] = {rules: [list(rule) for rule in self.rules]} if self.rules else {}
-        if self.target_size is not None:
-            stated["target_size"] = self.target_size
-        if self.known is not None:
-            stated["sensitivity"] = self.known.to_json()
-        return stated
-
-    def rule_of(self, weights: Iterable[tuple[Sequence[str], str]]) -> FormatRule | None:
-        """Return the rule of a layer. weights: the names of each of its weights, and its role"""
-        known = list(weights)
-        return next((r for r in self.rules if any(r.matches(names, role) for names, role in known)), None)
-
-    def check_used(self, used: Iterable[FormatRule | None], names: Sequence[str]) -> None:
-        """Raise RecipeError for a pattern of names that decides about nothing; a model need not have each role.
-
-        names: those of the weights that are known
-        """
-        known = set(used)
-        unused = [rule.pattern for rule in self.rules if rule not in known and not rule.pattern.startswith(ROLE)]
-        if unused:
-            pattern = unused[0]
-            near = "" if fnmatch.filter(names, pattern) else f"; {instead_of(pattern, names)}"
-            raise RecipeError(
-                f"pattern {pattern!r}: matches no weight that can be quantized before another rule does; names are "
-                f"those of the checkpoint or of the runtime{near}"
-            )
+    recipe = options.recipe if isinstance(options.recipe, Recipe) else NOTHING
+    spelled = [_spelled(label, rule, formats) for label, rule in recipe.labelled]
+    first = len(recipe.overrides)
+    return replace(
+        recipe, overrides=tuple(spelled[:first]), rules=tuple(spelled[first:]), sensitivity=options.sensitivity
+    )
 
 
-# What is asked for if nothing is.
-NOTHING = Assignment()
-
-
-def known_format(where: str, name: str, formats: Sequence[str]) -> str:
-    """Return a format as the target spells it. Raises OptionError, which begins with `where`."""
+def _spelled(label: str, rule: Rule, formats: Sequence[str]) -> Rule:
+    if rule.format is None:
+        return rule
     by_name = {known.lower(): known for known in formats}
-    if name.lower() not in by_name:
-        asked = name.upper() if formats[0].isupper() else name.lower()
-        raise OptionError(f"{where}: {instead(asked, list(formats))}")
-    return by_name[name.lower()]
+    if rule.format.lower() not in by_name:
+        asked = rule.format.upper() if formats[0].isupper() else rule.format.lower()
+        raise OptionError(f"{label}: {instead(asked, list(formats))}")
+    return msgspec.structs.replace(rule, format=by_name[rule.format.lower()])
+
+
+def describe(recipe: Recipe) -> dict[str, Any]:
+    """Return what the manifest of an export says of its recipe; what is not said is the default."""
+    rules = [msgspec.structs.replace(rule, reason=None) for _, rule in recipe.labelled]
+    stated: dict[str, Any] = {"rules": [as_json(rule) for rule in rules]} if rules else {}
+    stated |= {} if recipe.size is None else recipe.size.to_json()
+    return stated | ({} if recipe.sensitivity is None else {"sensitivity": recipe.sensitivity.to_json()})
+
+
+def weight_of(tensor: LogicalTensor, model: ModelDescription) -> Weight:
+    """Return a tensor as rules know it: by its own name, and those of what it is put together from."""
+    sources = sources_of(tensor) or (tensor,)
+    role = role_name(sources[0].name, tensor.dtype, tensor.shape, model)
+    return Weight((tensor.name, *(source.name for source in sources)), role, tensor.shape)
 
 
 class Candidate(NamedTuple):
@@ -138,29 +85,33 @@ class Candidate(NamedTuple):
 
 
 def chosen_within(
-    target_bytes: int,
+    recipe: Recipe,
     layers: Mapping[str, Sequence[Candidate]],
     *,
     overhead: int,
     weights: Mapping[str, Sequence[str]],
     roles: Mapping[str, str],
-    known: Sensitivity | None,
+    parameters: int,
 ) -> dict[str, str]:
-    """Return the format of each layer, so that the predicted rise of the loss is least within a size.
+    """Return the format of each layer, so that the predicted rise of the loss is least within the size of a recipe.
 
     layers: the formats that each layer can have, by name
     overhead: what else the files hold, in bytes
     weights: the names of the weights of each layer
     roles: the role of each weight
+    parameters: how many elements the layers have
 
     Raises RecipeError for a size that cannot be met.
     """
-    alphas, _ = alphas_for(weights, roles=roles, known=known)
+    assert recipe.size is not None
+    alphas, _ = alphas_for(weights, roles=roles, known=recipe.sensitivity)
     choices = [[Choice(c.cost, alphas[name] * c.error) for c in candidates] for name, candidates in layers.items()]
-    solution = solve(choices, target_bytes - overhead)
-    if solution is None:
-        least = overhead + cheapest(choices)
-        raise RecipeError(f"target: {target_bytes} bytes: below the smallest possible, {least} bytes")
+    besides = overhead if recipe.size.output_bytes is not None else 0
+    limit = recipe.size.limit(parameters)
+    solution = best_within(choices, limit, lambda solution: solution.cost + besides)
+    if solution.cost + besides > limit:
+        least = f"{solution.cost + besides} bytes"
+        raise RecipeError(f"target: {recipe.size}: below the smallest possible, {least}")
     return {name: layers[name][number].format for name, number in zip(layers, solution.choices, strict=True)}
 
 
@@ -192,18 +143,8 @@ class Layers(NamedTuple):
         return Layers(members, weights, roles)
 
 
-def made_of(tensor: LogicalTensor) -> tuple[LogicalTensor, ...]:
-    """Return the weights of the checkpoint that a tensor is put together from, or itself."""
-    return sources_of(tensor) or (tensor,)
-
-
-def known_names(tensor: LogicalTensor) -> list[str]:
-    """Return the names of a tensor that rules may mean: its own, and those of what it is made of."""
-    return [tensor.name, *(source.name for source in made_of(tensor))]
-
-
 @functools.cache
-def distortion(rule: Rule) -> float:
+def distortion(rule: RoundingRule) -> float:
     """Return the relative squared error of Gaussian weights, always the same ones."""
     if isinstance(rule, BlockRule):
         return BLOCK_TYPES[rule.kind].distortion

@@ -15,16 +15,13 @@ from pqweights.convert.listed_files import open_result
 from pqweights.convert.manifest import Manifest, find_manifest
 from pqweights.convert.records import total_relative_mse
 from pqweights.convert.task import RewriteReport, RunOptions
-from pqweights.errors import OptionError
-from pqweights.planning.choice import with_weights
-from pqweights.planning.decisions import without
+from pqweights.planning.decisions import with_weights, without
 from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import ExportOptions, SourceOptions
 from pqweights.planning.plan import total
 from pqweights.storage import Store, open_store
 from pqweights.storage.sources import merged, open_source, place_apart
 from pqweights.targets import get_target
-from pqweights.targets.recipe import with_recipe
 from pqweights.targets.target import GPTQ, PLAIN, ExportSource, is_compensated
 
 AS_IT_IS = SourceOptions()
@@ -94,10 +91,8 @@ def export(
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, StorageError or MissingDependencyError.
     """
     to = get_target(target)
-    if options.recipe is not None and "recipe" not in to.options:
-        raise OptionError(f"`recipe`: the target {to.name} does not take this option")
-    options = with_recipe(options)
-    settings = to.settings(options)
+    options = to.with_recipe(options)
+    settings = to.read_options(options)
     store, manifest = open_store(out), exported.manifest
     opened = with_weights(proven(exported.checkpoint, run.progress))
     place = place_apart(exported.source, opened, store)

@@ -44,8 +44,8 @@ from pqweights.errors import ExportError, OptionError
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import FileHeader, GgufFile, GgufFiles, ShardPlan, TensorPlan, cuts
+from pqweights.planning.recipe import Recipe
 from pqweights.storage.addresses import is_repository_id
-from pqweights.targets.assignment import Assignment
 from pqweights.targets.formats import BlockRule, Rounding, Stays
 from pqweights.targets.gguf_types import (
     PLAIN_BITS,
@@ -60,10 +60,10 @@ from pqweights.targets.integer_export import plan_integers
 from pqweights.targets.integers import Outline
 from pqweights.targets.loading import LoadableModel, shell
 from pqweights.targets.target import (
-    ASSIGNMENT_OPTIONS,
     IMPORTANCE,
     LLAMA_CPP,
     PLAIN,
+    RECIPE_OPTIONS,
     ExportSource,
     ExportTarget,
     FormatChoice,
@@ -231,9 +231,9 @@ class Gguf:
     without_tokenizer: bool = False
 
     @property
-    def assignment(self) -> Assignment:
+    def recipe(self) -> Recipe:
         """Which types the user asks for."""
-        return self.types[0].assignment
+        return self.types[0].recipe
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
@@ -364,12 +364,12 @@ TARGET = ExportTarget(
         "pure",
         "name",
         "without_tokenizer",
-        *ASSIGNMENT_OPTIONS,
+        *RECIPE_OPTIONS,
         "rounding",
         "calibrate",
         "calibration_tokens",
     ),
-    account=("types", "imatrix", "embeds"),
+    account=("rules", "imatrix", "embeds"),
     read_options=read_options,
     plan=_plan,
     check=_check,

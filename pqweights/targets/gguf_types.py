@@ -22,23 +22,13 @@ from pqweights.checkpoint.gguf.towers import PLAIN as PLAIN_IN_TOWERS
 from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.views import sources_of
 from pqweights.errors import OptionError
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.models import text_model
 from pqweights.planning.options import ExportOptions
-from pqweights.targets.assignment import (
-    NOTHING,
-    PLAIN,
-    PLAIN_ERROR,
-    Assignment,
-    Candidate,
-    FormatRule,
-    Layers,
-    chosen_within,
-    known_names,
-    made_of,
-)
-from pqweights.targets.bf16 import role_of
+from pqweights.planning.recipe import NOTHING, Recipe, Weight
+from pqweights.targets.assignment import PLAIN_ERROR, Candidate, Layers, chosen_within, describe, recipe_of, weight_of
 
 DEFAULT_TYPE = "q4_k_m"
 
@@ -48,31 +38,31 @@ class TypeOptions:
     """What a user asks for.
 
     mix: the mix that decides about what no rule matches
-    assignment: the rules, and the size for which types are chosen instead
+    recipe: the rules, and the size for which types are chosen instead
     """
 
     mix: Mix
-    assignment: Assignment = NOTHING
+    recipe: Recipe = NOTHING
 
     @property
     def label(self) -> str:
         """What file names call the choice."""
-        if self.assignment.target_size is not None:
+        if self.recipe.size is not None:
             return "fit"
         name = self.mix.type if self.mix.pure else self.mix.name
-        return f"{name}-mixed" if self.assignment.rules else name
+        return f"{name}-mixed" if self.recipe.decides else name
 
     @property
     def stated_mix(self) -> Mix | None:
         """The mix that metadata name; None if types are chosen one by one."""
-        return None if self.assignment.target_size is not None else self.mix
+        return None if self.recipe.size is not None else self.mix
 
     def describe(self) -> dict[str, Any]:
         """Return what a manifest says of the choice; what is not said is the default."""
-        stated: dict[str, Any] = {} if self.assignment.target_size is not None else {"type": self.mix.name}
+        stated: dict[str, Any] = {} if self.recipe.size is not None else {"type": self.mix.name}
         if self.mix.pure:
             stated["pure"] = True
-        return stated | self.assignment.describe("types")
+        return stated | describe(self.recipe)
 
 
 def read_types(options: ExportOptions) -> tuple[TypeOptions, ...]:
@@ -86,10 +76,10 @@ def read_types(options: ExportOptions) -> tuple[TypeOptions, ...]:
     mixes = [find_mix(name.strip()) for name in (asked or DEFAULT_TYPE).split(",")]
     if len({mix.name for mix in mixes}) < len(mixes):
         raise OptionError(f"`type` {asked}: expected different types")
-    if options.target_size is not None and (asked is not None or options.pure):
+    recipe = recipe_of(options, (*BLOCK_TYPES, *PLAIN_TYPES))
+    if recipe.size is not None and (asked is not None or options.pure):
         raise OptionError("`target_size`: chooses the types itself; leave out `type` and `pure`")
-    assignment = Assignment.of(options, (*BLOCK_TYPES, *PLAIN_TYPES))
-    return tuple(TypeOptions(mix=replace(mix, pure=options.pure), assignment=assignment) for mix in mixes)
+    return tuple(TypeOptions(mix=replace(mix, pure=options.pure), recipe=recipe) for mix in mixes)
 
 
 # The bits of weights without blocks.
@@ -135,9 +125,9 @@ def chosen_types(
     Raises RecipeError for a pattern that matches nothing, and for a size that cannot be met.
     """
     shape, mix = _shape_of(model, imatrix=imatrix), options.mix
-    used: list[FormatRule | None] = []
     result: dict[str, TypeChoice] = {}
     free: list[LogicalTensor] = []
+    weights: list[Weight] = []
     known = text_model(checkpoint.config)
     for tensor in model.tensors:
         wanted, reason = mix.type_of(tensor.name, tensor.shape, shape), f"{mix.name} {'pure' if mix.pure else 'mix'}"
@@ -147,16 +137,18 @@ def chosen_types(
         if not may_be_quantized(tensor.name, tensor.shape):
             result[tensor.name] = TypeChoice(wanted, "llama.cpp computes with it in float32")
             continue
-        rule = options.assignment.rule_of([(known_names(tensor), role_of(tensor, known))])
-        used.append(rule)
+        weights.append(weight_of(tensor, known))
+        rule, why = options.recipe.rule_for(weights[-1:])
         if rule is None:
             free.append(tensor)
         else:
-            wanted, reason = "BF16" if rule.format == PLAIN else rule.format, f"rule {rule.pattern}"
+            wanted, reason = rule.format or "BF16", why
         result[tensor.name] = _fitted(tensor, wanted, reason)
-    options.assignment.check_used(used, [name for tensor in model.tensors for name in known_names(tensor)])
+    options.recipe.check(weights, [name for tensor in model.tensors for name in weight_of(tensor, known).names])
+    if options.recipe.size is None:
+        return result
     types = candidates(imatrix=imatrix)
-    return result | _within(options.assignment, model, checkpoint, types=types, chosen=result, free=free)
+    return result | _within(options.recipe, model, checkpoint, types=types, chosen=result, free=free)
 
 
 def _shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
@@ -198,7 +190,7 @@ def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> TypeChoice:
 
 
 def _within(
-    assignment: Assignment,
+    recipe: Recipe,
     model: GgufModel,
     checkpoint: Checkpoint,
     *,
@@ -206,27 +198,25 @@ def _within(
     chosen: dict[str, TypeChoice],
     free: Sequence[LogicalTensor],
 ) -> dict[str, TypeChoice]:
-    """Choose types for the free tensors, so that the predicted rise of the loss is least within the size, if any."""
-    if assignment.target_size is None:
-        return {}
+    """Choose types for the free tensors, so that the predicted rise of the loss is least within the size."""
     stored = {t.name: type_bytes(chosen[t.name].type, t.shape) for t in model.tensors}
     # The header does not depend on the types.
     tensors = [GgufTensor(t.name, t.shape, chosen[t.name].type, stored[t.name]) for t in model.tensors]
     header = encode_header(model.metadata, tensors, FilePart(0, 1, len(tensors)))
     overhead = RESERVED_BYTES + len(header) + ALIGNMENT * len(tensors)
     overhead += sum(stored.values()) - sum(stored[tensor.name] for tensor in free)
-    by_name, layers = {t.name: t for t in free}, Layers.of(checkpoint, {t.name: made_of(t)[0] for t in free})
+    by_name, layers = {t.name: t for t in free}, Layers.of(checkpoint, {t.name: (*sources_of(t), t)[0] for t in free})
     members = {layer: [by_name[name] for name in names] for layer, names in layers.members.items()}
     possible = {layer: [_candidate(type_name, of) for type_name in types] for layer, of in members.items()}
     found = chosen_within(
-        assignment.target_size,
+        recipe,
         possible,
         overhead=overhead,
         weights=layers.weights,
         roles=layers.roles,
-        known=assignment.known,
+        parameters=sum(math.prod(tensor.shape) for tensor in free),
     )
-    reason = f"chosen for {assignment.target_size} bytes"
+    reason = f"chosen for {recipe.size}"
     return {tensor.name: _fitted(tensor, found[layer], reason) for layer, of in members.items() for tensor in of}
 
 

@@ -53,7 +53,7 @@ def plan_integers(source: ExportSource, target: IntegerTarget) -> Conversion:
     Raises ExportError if the target cannot store the model, OptionError for inputs that nothing uses.
     """
     checkpoint, manifest, inputs = source.checkpoint, source.manifest, source.inputs
-    if inputs is not None and source.rounding != GPTQ and target.assignment.target_size is None:
+    if inputs is not None and source.rounding != GPTQ and target.recipe.size is None:
         raise OptionError("`calibrate`: expected `rounding` gptq or `target_size` as well, which use it")
     outline = target.outline(checkpoint)
     unexamined = unexamined_warnings(target_name(target.describe()["target"]) or "", outline.config)

@@ -29,7 +29,7 @@ from pqweights.kernels.compensation import sums_of_squares
 from pqweights.kernels.groups import BEST, GroupRule, Groups
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import Container, ShardPlan, TensorPlan
-from pqweights.targets.assignment import Assignment
+from pqweights.planning.recipe import Recipe
 from pqweights.targets.carried import SourceGrid
 from pqweights.targets.formats import Rounding, Rule, Stays
 
@@ -74,7 +74,7 @@ class IntegerTarget(Protocol):
     """A format of integers with its options."""
 
     @property
-    def assignment(self) -> Assignment:
+    def recipe(self) -> Recipe:
         """Which formats the user asks for."""
         ...
 

@@ -27,19 +27,10 @@ from pqweights.models.description import ModelDescription
 from pqweights.models.names import fused_layer
 from pqweights.planning.decisions import is_smaller
 from pqweights.planning.plan import DEFAULT_METADATA, stored_bytes
-from pqweights.planning.recipe import DEFAULT_BITS
+from pqweights.planning.recipe import DEFAULT_BITS, NOTHING, Recipe, Weight
 from pqweights.planning.roles import classify
 from pqweights.targets.architectures import check_architecture
-from pqweights.targets.assignment import (
-    NOTHING,
-    PLAIN,
-    PLAIN_ERROR,
-    Assignment,
-    Candidate,
-    FormatRule,
-    chosen_within,
-    distortion,
-)
+from pqweights.targets.assignment import PLAIN, PLAIN_ERROR, Candidate, chosen_within, distortion, weight_of
 from pqweights.targets.bf16 import is_weight, role_of, stored_dtype
 from pqweights.targets.carried import plain_beside_codes
 from pqweights.targets.experts import is_stack
@@ -146,7 +137,7 @@ class LinearRules:
     target: what messages call the target
     formats: its formats, by name; the first is the default
     ladder: those from which formats are chosen for a size
-    assignment: what the user asks for
+    recipe: what the user asks for
     experts: why single experts stay plain; None if they need not
     one_size: whether all layers outside of experts must have the same group size
     stacks: whether it takes the stacks of all experts of a layer, and nothing else
@@ -155,7 +146,7 @@ class LinearRules:
     target: str
     formats: Mapping[str, LinearFormat]
     ladder: tuple[str, ...] = ()
-    assignment: Assignment = NOTHING
+    recipe: Recipe = NOTHING
     experts: str | None = None
     one_size: bool = False
     stacks: bool = False
@@ -182,7 +173,7 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
     removable: list[str] = []  # reasons that another option removes
     fused_with: dict[str, list[LogicalTensor]] = {}
     free: dict[str, Sequence[LogicalTensor]] = {}  # layers about which no rule decides
-    used: list[FormatRule | None] = []
+    known: list[Weight] = []
     stay = _plain_in_source(rules, linear)
     for key, layer in _fused_layers(checkpoint, model).items():
         possible = [tensor for tensor in layer if is_weight(tensor, weights) and tensor.name not in plain]
@@ -191,31 +182,31 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
             plain |= dict.fromkeys((tensor.name for tensor in possible), FUSED_WITH_KEPT)
             fused_with[kept[0].name] = possible
             continue
-        rule = rules.assignment.rule_of(([tensor.name], role_of(tensor, model)) for tensor in possible)
-        used.append(rule)
-        if rule is not None and rule.format == PLAIN:
-            plain |= dict.fromkeys((tensor.name for tensor in possible), f"rule {rule.pattern}")
+        of_layer = [weight_of(tensor, model) for tensor in possible]
+        known += of_layer
+        rule, why = rules.recipe.rule_for(of_layer)
+        if rule is not None and rule.keep:
+            plain |= dict.fromkeys((tensor.name for tensor in possible), why)
             continue
         if rule is None and possible and all(tensor.name in stay for tensor in possible):
             plain |= dict.fromkeys((tensor.name for tensor in possible), PLAIN_IN_SOURCE)
             continue
-        name = next(iter(rules.formats)) if rule is None else rule.format
+        name = (rule and rule.format) or next(iter(rules.formats))
         reasons, size = sizes.of_layer(possible, name)
         removable += reasons.values()
         if len(possible) < len(layer) or reasons:
             plain |= dict.fromkeys((tensor.name for tensor in possible), FUSED_WITH_PLAIN) | reasons
             continue
-        reason = None if rule is None else f"rule {rule.pattern}"
-        chosen |= dict.fromkeys((tensor.name for tensor in possible), Chosen(name, size, reason))
+        chosen |= dict.fromkeys((tensor.name for tensor in possible), Chosen(name, size, why or None))
         if rule is None and possible:
             free[key] = possible
-    rules.assignment.check_used(used, [tensor.name for tensor in checkpoint.tensors])
+    rules.recipe.check(known, [name for tensor in checkpoint.tensors for name in weight_of(tensor, model).names])
     if not chosen:
         why = next(iter([*removable, *plain.values()]), "none of its weights is a linear layer that quantize encodes")
         raise ExportError(f"no weight of this model can become integers for {rules.target}: {why}")
     warnings = fused_warnings(fused_with)
     result = LinearWeights(model=model, formats=rules.formats, chosen=chosen, plain=plain, warnings=warnings)
-    return result if rules.assignment.target_size is None else _within(checkpoint, rules, result, free, sizes)
+    return result if rules.recipe.size is None else _within(checkpoint, rules, result, free, sizes)
 
 
 def _plain_in_source(rules: LinearRules, linear: Sequence[LogicalTensor]) -> set[str]:
@@ -223,7 +214,7 @@ def _plain_in_source(rules: LinearRules, linear: Sequence[LogicalTensor]) -> set
     usual = next(iter(rules.formats.values()))
     sizes = ((tensor.shape, usual.groups.fitting([tensor.shape[-1]])) for tensor in linear)
     shape, size = next(((shape, size) for shape, size in sizes if size is not None), ((), None))
-    if size is None or rules.assignment.target_size is not None:
+    if size is None or rules.recipe.size is not None:
         return set()
     return plain_beside_codes(linear, usual.rounding(shape, size).rule)
 
@@ -236,11 +227,9 @@ def _within(
     sizes: _Sizes,
 ) -> LinearWeights:
     """Return the weights with other formats for the free layers, so that the files have at most the size asked for."""
-    target = rules.assignment.target_size
-    assert target is not None
     layers: dict[str, list[Candidate]] = {}
     chosen_as: dict[tuple[str, str], Chosen] = {}
-    reason = f"chosen for {target} bytes"
+    reason = f"chosen for {rules.recipe.size}"
     for key, layer in free.items():
         count = sum(map(element_count, layer))
         layers[key] = [Candidate(PLAIN, 2 * count, PLAIN_ERROR)]
@@ -262,12 +251,12 @@ def _within(
             dtype = stored_dtype(tensor, checkpoint.weights, model=model, dtype="BF16")
             overhead += TensorSpec(tensor.name, dtype, tensor.shape).byte_count
     formats = chosen_within(
-        target,
+        rules.recipe,
         layers,
         overhead=overhead,
         weights={key: [tensor.name for tensor in layer] for key, layer in free.items()},
         roles={tensor.name: role_of(tensor, weights.model) for layer in free.values() for tensor in layer},
-        known=rules.assignment.known,
+        parameters=sum(element_count(tensor) for layer in free.values() for tensor in layer),
     )
     chosen, plain = dict(weights.chosen), dict(weights.plain)
     for key, layer in free.items():

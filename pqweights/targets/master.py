@@ -111,8 +111,8 @@ def plan_quantize(
     # A size leaves room for scales of all matrices: the search is for the widths that are chosen.
     matrices = frozenset(tensor.name for tensor in checkpoint.tensors if len(tensor.shape) in (2, 3))
     planner = rate_planner(checkpoint, recipe, frozenset() if options.awq is None else matrices)
-    if recipe.target is not None:
-        fitted = _fitted(checkpoint, recipe.target, planner, learned.sensitivity, options.max_shard_bytes)
+    if recipe.size is not None:
+        fitted = _fitted(checkpoint, recipe.size, planner, learned.sensitivity, options.max_shard_bytes)
     if awq is not None:
         planner = rate_planner(checkpoint, recipe, awq.scaled)
     tensors = planner.planned({} if fitted is None else fitted.rates)
@@ -167,7 +167,7 @@ def _planned(recipe: Recipe, tensor: LogicalTensor, decision: Decision, chosen: 
     """
     codec, bits, reason = decision.codec, decision.bits, decision.reason
     if chosen:
-        (rate,), reason = chosen, f"{reason}; to keep {recipe.target}"
+        (rate,), reason = chosen, f"{reason}; to keep {recipe.size}"
         # The rate of a group; codecs that share one may have other rates.
         bits = None if rate is None or codec is None else nearest_rate(codec, rate)
         if bits is None or not is_smaller(tensor, codec, bits):

@@ -15,8 +15,8 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.convert.task import PossibleExport
 from pqweights.errors import ExportError, MissingDependencyError, SourceError
 from pqweights.formats import UNRATED
-from pqweights.planning.choice import with_weights
 from pqweights.planning.context_memory import DEFAULT_CONTEXT, context_bytes, most_context
+from pqweights.planning.decisions import with_weights
 from pqweights.planning.options import LLAMA_CPP, MLX, RUNTIMES, TRANSFORMERS, VLLM, MemoryOptions
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.targets import get_target

@@ -39,18 +39,19 @@ from pqweights.models.mlx_lm import UNWRAPPED
 from pqweights.models.names import is_leftover
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import stored_bytes
+from pqweights.planning.recipe import NOTHING, Recipe, Weight
 from pqweights.targets.architectures import MLX as MLX_TARGET
 from pqweights.targets.architectures import check_computed, other_targets
 from pqweights.targets.assignment import (
-    NOTHING,
     PLAIN,
     PLAIN_ERROR,
-    Assignment,
     Candidate,
     Layers,
     chosen_within,
+    describe,
     distortion,
-    known_names,
+    recipe_of,
+    weight_of,
 )
 from pqweights.targets.bf16 import is_weight, role_of, stored_dtype
 from pqweights.targets.carried import plain_beside_codes
@@ -60,11 +61,11 @@ from pqweights.targets.integers import Outline
 from pqweights.targets.linear import FUSED_WITH_KEPT, HEADER_BYTES, PLAIN_IN_SOURCE, fused_warnings, kept_by_recipe
 from pqweights.targets.loading import LoadableModel, shell
 from pqweights.targets.target import (
-    ASSIGNMENT_OPTIONS,
     BEST,
     INTEGER_OPTIONS,
     MINMAX,
     MLX,
+    RECIPE_OPTIONS,
     ExportTarget,
     FormatChoice,
     GroupSize,
@@ -99,13 +100,13 @@ class MlxFormat:
     groups: GroupSize
     qparams: str
     mix: str | None = None
-    assignment: Assignment = NOTHING
+    recipe: Recipe = NOTHING
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
         stated = {"target": NAME, "mode": self.mode, "bits": self.bits}
         stated |= {"group_size": self.groups.size, "qparams": self.qparams}
-        return stated | ({} if self.mix is None else {"mix": self.mix}) | self.assignment.describe()
+        return stated | ({} if self.mix is None else {"mix": self.mix}) | describe(self.recipe)
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which weights become integers; names and shapes are those of mlx-lm.
@@ -164,7 +165,7 @@ class MlxFormat:
             default=mlx_model.QuantizedModule(self.bits, self.groups.size, self.mode),
             smaller=self.groups.tried[1:],
             mix=self.mix,
-            choose=functools.partial(self._choose, checkpoint) if self.assignment != NOTHING or stay else None,
+            choose=functools.partial(self._choose, checkpoint) if self.recipe.decides or stay else None,
         )
 
     def _choose(
@@ -174,15 +175,17 @@ class MlxFormat:
         weights = {f"{path}.weight": outputs[f"{path}.weight"] for path in quantized}
         model = text_model(checkpoint.config)
         known = {
-            name: ([name, *(t.name for t in o.sources)], role_of(o.sources[0], model)) for name, o in weights.items()
+            name: Weight((name, *(t.name for t in o.sources)), role_of(o.sources[0], model), o.shape)
+            for name, o in weights.items()
         }
-        rules = {name: self.assignment.rule_of([known[name]]) for name in weights}
-        self.assignment.check_used(rules.values(), [name for names, _ in known.values() for name in names])
-        formats = {name: rule.format for name, rule in rules.items() if rule is not None}
+        rules = {name: self.recipe.rule_for([weight])[0] for name, weight in known.items()}
+        others = [name for tensor in checkpoint.tensors for name in weight_of(tensor, model).names]
+        self.recipe.check([*known.values()], [*(name for of in known.values() for name in of.names), *others])
+        formats = {name: rule.format or PLAIN for name, rule in rules.items() if rule is not None}
         stay = self._plain_in_source(checkpoint)
         in_source = (n for n, o in weights.items() if o.sources and all(source.name in stay for source in o.sources))
         formats |= {name: PLAIN for name in in_source if name not in formats}
-        if self.assignment.target_size is not None:
+        if self.recipe.size is not None:
             formats |= self._within(checkpoint, outputs, weights=weights, ruled=formats)
         return {
             name.removesuffix(".weight"): None if how == PLAIN else self._module(how, weights[name].shape[-1])
@@ -193,7 +196,7 @@ class MlxFormat:
         """Return the weights that stay plain as in the source, unless a rule, a mix or a size decides."""
         from pqweights.targets.mlx_model import QuantizedModule
 
-        if self.mix is not None or self.assignment.target_size is not None:
+        if self.mix is not None or self.recipe.size is not None:
             return set()
         usual = _rounding(QuantizedModule(self.bits, self.groups.size, self.mode), self.qparams)
         return plain_beside_codes(checkpoint.tensors, usual.rule)
@@ -216,7 +219,6 @@ class MlxFormat:
         ruled: Mapping[str, str],
     ) -> dict[str, str]:
         """Choose formats for the weights about which no rule decides, so that the files have at most a size."""
-        assert self.assignment.target_size is not None
         overhead = sum(HEADER_BYTES + _stored(o.shape, None) for n, o in outputs.items() if n not in weights)
         for name, how in ruled.items():
             columns = weights[name].shape[-1]
@@ -232,12 +234,12 @@ class MlxFormat:
                     cost = sum(HEADER_BYTES + _stored(shape, how) for shape, how in zip(shapes, modules, strict=True))
                     candidates[layer].append(Candidate(name, cost, distortion(_rounding(first, self.qparams).rule)))
         chosen = chosen_within(
-            self.assignment.target_size,
+            self.recipe,
             candidates,
             overhead=overhead,
             weights=layers.weights,
             roles=layers.roles,
-            known=self.assignment.known,
+            parameters=sum(math.prod(weights[name].shape) for names in layers.members.values() for name in names),
         )
         return {name: chosen[layer] for layer, names in layers.members.items() for name in names}
 
@@ -277,11 +279,11 @@ class MlxFormat:
 
     def _why_plain(self, tensor: LogicalTensor, model: ModelDescription) -> str:
         """Return why a weight stays plain whose rows groups divide."""
-        rule = self.assignment.rule_of([(known_names(tensor), role_of(tensor, model))])
-        if rule is not None and rule.format == PLAIN:
-            return f"rule {rule.pattern}"
-        size = self.assignment.target_size
-        return "mlx-lm does not quantize it" if size is None else f"chosen for {size} bytes"
+        rule, why = self.recipe.rule_for([weight_of(tensor, model)])
+        if rule is not None and rule.keep:
+            return why
+        size = self.recipe.size
+        return "mlx-lm does not quantize it" if size is None else f"chosen for {size}"
 
 
 def _rounding(how: QuantizedModule, qparams: str) -> Rounding:
@@ -434,7 +436,7 @@ def read_options(options: ExportOptions) -> MlxFormat:
         groups=GroupSize.of(with_mode, GROUP_SIZES[mode], options.group_size),
         qparams=one_of(with_mode, "qparams", options.qparams, allowed=(BEST, MINMAX)),
         mix=mix,
-        assignment=Assignment.of(options, tuple(FORMATS)),
+        recipe=recipe_of(options, tuple(FORMATS)),
     )
 
 
@@ -483,8 +485,8 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=MLX,
     tags=("mlx",),
-    options=("mode", *ASSIGNMENT_OPTIONS, *INTEGER_OPTIONS),
-    account=("mix", "formats"),
+    options=("mode", *RECIPE_OPTIONS, *INTEGER_OPTIONS),
+    account=("mix", "rules"),
     read_options=read_options,
     plan=plan_integers,
     check=_check,

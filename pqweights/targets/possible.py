@@ -15,7 +15,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.convert.task import PossibleExport
 from pqweights.errors import ExportError, MissingDependencyError, SourceError
-from pqweights.planning.choice import with_weights
+from pqweights.planning.decisions import with_weights
 from pqweights.planning.options import ExportOptions
 from pqweights.targets import EXPORTS, get_target
 from pqweights.targets.architectures import UNEXAMINED, is_examined

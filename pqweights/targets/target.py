@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.manifest import Manifest
 from pqweights.errors import ExportError, OptionError
+from pqweights.planning.choice import choose_recipe
 from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import LLAMA_CPP as LLAMA_CPP
 from pqweights.planning.options import MLX as MLX
@@ -29,7 +30,7 @@ TORCHAO, COMPRESSED_TENSORS = "torchao", "compressed-tensors"
 # The options of a target of integers beside its own.
 INTEGER_OPTIONS = ("bits", "group_size", "qparams", "rounding", "calibrate", "calibration_tokens")
 # Those of a target that can give weights different formats.
-ASSIGNMENT_OPTIONS = ("format", "recipe", "set_format", "target_size", "sensitivity")
+RECIPE_OPTIONS = ("format", "recipe", "keep", "set_format", "target_size", "target_bpw", "sensitivity")
 
 BEST, MINMAX = "best", "minmax"
 PLAIN, GPTQ, IMPORTANCE = "plain", "gptq", "importance"
@@ -119,12 +120,25 @@ class ExportTarget(Generic[Settings]):
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
     plain_roles: tuple[str, ...] = ()
 
-    def settings(self, asked: ExportOptions) -> Settings:
-        """Return what `plan` takes. Raises OptionError for an option, or a value, that the target does not have."""
+    def with_recipe(self, asked: ExportOptions) -> ExportOptions:
+        """Return options whose recipe is loaded, and has what else they say of formats; its default is theirs, too.
+
+        Raises OptionError for an option that the target does not take, RecipeError for what is wrong in a file.
+        """
         for name in (field.name for field in fields(ExportOptions) if field.name in asked.given):
             if name not in self.options:
                 raise OptionError(f"`{name}`: the target {self.name} does not take this option")
-        return self.read_options(asked)
+        if "recipe" not in self.options:
+            return asked
+        recipe = choose_recipe(asked.recipe, asked, self.name)
+        default = asked.format or (recipe.format if asked.type is None else None)
+        return replace(
+            asked, recipe=recipe, format=default, keep=(), set_format=None, target_size=None, target_bpw=None
+        )
+
+    def settings(self, asked: ExportOptions) -> Settings:
+        """Return what `plan` takes. Raises OptionError for an option, or a value, that the target does not have."""
+        return self.read_options(self.with_recipe(asked))
 
 
 def is_compensated(options: ExportOptions) -> bool:

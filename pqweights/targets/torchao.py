@@ -20,7 +20,8 @@ from pqweights.models import described
 from pqweights.models.names import names_in_memory
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import stored_bytes
-from pqweights.targets.assignment import NOTHING, Assignment
+from pqweights.planning.recipe import NOTHING, Recipe
+from pqweights.targets.assignment import describe, recipe_of
 from pqweights.targets.formats import PADDED_COLUMNS, TILE_ROWS, Rounding, Rule, tile_shape
 from pqweights.targets.integer_export import plan_integers
 from pqweights.targets.integers import Outline
@@ -28,10 +29,10 @@ from pqweights.targets.linear import Chosen, LinearFormat, LinearRules, linear_w
 from pqweights.targets.loading import LoadableModel, by_transformers
 from pqweights.targets.possible import one_of_each
 from pqweights.targets.target import (
-    ASSIGNMENT_OPTIONS,
     BEST,
     INTEGER_OPTIONS,
     MINMAX,
+    RECIPE_OPTIONS,
     TORCHAO,
     USUAL_SHAPE,
     ExportTarget,
@@ -168,7 +169,7 @@ class TorchaoFormat:
 
     name: str
     int4: Int4
-    assignment: Assignment = NOTHING
+    recipe: Recipe = NOTHING
 
     @property
     def formats(self) -> dict[str, Int4 | Rows]:
@@ -181,13 +182,13 @@ class TorchaoFormat:
         stated: dict[str, Any] = {"target": NAME, "format": self.name, "bits": 4 if self.name == INT4 else 8}
         if self.name == INT4:
             stated |= {"packing": self.int4.packing, "group_size": self.int4.groups.size, "qparams": self.int4.qparams}
-        return stated | self.assignment.describe()
+        return stated | describe(self.recipe)
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which linear layers become integers; names and shapes are those of the source."""
         formats: dict[str, LinearFormat] = {**self.formats}
         ladder = tuple(dict.fromkeys([self.name, INT4, "int8"]))
-        rules = LinearRules(target=NAME, formats=formats, ladder=ladder, assignment=self.assignment, experts=EXPERTS)
+        rules = LinearRules(target=NAME, formats=formats, ladder=ladder, recipe=self.recipe, experts=EXPERTS)
         linear = linear_weights(checkpoint, rules)
         quantization = {
             "quant_method": "torchao",
@@ -269,7 +270,7 @@ def read_options(options: ExportOptions) -> TorchaoFormat:
         groups=GroupSize.of(NAME, GROUP_SIZES, options.group_size),
         qparams=one_of(NAME, "qparams", options.qparams, allowed=(BEST, MINMAX)),
     )
-    return TorchaoFormat(name=name, int4=int4, assignment=Assignment.of(options, FORMATS))
+    return TorchaoFormat(name=name, int4=int4, recipe=recipe_of(options, FORMATS))
 
 
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
@@ -293,8 +294,8 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=TORCHAO,
     tags=("torchao",),
-    options=("packing", *ASSIGNMENT_OPTIONS, *INTEGER_OPTIONS),
-    account=("formats",),
+    options=("packing", *RECIPE_OPTIONS, *INTEGER_OPTIONS),
+    account=("rules",),
     read_options=read_options,
     plan=plan_integers,
     check=lambda checkpoint, settings: settings.outline(one_of_each(checkpoint)),

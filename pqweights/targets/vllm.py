@@ -19,7 +19,8 @@ from pqweights.models import has_trait
 from pqweights.models.traits import Trait
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import ShardPlan
-from pqweights.targets.assignment import NOTHING, Assignment
+from pqweights.planning.recipe import NOTHING, Recipe
+from pqweights.targets.assignment import describe, recipe_of
 from pqweights.targets.bf16 import role_of
 from pqweights.targets.compressed_tensors import decodes_at_once
 from pqweights.targets.dialects import configuration, small_files
@@ -31,10 +32,10 @@ from pqweights.targets.loading import LoadableModel, by_transformers, shell
 from pqweights.targets.possible import one_of_each
 from pqweights.targets.schemes import CHANNEL, SCHEMES, Dialect, SchemeFormat, WeightScheme
 from pqweights.targets.target import (
-    ASSIGNMENT_OPTIONS,
     BEST,
     COMPRESSED_TENSORS,
     INTEGER_OPTIONS,
+    RECIPE_OPTIONS,
     USUAL_SHAPE,
     ExportTarget,
     FormatChoice,
@@ -61,7 +62,7 @@ class VllmFormat:
     name: str
     groups: GroupSize
     qparams: str
-    assignment: Assignment = NOTHING
+    recipe: Recipe = NOTHING
 
     @property
     def scheme(self) -> WeightScheme:
@@ -72,7 +73,7 @@ class VllmFormat:
         """Return the manifest's account of the target and its options."""
         stated = {"target": NAME, "format": self.name, "bits": self.scheme.bits, "qparams": self.qparams}
         sizes = {} if self.scheme.sizes == CHANNEL else {"group_size": self.groups.size}
-        return stated | sizes | self.assignment.describe()
+        return stated | sizes | describe(self.recipe)
 
     @property
     def formats(self) -> dict[str, LinearFormat]:
@@ -89,7 +90,7 @@ class VllmFormat:
             target=NAME,
             formats=self.formats,
             ladder=_ladder(self.name),
-            assignment=self.assignment,
+            recipe=self.recipe,
             # transformers decodes all layers in one group size, if it decodes them as it loads them
             one_size=self.scheme.has_one_size or decodes_at_once(checkpoint),
             stacks=stacks,
@@ -174,7 +175,7 @@ def read_options(options: ExportOptions) -> VllmFormat:
         name=name,
         groups=GroupSize.of(NAME, scheme.sizes, options.group_size),
         qparams=one_of(NAME, "qparams", options.qparams, allowed=scheme.rules),
-        assignment=Assignment.of(options, _that_mix_with(name)),
+        recipe=recipe_of(options, _that_mix_with(name)),
     )
 
 
@@ -199,8 +200,8 @@ TARGET = ExportTarget(
     name=NAME,
     runtime=COMPRESSED_TENSORS,
     tags=("vllm", "compressed-tensors"),
-    options=(*ASSIGNMENT_OPTIONS, *INTEGER_OPTIONS),
-    account=("formats",),
+    options=(*RECIPE_OPTIONS, *INTEGER_OPTIONS),
+    account=("rules",),
     read_options=read_options,
     plan=plan_integers,
     check=lambda checkpoint, settings: settings.outline(one_of_each(checkpoint)),

@@ -286,10 +286,12 @@ def test_a_target_is_met_and_decides_how_many_bits_there_are(
 
 
 def test_each_weight_has_the_bits_of_its_rule_if_that_is_wanted(source: Path, tmp_path: Path) -> None:
-    asked = {"set_bits": {"*.o_proj.*": 4}, "calibrate": "self", "rate": "tensor", **SHORT}
+    asked = {"set_format": {"*.o_proj.*": 4}, "calibrate": "self", "rate": "tensor", **SHORT}
     done = pqweights.quantize(source, tmp_path / "out", "t3", **asked)
     calibrated = [tensor for tensor, _ in done.pairs if tensor.codec == "hadamard-trellis-columns"]
-    plain = {tensor.name: tensor for tensor in pqweights.plan(source, "t3", set_bits=asked["set_bits"]).plan.tensors}
+    plain = {
+        tensor.name: tensor for tensor in pqweights.plan(source, "t3", set_format=asked["set_format"]).plan.tensors
+    }
     assert len(calibrated) == 15
     for tensor in calibrated:
         assert tensor.bytes == approx(plain[tensor.name].bytes, ORTHOGONAL), tensor.name

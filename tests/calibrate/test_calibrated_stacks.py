@@ -28,7 +28,7 @@ from pqweights.checkpoint.source import open_local
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 TOKENS, WINDOW = 2048, 64
 # The embedding is not calibrated, and would have most of the error.
-ASKED: dict[str, Any] = {"set_bits": {"*embed_tokens*": 8}, "threads": 1}
+ASKED: dict[str, Any] = {"set_format": {"*embed_tokens*": 8}, "threads": 1}
 CALIBRATED: dict[str, Any] = {**ASKED, "calibrate": "self", "calibration_tokens": TOKENS}
 NARROW: dict[str, Any] = {"hidden_size": 128, "head_dim": 64}
 LLAMA4: dict[str, Any] = {
@@ -206,8 +206,8 @@ def test_an_interrupted_calibration_of_stacks_ends_with_the_same_bytes(tmp_path_
 def test_stacks_keep_their_bits_if_that_is_wanted_and_plans_count_them(tmp_path: Path) -> None:
     source = families.build(MODELS["llama4"], tmp_path / "source", sharpened)
     report = pqweights.quantize(source, tmp_path / "out", "t3", rate="tensor", **CALIBRATED)
-    plain = pqweights.plan(source, "t3", set_bits=ASKED["set_bits"])
-    planned = pqweights.plan(source, "t3", calibrate="self", calibration_tokens=TOKENS, set_bits=ASKED["set_bits"])
+    plain = pqweights.plan(source, "t3", set_format=ASKED["set_format"])
+    planned = pqweights.plan(source, "t3", calibrate="self", calibration_tokens=TOKENS, set_format=ASKED["set_format"])
     expected = {tensor.name: tensor.bytes for tensor in plain.plan.tensors}
     calibrated = [tensor for tensor, _ in report.pairs if tensor.codec == "hadamard-trellis-columns"]
     assert sum(len(tensor.shape) == 3 for tensor in calibrated) == 4
@@ -229,7 +229,7 @@ def test_transposed_matrices_are_calibrated(tmp_path: Path) -> None:
         "GPT2LMHeadModel", "GPT2Config", {**settings, "bos_token_id": 501, "eos_token_id": 501}, ()
     )
     source, keep = families.build(family, tmp_path / "source", change), {"keep": ["*wte*", "*wpe*"]}
-    pqweights.quantize(source, tmp_path / "out", "t3", **{**CALIBRATED, "set_bits": {}}, **keep)
+    pqweights.quantize(source, tmp_path / "out", "t3", **{**CALIBRATED, "set_format": {}}, **keep)
     pqweights.quantize(source, tmp_path / "plain", "t3", **keep)
     tensors = json.loads((tmp_path / "out/pqweights.json").read_text())["tensors"]
     transposed = {tensor["name"]: tensor.get("transposed") for tensor in tensors if tensor["codec"]}

@@ -53,7 +53,7 @@ def both(monkeypatch: pytest.MonkeyPatch, run: Any, tmp_path: Path) -> list[int]
         {},
         {"target_bpw": 4.5},
         {"recipe": "t4", "keep": FEW},
-        {"bits": 3, "set_bits": {FEW: 6}},
+        {"bits": 3, "set_format": {FEW: 6}},
         {"lossless": True},
     ],
     ids=str,

@@ -36,7 +36,8 @@ from hostile.case import (
 from restated import restate_hashes
 
 from pqweights.convert.ready import ReadyWeights
-from pqweights.planning.options import QuantizeOptions
+from pqweights.planning.choice import choose_recipe
+from pqweights.planning.options import QuantizeOptions, RecipeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.targets.master import Learned
 from pqweights.targets.master import quantize as quantize_source
@@ -48,7 +49,7 @@ Make = Callable[[Path], None]
 
 
 def run_quantize(source: Path, out: Path, bits: int = 5) -> None:
-    quantize(source, out, load_recipe("q5").with_bits(bits), threads=1, max_shard_bytes=300)
+    quantize(source, out, choose_recipe("q5", RecipeOptions(bits=bits)), threads=1, max_shard_bytes=300)
 
 
 def made_of(weights: dict[str, Stored], recipe: str = "q5", codec: str | None = None, **options: Any) -> Make:
@@ -57,7 +58,7 @@ def made_of(weights: dict[str, Stored], recipe: str = "q5", codec: str | None = 
     def make(folder: Path) -> None:
         files: dict[str, Content] = {FILE: stored({**weights, NORM: VECTOR}), CONFIG: {"model_type": "llama"}}
         write(folder, {**files, "src/tokenizer.json": {"tokens": []}})
-        chosen = load_recipe(recipe) if codec is None else load_recipe(recipe).with_codec(codec)
+        chosen = choose_recipe(recipe, RecipeOptions(codec=codec))
         quantize(folder / "src", folder / "master", chosen, threads=1, **options)
         shutil.rmtree(folder / "src")
 

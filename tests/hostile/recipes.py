@@ -46,7 +46,7 @@ CASES = [
     recipe("rule-key-unknown", "rules: [{nome: a, keep: true}]\n", "rule 1", "'nome'", "'name'"),
     recipe("rule-role-unknown", "rules: [{role: atention, bits: 4}]\n", "rule 1", "'atention'", "'attention'"),
     recipe("rule-bits-too-many", "rules: [{name: '*', keep: true}, {name: '*', bits: 16}]\n", "rule 2", "16"),
-    recipe("rule-keep-and-bits", "rules: [{name: '*', keep: true, bits: 4}]\n", "rule 1", "both"),
+    recipe("rule-keep-and-bits", "rules: [{name: '*', keep: true, bits: 4}]\n", "rule 1", "more than one"),
     recipe("rule-without-an-action", "rules: [{name: '*'}]\n", "rule 1"),
     recipe("rule-without-a-condition", "rules: [{bits: 4}]\n", "rule 1", "condition"),
     recipe("rule-name-a-number", "rules: [{name: 5, bits: 4}]\n", "rule 1", "name"),
@@ -75,9 +75,9 @@ CASES = [
     Case(
         "set-malformed",
         {
-            "plan src --set model.norm.weight": ("--set", "PATTERN=BITS"),
+            "plan src --set model.norm.weight": ("--set", "PATTERN=FORMAT"),
             "plan src --set *=four": ("PATTERN=BITS",),
-            "plan src --set =4": ("PATTERN=BITS",),
+            "plan src --set =4": ("PATTERN=FORMAT",),
             "plan src --set *=9": ("--set *=9", "2 to 8"),
         },
         GOOD_SRC,

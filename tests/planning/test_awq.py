@@ -259,7 +259,7 @@ def test_plan_counts_scales_for_all_matrices(source: Path, awq: Path) -> None:
     plans = [plan_quantize(source, load_recipe("q5"), **given).plan for given in ({"awq": "text.txt"}, {})]
     assert {t.name for t in plans[0].tensors if t.is_scaled} == TENSORS.keys() - {KEPT}
     assert not any(t.is_scaled for t in plans[1].tensors)
-    target = replace(load_recipe("q5"), target=SizeTarget(output_bytes=plans[0].output_bytes))
+    target = replace(load_recipe("q5"), size=SizeTarget(output_bytes=plans[0].output_bytes))
     most = plan_quantize(source, target, awq="text.txt").plan
     found = plan_quantize(source, target, awq="text.txt", learned=learned_scales(awq)).plan
     assert [t.bits for t in most.tensors] == [t.bits for t in found.tensors]

@@ -25,7 +25,7 @@ from pqweights.errors import OutputError, RecipeError
 from pqweights.formats import get_codec
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, Plan
-from pqweights.planning.recipe import Recipe, load_recipe, make_target, parse_recipe
+from pqweights.planning.recipe import Recipe, load_recipe, make_size, parse_recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.results.verify import verify
 from pqweights.targets.master import Learned
@@ -65,7 +65,7 @@ KEEP_ALL = "{rules: [{name: '*', keep: true}]}"
 
 
 def targeted(size: str | int | None = None, bits: float | None = None) -> Recipe:
-    return replace(load_recipe("q5"), target=make_target(size, bits))
+    return replace(load_recipe("q5"), size=make_size(size, bits))
 
 
 def fitted(

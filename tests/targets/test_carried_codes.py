@@ -89,7 +89,7 @@ def test_what_the_source_keeps_plain_stays_plain_in_its_format(
     target: str, name: str, other: str, base: Path, tmp_path: Path
 ) -> None:
     plain = {f"model.layers.{layer}.self_attn.o_proj.weight" for layer in range(2)}
-    source = families.exported(base, "llama", target, format=name, set_format=(("*.o_proj*", "plain"),))
+    source = families.exported(base, "llama", target, format=name, keep=("*.o_proj*",))
     out, shown = exported(tmp_path, source, "--target", target, "--format", name)
     expected, found = read_all(source), read_all(out)
     assert found.keys() == expected.keys() >= plain

@@ -201,7 +201,7 @@ def test_rules_come_before_the_mix(master, tmp_path):
     done("export", master, tmp_path / "by-recipe", "-t", "gguf", "-r", tmp_path / "r.yaml")
     found = {tensor.name: tensor.codec for tensor in read_manifest(tmp_path / "by-recipe").tensors}
     assert (found["blk.0.ffn_up.weight"], found["blk.1.attn_v.weight"]) == ("IQ4_NL", "Q8_0")
-    assert "matches no weight" in refused(*asked, "--set", "*.nothing=q4_k")
+    assert "matches no tensor" in refused(*asked, "--set", "*.nothing=q4_k")
     assert "did you mean '*.ffn_up.weight'" in refused(*asked, "--set", "ffn_up=q4_k")
     assert "blk.0.ffn_up.weight" in refused(*asked, "--set", "*.ffn_pu.weight=q4_k")
 

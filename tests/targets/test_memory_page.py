@@ -14,7 +14,7 @@ from commands import done
 import pqweights
 from pqweights.checkpoint.header import TensorSpec, build_header
 from pqweights.checkpoint.source import open_local
-from pqweights.planning.choice import with_weights
+from pqweights.planning.decisions import with_weights
 from pqweights.planning.plan import stored_bytes
 from pqweights.targets import get_target
 from pqweights.targets.formats import Rounding

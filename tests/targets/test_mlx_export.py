@@ -167,8 +167,8 @@ def test_formats_by_name_are_modes_with_bits(name: str, options: dict[str, Any],
 
 
 def test_rules_give_modules_different_formats(base: Path, tmp_path: Path) -> None:
-    rules = ("*.down_proj.weight=q8", "*.1.self_attn.q_proj.weight=mxfp4", "role:embedding=plain")
-    folder = families.exported(base, "llama", "mlx", format="q3", set_format=rules)
+    rules = ("*.down_proj.weight=q8", "*.1.self_attn.q_proj.weight=mxfp4")
+    folder = families.exported(base, "llama", "mlx", format="q3", set_format=rules, keep=("role:embedding",))
     found = {tensor.name: (tensor.codec, tensor.bits) for tensor in read_manifest(folder).tensors}
     assert found["model.layers.0.mlp.down_proj.weight"] == ("affine-g64", 8)
     assert found["model.layers.1.self_attn.q_proj.weight"] == ("mxfp4-g32", 4)
@@ -189,7 +189,8 @@ RECIPE = """
 format: {default}
 rules:
   - {{name: "*.down_proj.weight", format: {down}}}
-  - {{role: [embedding, lm_head], name: "*.0.self_attn.*", format: plain}}
+  - {{name: "*.self_attn.*", layers: 0, keep: true}}
+  - {{role: [embedding, lm_head], keep: true}}
 """
 # What a recipe says of each target: the default, and another format.
 OF_TARGETS = {"mlx": ("q3", "q8"), "vllm": ("fp8", "nvfp4"), "torchao": ("int8", "fp8")}
@@ -202,14 +203,14 @@ def test_one_recipe_gives_formats_for_every_target(target: str, base: Path, tmp_
     recipe = tmp_path / "r.yaml"
     recipe.write_text(RECIPE.format(default=default, down=down))
     master = families.master(base, "llama")
-    done("export", master, tmp_path / "out", "-t", target, "-r", recipe, "--set", "*.1.mlp.up_proj.weight=plain")
-    same = ("--set", f"*.down_proj.weight={down}", "--set", "*.0.self_attn.*=plain", "--set", "role:embedding=plain")
-    rules = ("--set", "*.1.mlp.up_proj.weight=plain", *same, "--set", "role:lm_head=plain")
+    done("export", master, tmp_path / "out", "-t", target, "-r", recipe, "--keep", "*.1.mlp.up_proj.weight")
+    kept = ("*.1.mlp.up_proj.weight", "*.0.self_attn.*", "role:embedding", "role:lm_head")
+    rules = ("--set", f"*.down_proj.weight={down}", *(part for pattern in kept for part in ("--keep", pattern)))
     done("export", master, tmp_path / "set", "-t", target, "--format", default, *rules)
     found, expected = (read_manifest(tmp_path / out).tensors for out in ("out", "set"))
     assert [(t.name, t.codec, t.bits) for t in found] == [(t.name, t.codec, t.bits) for t in expected]
     assert len({(t.codec, t.bits) for t in found}) > 2
-    for text, said in (("formats: q4", "formats"), ("rules: [{format: q4}]", "name or role"), ("- 1", "r.yaml")):
+    for text, said in (("formats: q4", "formats"), ("rules: [{format: q4}]", "condition"), ("- 1", "r.yaml")):
         recipe.write_text(text)
         assert said in refused("export", master, tmp_path / "other", "-t", target, "-r", recipe)
 

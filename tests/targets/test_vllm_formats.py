@@ -147,8 +147,8 @@ def test_rules_give_layers_different_formats(base: Path) -> None:
     """A rule that matches a weight decides about all that are fused with it."""
     import torch
 
-    rules = ("*.down_proj.weight=fp8-block", "*.0.self_attn.k_proj.weight=nvfp4", "role:attention=plain")
-    folder = families.exported(base, "llama", "vllm", format="fp8", set_format=rules)
+    rules = ("*.down_proj.weight=fp8-block", "*.0.self_attn.k_proj.weight=nvfp4")
+    folder = families.exported(base, "llama", "vllm", format="fp8", set_format=rules, keep=("*.1.self_attn.*",))
     found = {tensor.name: tensor.codec for tensor in read_manifest(folder).tensors}
     assert {found[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"} == {"nvfp4-g16"}
     assert {found[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkvo"} == {None}
@@ -256,7 +256,7 @@ def test_stacks_of_qwen3_vl_moe_give_the_file_of_the_text_model_alone(turned: bo
     ("of", "options", "message"),
     [
         ("qwen3_moe", (), "stacks of MXFP4 are for models of type gpt_oss, found qwen3_moe"),
-        ("gpt_oss", ("--set", "*.1.mlp.experts.*=plain"), "mxfp4-gpt-oss holds all experts or none"),
+        ("gpt_oss", ("--keep", "*.1.mlp.experts.*"), "mxfp4-gpt-oss holds all experts or none"),
     ],
 )
 def test_stacks_that_no_runtime_would_read_are_refused(
