@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.errors import OptionError, RecipeError
-from pqweights.formats import checked_rate, nearest_rate
+from pqweights.formats import checked_rate, get_codec, nearest_rate
 from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import (
     KINDS,
@@ -61,14 +61,14 @@ def _with_defaults(recipe: Recipe, options: RecipeOptions, *, has_size: bool) ->
         raise OptionError("expected either `bits` or a target, which chooses the bit widths; leave `bits` out")
     if options.effort is not None:
         recipe = replace(recipe, effort=None)  # nobody asks whether another codec has it
-    changes: dict[str, Any] = {"codec": options.codec, "effort": options.effort, "bits": options.bits}
-    for name, value in changes.items():
-        if value is not None:
-            try:
-                changed = {name: value} | ({"bits": nearest_rate(value, recipe.bits)} if name == "codec" else {})
-                recipe = with_known_codecs(replace(recipe, **changed))
-            except RecipeError as problem:
-                raise OptionError(f"`{name}`: recipe {recipe.name!r}: {problem}") from None
+    if (codec := options.codec) is not None:
+        checked("", partial(get_codec, codec, "`codec`"), OptionError)
+        changed = replace(recipe, codec=codec, bits=nearest_rate(codec, recipe.bits))
+        recipe = checked(f"`codec`: recipe {recipe.name!r}", partial(with_known_codecs, changed), OptionError)
+    if options.effort is not None:
+        recipe = checked("`effort`", partial(with_known_codecs, replace(recipe, effort=options.effort)), OptionError)
+    if options.bits is not None:
+        recipe = checked("`bits`", partial(with_known_codecs, replace(recipe, bits=options.bits)), OptionError)
     return recipe
 
 

@@ -337,7 +337,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         rules=rules,
         size=checked(where, lambda: make_size(file.target_size, file.target_bpw, ("target_size", "target_bpw"))),
     )
-    return checked(where, lambda: with_known_codecs(recipe))
+    return checked(where, partial(with_known_codecs, recipe, ("bits", "effort")))
 
 
 def _rule(where: str, data: Any) -> Rule:
@@ -369,18 +369,21 @@ def checked_condition(condition: dict[str, Any]) -> dict[str, Any]:
     return condition
 
 
-def with_known_codecs(recipe: Recipe) -> Recipe:
-    """Return a recipe with bit widths and effort as manifests state them. Raises RecipeError for what no codec has."""
+def with_known_codecs(recipe: Recipe, keys: tuple[str, str] = ("", "")) -> Recipe:
+    """Return a recipe with bit widths and effort as manifests state them. Raises RecipeError for what no codec has.
+
+    keys: what messages call its bits and its effort
+    """
     rules = []
     for number, rule in enumerate(recipe.rules, start=1):
         codec = checked(f"rule {number}", partial(get_codec, rule.codec or recipe.codec)).name
         bits = None if rule.bits is None else checked(f"rule {number}: bits", partial(checked_rate, codec, rule.bits))
         rules.append(msgspec.structs.replace(rule, bits=bits))
-    bits = checked("bits", partial(checked_rate, recipe.codec, recipe.bits))
+    bits = checked(keys[0], partial(checked_rate, recipe.codec, recipe.bits))
     recipe = replace(recipe, rules=tuple(rules), bits=bits)
     if recipe.effort is None:
         return recipe
-    return replace(recipe, effort=checked("effort", partial(checked_effort, recipe.codecs, recipe.effort)))
+    return replace(recipe, effort=checked(keys[1], partial(checked_effort, recipe.codecs, recipe.effort)))
 
 
 def checked(where: str, check: Callable[[], Item], error: type[OptionError | RecipeError] = RecipeError) -> Item:

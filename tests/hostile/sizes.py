@@ -55,7 +55,7 @@ CASES = [
     remembering("memory-runtime-alone", "--runtime mlx", "--runtime: expected --memory as well"),
     *of_broken_models("measure", MEASURE),
     evaluating("measure-model-missing", "nowhere", command=MEASURE.replace("model", "nowhere")),
-    evaluating("measure-keep-matches-nothing", "--keep: the pattern 'x*'", command=MEASURE + " --keep x*"),
+    evaluating("measure-keep-matches-nothing", "--keep x*: the pattern 'x*'", command=MEASURE + " --keep x*"),
     evaluating("measure-text-missing", "nowhere.txt", "No such file", command=MEASURE.replace("text", "nowhere")),
     evaluating("measure-text-short", "2048 tokens", "found 3", command=MEASURE, text="w1 w2 w3"),
     evaluating("measure-without-a-target", "trellis", "target", command="quantize model out --calibrate text.txt"),

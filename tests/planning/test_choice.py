@@ -91,10 +91,8 @@ def test_set_about_which_options_before_it_decide_alone_is_refused(source: Path,
 def test_pattern_without_a_match_names_the_option_and_the_nearest_tensor(source: Path, option: str) -> None:
     pattern = "*.q_porj.weight" + ("=4" if option == "--set" else "")
     error = refused("plan", source, option, pattern)
-    assert (
-        error
-        == f"error: {option} {pattern}: the pattern '*.q_porj.weight' matches no tensor of the checkpoint; the nearest is {Q!r}\n"
-    )
+    assert error.startswith(f"error: {option} {pattern}: the pattern '*.q_porj.weight' matches no tensor")
+    assert f"the nearest is {Q!r}" in error
 
 
 def test_set_that_matches_only_norms_is_refused(tmp_path: Path) -> None:
