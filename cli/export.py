@@ -106,11 +106,11 @@ def _show(done: RewriteReport, folder: str, out: str, *, json: bool) -> None:
 
 
 def _lines(done: RewriteReport, folder: str, out: str) -> list[str]:
-    plan = done.plan
+    plan, types = done.plan, report.type_lines(done.conversion.made_by, done.pairs)
     sizes = f"{size_text(plan.source_bytes)} -> {size_text(plan.output_bytes)}"
     stored = f"{counted(len(plan.tensors), 'tensor')} in {counted(len(plan.shards), 'file')}"
     return [
         f"{folder} -> {out}: {sizes}, {stored}",
-        *(report.type_lines(done.pairs) or (*report.bits_and_coverage(done.totals), *integer_form_lines(done.pairs))),
+        *(types or (*report.bits_and_coverage(done.totals), *integer_form_lines(done.pairs))),
         *report.left_out_lines(plan),
     ]

@@ -141,7 +141,7 @@ def _files(manifest: Manifest) -> str:
 
 def _error_lines(manifest: Manifest) -> list[str]:
     if any(tensor.action == "integer" for tensor in manifest.tensors):
-        return type_lines(manifest.pairs) or integer_form_lines(manifest.pairs)
+        return type_lines(manifest.made_by, manifest.pairs) or integer_form_lines(manifest.pairs)
     return quality_lines(manifest.pairs)
 
 

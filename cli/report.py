@@ -298,22 +298,15 @@ def _rescued_line(tensor: TensorPlan, record: TensorRecord) -> str:
     return f"rescued: {tensor.name}: {state}, relative MSE {record.relative_mse:.6f}"
 
 
-def type_lines(pairs: Pairs) -> list[str]:
+def type_lines(made_by: Mapping[str, Any], pairs: Pairs) -> list[str]:
     """Return a line for each type of a result with a file of each: its size and its error; nothing for another one."""
-    from pqweights.convert.records import mean_error
+    from pqweights.convert.records import figures_by_type
 
-    by_type: dict[str, list[tuple[TensorPlan, TensorRecord]]] = defaultdict(list)
-    for tensor, record in pairs:
-        kind, _, name = tensor.name.rpartition("/")
-        if kind and name:
-            by_type[kind].append((tensor, record))
-    lines = []
-    for kind, held in by_type.items():
-        size, weights = sum(tensor.bytes for tensor, _ in held), sum(tensor.weights for tensor, _ in held)
-        error = mean_error([record for _, record in held], "total_mse")
-        shown = "" if error is None else f", relative MSE {error:.6f}"
-        lines.append(f"{kind}: {size_text(size)}, {8 * size / max(1, weights):.2f} bits per parameter{shown}")
-    return lines
+    return [
+        f"{of.type}: {size_text(of.bytes)}, {of.bits:.2f} bits per parameter"
+        + ("" if of.relative_mse is None else f", relative MSE {of.relative_mse:.6f}")
+        for of in figures_by_type(made_by, pairs)
+    ]
 
 
 def integer_form_lines(pairs: Pairs) -> list[str]:

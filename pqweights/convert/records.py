@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pqweights.common.documents import Number
 from pqweights.common.strict_json import rounded
@@ -152,3 +153,37 @@ def mean_error(records: Sequence[TensorRecord], of: str) -> float | None:
         return None
     energy = math.fsum(energy for _, energy in pairs)  # exactly rounded: sum() differs between versions of Python
     return rounded(math.fsum(error * energy for error, energy in pairs) / energy if energy else 0.0) if pairs else None
+
+
+class TypeFigures(NamedTuple):
+    """What one type of several in a result takes, and how well it holds the weights.
+
+    bytes: of its tensors
+    bits: per parameter
+    relative_mse: over all of its rounded weights, against the original where that is known; None if there are none
+    """
+
+    type: str
+    bytes: int
+    bits: float
+    relative_mse: float | None
+
+
+def figures_by_type(made_by: Mapping[str, Any], pairs: Iterable[tuple[TensorPlan, TensorRecord]]) -> list[TypeFigures]:
+    """Return the figures of each type of a result that has files of several types; nothing for another one.
+
+    made_by: how it was made, with the types; they stand before the names of tensors
+    """
+    if "," not in str(made_by.get("type")):
+        return []
+    by_type: dict[str, list[tuple[TensorPlan, TensorRecord]]] = defaultdict(list)
+    for tensor, record in pairs:
+        kind, _, name = tensor.name.partition("/")
+        if name:
+            by_type[kind].append((tensor, record))
+    result = []
+    for kind, held in by_type.items():
+        size, weights = sum(tensor.bytes for tensor, _ in held), sum(tensor.weights for tensor, _ in held)
+        error = mean_error([record for _, record in held], "total_mse")
+        result.append(TypeFigures(kind, size, 8 * size / max(1, weights), error))
+    return result

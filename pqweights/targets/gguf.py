@@ -7,6 +7,7 @@ pqweights/checkpoint/gguf, and which types its tensors get in gguf_types.py.
 from __future__ import annotations
 
 import fnmatch
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +59,7 @@ from pqweights.targets.gguf_types import (
 )
 from pqweights.targets.integer_export import plan_integers
 from pqweights.targets.integers import Outline
-from pqweights.targets.loading import LoadableModel, shell
+from pqweights.targets.loading import PART, LoadableModel, files_of_type, shell
 from pqweights.targets.target import (
     IMPORTANCE,
     LLAMA_CPP,
@@ -181,6 +182,8 @@ def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
     of_text = [file for file in model.weights if not file.startswith(TOWER_PREFIX)]
     first, whole = of_text[0], len(of_text) == 1
     tower = next((file for file in model.weights if file not in of_text), None)
+    if "," in made_by.get("type", ""):
+        return _load_one_of(made_by["name"], of_text, tower, model)
     if made_by.get("embeds"):
         hub = is_repository_id(model.location)
         where = f"-hf {model.location} -hff {first}" if hub else f"-m {shlex.quote(f'{model.location}/{first}')}"
@@ -203,6 +206,28 @@ def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
         shell(run, f"ollama create my-model -f {modelfile}", "ollama run my-model"),
         "LM Studio opens the file, too.",
     ]
+
+
+def _load_one_of(together: str, files: Sequence[str], tower: str | None, model: LoadableModel) -> list[str]:
+    """Return the part of a card that says how to load one of several types.
+
+    together: what their files are called together, see names_together
+    files: those of text
+    """
+    named, *others = together.split("+")
+    base = next(re.sub(PART, "", file) for file in files_of_type(files, others[0])).removesuffix(others[0])
+    types = [named.removeprefix(base), *others]
+    if is_repository_id(model.location):
+        branch = "" if model.branch is None else f" (branch {model.branch})"
+        lines = [f"llama-cli -hf {model.location}:{name}" for name in types]
+        return [
+            f"With llama.cpp, which fetches the file of the type behind the colon{branch}, or with Ollama:",
+            shell(*lines, f"ollama run hf.co/{model.location}:{types[-1]}"),
+            "LM Studio finds them by the name of the repository.",
+        ]
+    run = [f"llama-cli -m {shlex.quote(f'{model.location}/{files_of_type(files, name)[0]}')}" for name in types]
+    run = [f"{line} --mmproj {shlex.quote(f'{model.location}/{tower}')}" for line in run] if tower else run
+    return ["With llama.cpp, one of:", shell(*run), "LM Studio opens them, too."]
 
 
 def names_together(base_name: str, types: Sequence[TypeOptions]) -> str:

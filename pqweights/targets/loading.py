@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from pqweights.checkpoint.names import TOKENIZER_FILES
 from pqweights.common.markdown import fenced
 
 IMAGES = "AutoModelForImageTextToText"
+# How names of GGUF files end behind the type: of one, or of a part of one.
+PART = r"(-\d+-of-\d+)?\.gguf$"
 NO_TOKENIZER = "tokenizer_config.json"  # matches a pattern of TOKENIZER_FILES, but holds no tokenizer
 
 
@@ -81,6 +84,11 @@ def read_model(
         custom=bool(config.get("auto_map")),
         weights=tuple(weights),
     )
+
+
+def files_of_type(files: Iterable[str], type_name: str) -> list[str]:
+    """Return those of some GGUF files that are called after a type, with the parts of a split one."""
+    return [file for file in files if re.search(f"-{re.escape(type_name)}{PART}", file)]
 
 
 def auto_class(config: Mapping[str, Any]) -> str | None:

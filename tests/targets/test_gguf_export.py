@@ -170,6 +170,9 @@ def test_files_of_several_types_are_made_in_one_run_and_are_those_of_single_runs
                 assert all(np.array_equal(found[of].data, held[of].data) for of in held)
         assert ": ok" in done("verify", out).stdout and "\nQ4_K_M: " in done("inspect", out).stdout
         assert read_manifest(out).made_by["type"] == "Q4_K_M,IQ4_XS,F16"
+        cards = [done("card", out, "--repo", "me/m-GGUF", "--print").stdout for _ in range(2)]
+        first = sorted(made)[-1] if size == "2GB" else "m-Q4_K_M-00001-of"
+        assert "-hf me/m-GGUF:Q4_K_M" in cards[0] and f"| Q4_K_M | `{first}" in cards[0] and cards[0] == cards[1]
     assert "expected different types" in refused("export", source, out, "-t", "gguf", "--type", "q8_0,Q8_0", code=2)
 
 

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from pqweights.common.markdown import code, listed, number, table, words
-from pqweights.common.units import counted
-from pqweights.convert.manifest import Manifest
-from pqweights.convert.records import TensorRecord, is_rescued, mean_error
+from pqweights.common.units import counted, size_text
+from pqweights.convert.manifest import Manifest, shards_of
+from pqweights.convert.records import TensorRecord, figures_by_type, is_rescued, mean_error
 from pqweights.formats.native import Native
 from pqweights.formats.protocol import RESCUE_FACTOR
 from pqweights.planning.plan import DECODE, INTEGER, KEEP, TensorPlan
 from pqweights.planning.roles import ROLES
 from pqweights.results.evaluation_record import EvaluationRecord, Figure
 from pqweights.runtime.report import beginning, masked_tokens
+from pqweights.targets.loading import files_of_type
 
 Item = TypeVar("Item")
 Pair = tuple[TensorPlan, TensorRecord]
@@ -46,7 +47,7 @@ def is_lossless(manifest: Manifest) -> bool:
 def weights(manifest: Manifest) -> list[str]:
     """Return the section: errors by role, exceptions, tensors that are not quantized, and tensors that are left out."""
     quantized = [pair for pair in manifest.pairs if pair[0].bits is not None]
-    lines = _by_role(quantized, manifest) if quantized else []
+    lines = _by_type(manifest) or (_by_role(quantized, manifest) if quantized else [])
     lines += _exceptions(quantized, manifest)
     plain = [tensor for tensor in manifest.tensors if tensor.bits is None]
     if plain:
@@ -64,6 +65,16 @@ def _grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, lis
     for item in items:
         groups[key(item)].append(item)
     return groups
+
+
+def _by_type(manifest: Manifest) -> list[str]:
+    """Return a table with a row for each type of a result with several; nothing for another one."""
+    names = [shard.file for shard in shards_of(manifest)]
+    rows = []
+    for of in figures_by_type(manifest.made_by, manifest.pairs):
+        files = [code(name) for name in files_of_type(names, of.type)]
+        rows.append([of.type, ", ".join(files), size_text(of.bytes), f"{of.bits:.2f}", number(of.relative_mse)])
+    return [table(["type", "file", "size", "bits per parameter", "relative MSE"], rows, [2, 3, 4])] if rows else []
 
 
 def _by_role(pairs: Sequence[Pair], manifest: Manifest) -> list[str]:

@@ -151,7 +151,7 @@ def make_front_matter(
         facts |= {"base_model": base_model, "base_model_relation": "quantized"}
     if library is not None:
         facts["library_name"] = library
-    facts["tags"] = [*tags, *own.get("tags", ())]
+    facts["tags"] = list(dict.fromkeys([*tags, *own.get("tags", ())]))
     replaced = {"tags", *(key for group in groups for key in group)}
     return _to_yaml(facts | {key: value for key, value in own.items() if key not in replaced}), written
 

@@ -14,6 +14,7 @@ from pqweights.checkpoint.storage import Origin
 from pqweights.common.markdown import code, fenced, table, words
 from pqweights.common.units import counted, size_text
 from pqweights.convert.manifest import Manifest, manifest_beside, shards_of
+from pqweights.convert.records import figures_by_type
 from pqweights.formats import MASTER_CODECS
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import INTEGER
@@ -60,12 +61,19 @@ def opening(inspection: Inspection, base_model: str | None) -> list[str]:
             f", {name.replace('_', ' ')} {code(as_text(value))}" for name, value in options.items() if value is not None
         ]
         target = code(target_name(manifest.made_by["target"]) or "")
+        if figures_by_type(manifest.made_by, manifest.pairs):  # they are in the table of types
+            shown = []
         what = f"This is an export for the target {target}{''.join(shown)}."
     return [f"{what} {_origin(manifest, base_model)}{_adapters(manifest)}", _sizes(inspection)]
 
 
 def _sizes(inspection: Inspection) -> str:
     totals = inspection.totals
+    if types := figures_by_type(inspection.made_by, inspection.manifest.pairs):
+        return (
+            f"There is a file of each of {len(types)} types; together they take {size_text(totals.output_bytes or 0)}. "
+            f"The source takes {size_text(totals.source_bytes or 0)}."
+        )
     before, after = totals.source_bytes, totals.output_bytes
     sizes = f"The weight files take {size_text(after)}"
     if before and after:
