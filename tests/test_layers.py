@@ -69,7 +69,7 @@ OPTIONAL = {
         calibrate.layered calibrate.sample calibrate.scale_finding calibrate.sensitivity calibrate.work_folder
     """,
     "yaml": "planning.recipe checkpoint.config publish.card.old_card",
-    "fsspec": "storage.bucket storage.file_systems",
+    "fsspec": "storage.bucket",
     "huggingface_hub": "storage.hub",
     "matplotlib": "",
     "transformers": """

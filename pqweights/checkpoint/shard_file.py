@@ -14,7 +14,6 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,61 +43,6 @@ def memory_for(purpose: str, offset: int, byte_count: int) -> Bytes:
     return memory[start : start + byte_count]
 
 
-class _Pages:
-    """Pages of a file that are gathered piece by piece, from any thread.
-
-    Bytes may be given again, for a job with several passes; the last ones count.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._parts: dict[int, tuple[Bytes, npt.NDArray[np.bool_]]] = {}  # page -> its bytes, and which were given
-        self._whole: dict[int, Bytes] = {}
-
-    def add(self, offset: int, data: Bytes) -> bool:
-        """Add bytes at an offset in the file, and return whether enough pages are whole for them to be written."""
-        with self._lock:
-            done = 0
-            while done < len(data):
-                page, start = divmod(offset + done, PAGE_BYTES)
-                count = min(len(data) - done, PAGE_BYTES - start)
-                self._add(page, start, data[done : done + count])
-                done += count
-            return len(self._whole) >= GATHERED_PAGES
-
-    def _add(self, page: int, start: int, data: Bytes) -> None:
-        whole = self._whole.get(page)
-        if whole is None and page not in self._parts:
-            self._parts[page] = np.zeros(PAGE_BYTES, np.uint8), np.zeros(PAGE_BYTES, np.bool_)
-        content, given = (whole, None) if whole is not None else self._parts[page]
-        content[start : start + len(data)] = data
-        if given is not None:
-            given[start : start + len(data)] = True
-            if given.all():
-                self._whole[page] = self._parts.pop(page)[0]
-
-    def take_whole(self) -> Iterator[tuple[int, Bytes]]:
-        """Let go of the pages that are whole, and return the offset and the bytes of each run of neighbours."""
-        with self._lock:
-            whole, self._whole = self._whole, {}
-        pages = np.array(sorted(whole), np.int64)
-        for run in np.split(pages, np.nonzero(np.diff(pages) != 1)[0] + 1) if whole else ():
-            offset = int(run[0]) * PAGE_BYTES
-            memory = memory_for("gathered", offset, len(run) * PAGE_BYTES)
-            for row, page in zip(memory.reshape(-1, PAGE_BYTES), run.tolist(), strict=True):
-                row[:] = whole[page]
-            yield offset, memory
-
-    def take_parts(self) -> Iterator[tuple[int, Bytes]]:
-        """Let go of the other pages: the offset and the bytes of each run of bytes that was given."""
-        with self._lock:
-            parts, self._parts = self._parts, {}
-        for page, (content, given) in parts.items():
-            ends = np.nonzero(np.diff(given, prepend=False, append=False))[0].tolist()
-            for start, end in zip(ends[::2], ends[1::2], strict=True):
-                yield page * PAGE_BYTES + start, content[start:end]
-
-
 class ShardFile:
     """One output file while it is being filled."""
 
@@ -110,7 +54,9 @@ class ShardFile:
         self.path, self._shown = path, shown
         self._lock = threading.Lock()
         self._unflushed_bytes = 0
-        self._pages = _Pages()
+        # Pages that are gathered: the bytes of each, and which of them were given; those of which all were.
+        self._pages: dict[int, tuple[Bytes, npt.NDArray[np.bool_]]] = {}
+        self._whole: set[int] = set()
         self._writes_pages = threading.Lock()  # so that a page that is gathered twice is written in this order
         self._descriptor = self._direct = -1
         is_open = False
@@ -148,13 +94,48 @@ class ShardFile:
             self._gather(offset + first + pages, data[first + pages :])
 
     def _gather(self, offset: int, data: Bytes) -> None:
-        if self._pages.add(offset, data):
+        """Gather bytes, and write the pages that are whole if they are many.
+
+        Bytes may be given again, for a job with several passes; the last ones count.
+        """
+        with self._lock:
+            done = 0
+            while done < len(data):
+                page, start = divmod(offset + done, PAGE_BYTES)
+                count = min(len(data) - done, PAGE_BYTES - start)
+                if page not in self._pages:
+                    self._pages[page] = np.zeros(PAGE_BYTES, np.uint8), np.zeros(PAGE_BYTES, np.bool_)
+                content, given = self._pages[page]
+                content[start : start + count] = data[done : done + count]
+                given[start : start + count] = True
+                if given.all():
+                    self._whole.add(page)
+                done += count
+            are_many = len(self._whole) >= GATHERED_PAGES
+        if are_many:
             self._write_gathered()
 
     def _write_gathered(self) -> None:
+        """Write the pages that are whole, each run of neighbours at once."""
         with self._writes_pages:
-            for offset, pages in self._pages.take_whole():
-                self._write_direct(offset, pages)
+            with self._lock:
+                whole = {page: self._pages.pop(page)[0] for page in sorted(self._whole)}
+                self._whole.clear()
+            pages = np.array([*whole], np.int64)
+            for run in np.split(pages, np.nonzero(np.diff(pages) != 1)[0] + 1) if whole else ():
+                offset = int(run[0]) * PAGE_BYTES
+                memory = memory_for("gathered", offset, len(run) * PAGE_BYTES)
+                for row, page in zip(memory.reshape(-1, PAGE_BYTES), run.tolist(), strict=True):
+                    row[:] = whole[page]
+                self._write_direct(offset, memory)
+
+    def _write_rest(self) -> None:
+        """Write what was given of the pages that are not whole."""
+        for page, (content, given) in self._pages.items():
+            ends = np.nonzero(np.diff(given, prepend=False, append=False))[0].tolist()
+            for start, end in zip(ends[::2], ends[1::2], strict=True):
+                self._write_cached(page * PAGE_BYTES + start, content[start:end])
+        self._pages = {}
 
     def _write_direct(self, offset: int, pages: Bytes) -> None:
         """Write whole pages around the page cache, if the file system can."""
@@ -185,8 +166,7 @@ class ShardFile:
         """Flush the file to the disk, and close it."""
         with disk_errors(self._shown):
             self._write_gathered()
-            for offset, data in self._pages.take_parts():
-                self._write_cached(offset, data)
+            self._write_rest()
             os.fsync(self._descriptor)
         self.close()
 

@@ -135,11 +135,13 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
     beside = [one.manifest for one in others]
     card = make_card(folder, card_options, old=old_card, pushed=card_on_hub(remote), beside=beside)
     files = _files(remote, folder, manifest, card=card, same=same, others=others)
-    changes = _changes(files, remote, options, is_known=not_checked is None)
-    if any(c.change != SAME and files[c.name] == folder / MANIFEST_FILE for c in changes):
+    changes = _changes(files, remote, options)
+    if any(change.change != SAME and files[change.name] == folder / MANIFEST_FILE for change in changes):
         # While the manifest stays, so does everything that it lists, and so do the evaluations of it.
         left = sorted(_left_behind(remote, same, others) - files.keys())
-        changes = (*changes, *(Change(name, DELETED, 0) for name in left))
+        changes += tuple(Change(name, DELETED, 0) for name in left)
+    if not_checked is not None:
+        changes = tuple(replace(change, change=UNKNOWN) for change in changes)
     report = PushReport(
         repository=remote.id,
         branch=branch,
@@ -150,9 +152,7 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
         card=card,
         not_checked=not_checked,
     )
-    if not_checked is not None:
-        return report
-    if any(change.name == CARD_FILE and change.change != SAME for change in changes):
+    if not_checked is None and any(change.name == CARD_FILE and change.change != SAME for change in changes):
         _check_card(hub, remote.id, card)
     if options.dry_run or all(change.change == SAME for change in changes):
         return report
@@ -248,10 +248,8 @@ def _check_unchanged(folder: Path, stamps: Mapping[str, Stamp]) -> None:
             )
 
 
-def _changes(
-    files: Mapping[str, Path | bytes], remote: Repository, options: PushOptions, *, is_known: bool = True
-) -> tuple[Change, ...]:
-    """Return what happens to each file that is pushed. is_known: whether the Hub said what the repository holds"""
+def _changes(files: Mapping[str, Path | bytes], remote: Repository, options: PushOptions) -> tuple[Change, ...]:
+    """Return what happens to each file that is pushed."""
     sizes = {
         name: content.stat().st_size if isinstance(content, Path) else len(content) for name, content in files.items()
     }
@@ -267,14 +265,8 @@ def _changes(
             yield piece
 
     same = {name for name in compared if has_content(remote.files[name], pieces(name))}
-    return tuple(
-        Change(
-            name,
-            UNKNOWN if not is_known else SAME if name in same else CHANGED if name in remote.files else NEW,
-            byte_count,
-        )
-        for name, byte_count in sizes.items()
-    )
+    known = dict.fromkeys(remote.files, CHANGED) | dict.fromkeys(same, SAME)
+    return tuple(Change(name, known.get(name, NEW), byte_count) for name, byte_count in sizes.items())
 
 
 def _check_card(hub: Hub, repository: str, card: Card) -> None:

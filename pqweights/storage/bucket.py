@@ -1,6 +1,7 @@
 """A folder in object storage: listings, ranges, uploads and moves by fsspec, whose failures become one line.
 
-The clients of its file systems send requests again that failed. Replies that are cut are requested again here, and each
+fsspec's file systems are opened with bounded waiting and without caches; credentials and endpoints are those that they
+find themselves. Their clients send requests again that failed. Replies that are cut are requested again here, and each
 is checked to be of the version that was listed, where the storage tells.
 """
 
@@ -10,6 +11,7 @@ import contextlib
 import datetime
 import functools
 import threading
+import urllib.parse
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,31 @@ from pqweights.checkpoint.ahead import Stop, TransferStopped
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.checkpoint.storage import Remote
-from pqweights.errors import SourceChangedError, SourceError, StorageError
+from pqweights.common.advice import pip_install
+from pqweights.errors import MissingDependencyError, OptionError, SourceChangedError, SourceError, StorageError
 from pqweights.storage import requests
 from pqweights.storage.addresses import SAME_SCHEMES, Address, is_inside
-from pqweights.storage.file_systems import ATTEMPTS, endpoint_of, failed, open_file_system
-from pqweights.storage.requests import Result, Truncated, expected_errors, repeated, status_and_code
+from pqweights.storage.requests import Result, Truncated, expected_errors, reason, repeated, status_and_code
 
+# Schemes that fsspec knows, and that cannot list a folder or are not a place for models.
+NOT_STORAGE = ("http", "https", "hf", "data", "file", "local", "reference", "zip", "tar", "git", "github")
+EXTRAS = {"s3": "s3", "gs": "gcs"}  # that install what these schemes need
+GIVE_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in with `aws configure`",
+    "gs": "log in with `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
+}
+# What credentials must permit, to read and to write.
+PERMISSIONS = {
+    "s3": ("s3:GetObject and s3:ListBucket", "s3:GetObject, s3:PutObject and s3:DeleteObject"),
+    "gs": ("storage.objects.get and list", "storage.objects.get, create and delete"),
+}
+
+CONNECT_SECONDS = 10
+READ_SECONDS = 60
+# Connections to a server at once, of one process and folder.
+CONNECTIONS = 16
+# How often a request is sent if it fails in a way that may pass.
+ATTEMPTS = 5
 # A part of an upload to S3, of which few wait in memory, and of a copy on the server.
 PART_BYTES = 16_000_000
 PARTS_AT_ONCE = 4
@@ -105,7 +126,7 @@ class RemoteFolder(Remote):
         root = self._path("")
         depth = None if recursive else 1
         listed = self._request(
-            "list", below, lambda: self._system.find(self._path(below), maxdepth=depth, detail=True), optional=True
+            "read", below, lambda: self._system.find(self._path(below), maxdepth=depth, detail=True), optional=True
         )
         found = {}
         for path, info in (listed or {}).items():
@@ -192,14 +213,14 @@ class RemoteFolder(Remote):
             return
         options = {"block": COPY_PART_BYTES} if self._is_s3 and found.byte_count > SINGLE_COPY_BYTES else {}
         paths = self._path(source), self._path(target)
-        self._request("move", source, lambda: self._system.cp_file(*paths, **options), in_parts=True)
+        self._request("write", source, lambda: self._system.cp_file(*paths, **options), in_parts=True)
         self._check_size(target, found.byte_count)
         self.remove([source])
 
     def remove(self, names: Iterable[str]) -> None:
         """Delete files; those that are not there are no problem."""
         for name in names:
-            self._request("remove", name, functools.partial(self._system.rm_file, self._path(name)), optional=True)
+            self._request("write", name, functools.partial(self._system.rm_file, self._path(name)), optional=True)
 
     def _check_size(self, name: str, expected: int) -> None:
         """Raise StorageError unless a file that was written has its size."""
@@ -231,12 +252,12 @@ class RemoteFolder(Remote):
         """The file system, opened when it is first needed."""
         with self._lock:
             if self._opened is None:
-                self._opened = open_file_system(self.address)
+                self._opened = _opened(self.address)
             return self._opened
 
     @property
     def _is_s3(self) -> bool:
-        return SAME_SCHEMES.get(self.address.scheme, self.address.scheme) == "s3"
+        return _family(self.address) == "s3"
 
     def _path(self, name: str) -> str:
         """Return the path under which the file system knows a file, or the folder."""
@@ -263,7 +284,7 @@ class RemoteFolder(Remote):
                 return float(requests.FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
             if isinstance(error, FileNotFoundError) and status_and_code(error)[1] != "NoSuchBucket":
                 raise error
-            raise failed(error, address, action, endpoint_of(system)) from None
+            raise _failed(error, address, action, system) from None
 
         try:
             return repeated(sent, pause)
@@ -293,3 +314,81 @@ def _seconds(time: Any) -> float | None:
     if isinstance(time, datetime.datetime):
         return time.timestamp()
     return float(time) if isinstance(time, int | float) else None
+
+
+def _family(address: Address) -> str:
+    """Return the scheme of a storage, by one of its names."""
+    return SAME_SCHEMES.get(address.scheme, address.scheme)
+
+
+def _opened(address: Address) -> Any:
+    """Return fsspec's file system for an address, which belongs to the caller alone.
+
+    Raises OptionError for a scheme that nobody knows, MissingDependencyError if its package is not installed,
+    StorageError if its configuration is wrong.
+    """
+    try:
+        import fsspec
+        from fsspec.config import conf
+        from fsspec.registry import known_implementations, registry
+    except ImportError:
+        raise MissingDependencyError(f"{address}: needs fsspec, which is not installed: pip install fsspec") from None
+    scheme, family = address.scheme, _family(address)
+    if scheme in NOT_STORAGE or (scheme not in known_implementations and scheme not in registry):
+        raise OptionError(
+            f"{address}: expected an address in storage that fsspec can list, such as s3://BUCKET/FOLDER "
+            f"({pip_install('s3')}) or gs://BUCKET/FOLDER ({pip_install('gcs')}), found the scheme {scheme!r}"
+        )
+    try:
+        file_system: Any = fsspec.get_filesystem_class(scheme)
+    except ImportError:
+        extra = EXTRAS.get(family)
+        install = pip_install(extra) if extra else "install the package of fsspec for this storage"
+        raise MissingDependencyError(
+            f"{address}: fsspec needs another package for {scheme}://, which is not installed: {install}"
+        ) from None
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+    options |= file_system._get_kwargs_from_urls(address.url)  # the host and the user, of schemes that have them
+    if family == "s3":
+        ours = {
+            "connect_timeout": CONNECT_SECONDS,
+            "read_timeout": READ_SECONDS,
+            "max_pool_connections": CONNECTIONS,
+            "retries": {"mode": "legacy", "total_max_attempts": ATTEMPTS},  # the one that takes 429 for throttling
+        }
+        options["config_kwargs"] = ours | conf.get("s3", {}).get("config_kwargs", {})
+    try:
+        opened = file_system(**options)
+        if family == "s3":
+            opened.retries = 1  # botocore sends requests again
+            opened.connect()
+    except (ValueError, KeyError, TypeError) as error:
+        hint = ": check AWS_ENDPOINT_URL and the configuration" if family == "s3" else ""
+        raise StorageError(
+            f"{address}: the storage cannot be opened with its configuration ({type(error).__name__}){hint}"
+        ) from None
+    except expected_errors() as error:
+        raise _failed(error, address, "read") from None
+    return opened
+
+
+def _failed(error: Exception, address: Address, action: str, file_system: Any = None) -> StorageError:
+    """Return what to tell the user about a request that failed for good, without credentials.
+
+    address: what the request was about
+    action: read or write
+    """
+    family, bucket = _family(address), str(Address(address.scheme, address.bucket))
+    endpoint = getattr(getattr(getattr(file_system, "_s3", None), "meta", None), "endpoint_url", None)
+    server = urllib.parse.urlsplit(endpoint if isinstance(endpoint, str) else "")
+    needed = PERMISSIONS[family][action == "write"] if family in PERMISSIONS else f"permission to {action}"
+    why = reason(
+        error,
+        service="the storage",
+        at=f" at {server.scheme}://{server.netloc.rpartition('@')[2]}" if server.netloc else "",
+        bucket=bucket,
+        credentials=GIVE_CREDENTIALS.get(family, "give those of the storage in its configuration"),
+        permission=f"expected credentials with {needed}; ask the owner of {bucket}",
+        settings=" and AWS_ENDPOINT_URL" if family == "s3" else "",
+    )
+    return StorageError(f"{address}: {why}")

@@ -289,20 +289,16 @@ def open_repository(hub: Hub, id: str, revision: str | None = None) -> Repositor
 def _in_cache(hub: Hub, id: str, revision: str | None) -> Repository:
     """Return what the cache says of a repository. Raises HubError if it does not have it.
 
-    The list of its files is in the cache if somebody has fetched all of them at once; else those count that are
-    there.
+    The list of its files is in the cache if somebody has fetched all of them at once; else those count that are there.
     """
-    folder = Path(str(hub.client.constants.HF_HUB_CACHE)) / f"models--{id.replace('/', '--')}"
-    wanted = revision or "main"
-    if not HASH.fullmatch(wanted):
-        reference = folder / "refs" / wanted
-        wanted = reference.read_text().strip() if is_inside(wanted) and reference.is_file() else ""
-    snapshot = folder / "snapshots" / wanted
-    if not HASH.fullmatch(wanted) or not snapshot.is_dir():
+    try:  # no files, so that it is enough if some are there
+        found = hub.client.snapshot_download(id, revision=revision, local_files_only=True, allow_patterns=[])
+    except OSError:
         raise HubError(
             f"{id}{f' at revision {revision}' if revision else ''}: not in the cache "
-            f"({folder.parent}), and HF_HUB_OFFLINE switches the Hub off; unset it"
-        )
+            f"({hub.client.constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE switches the Hub off; unset it"
+        ) from None
+    snapshot = Path(found)
     files = {}
     for path in (path for path in snapshot.rglob("*") if path.is_file()):
         blob = path.resolve().name if path.is_symlink() else ""  # a blob is called by its hash
@@ -310,7 +306,7 @@ def _in_cache(hub: Hub, id: str, revision: str | None) -> Repository:
             path.stat().st_size, blob if HASH.fullmatch(blob) else ""
         )
     with contextlib.suppress(hub.client.errors.CachedRepoTreeNotFoundError):
-        for file in hub.client.get_cached_repo_tree(id, revision=wanted):
+        for file in hub.client.get_cached_repo_tree(id, revision=snapshot.name):
             if file.path not in files or files[file.path].byte_count != file.size:
                 files[file.path] = FileState(file.size, file.blob_id)
-    return Repository(hub, id, wanted, files)
+    return Repository(hub, id, snapshot.name, files)

@@ -12,7 +12,7 @@ from helpers import folder_bytes, run_command, small_checkpoint
 from remote_server import BUCKET, CUT, LOST, SECRETS, ObjectServer
 
 from pqweights.errors import StorageError
-from pqweights.storage import file_systems
+from pqweights.storage import bucket
 
 OUT = f"s3://{BUCKET}/out"
 
@@ -64,7 +64,7 @@ def test_requests_that_get_no_reply_in_time_are_sent_again(
     server: ObjectServer, source: Path, files: dict[str, bytes], scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every eighth request waits for longer than a client does, and is then carried out all the same."""
-    monkeypatch.setattr(file_systems, "READ_SECONDS", 0.2)
+    monkeypatch.setattr(bucket, "READ_SECONDS", 0.2)
     slow = []
 
     def wait(request: dict[str, Any]) -> None:
