@@ -284,7 +284,7 @@ class RemoteFolder(Remote):
                 return float(requests.FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
             if isinstance(error, FileNotFoundError) and status_and_code(error)[1] != "NoSuchBucket":
                 raise error
-            raise _failed(error, address, action, system) from None
+            raise failed(error, address, action, _endpoint_of(system)) from None
 
         try:
             return repeated(sent, pause)
@@ -368,24 +368,30 @@ def _opened(address: Address) -> Any:
             f"{address}: the storage cannot be opened with its configuration ({type(error).__name__}){hint}"
         ) from None
     except expected_errors() as error:
-        raise _failed(error, address, "read") from None
+        raise failed(error, address, "read") from None
     return opened
 
 
-def _failed(error: Exception, address: Address, action: str, file_system: Any = None) -> StorageError:
-    """Return what to tell the user about a request that failed for good, without credentials.
+def _endpoint_of(file_system: Any) -> str:
+    """Return the server of a file system without credentials, as far as it is known."""
+    endpoint = getattr(getattr(getattr(file_system, "_s3", None), "meta", None), "endpoint_url", None)
+    server = urllib.parse.urlsplit(endpoint if isinstance(endpoint, str) else "")
+    return f"{server.scheme}://{server.netloc.rpartition('@')[2]}" if server.netloc else ""
+
+
+def failed(error: Exception, address: Address, action: str, endpoint: str = "") -> StorageError:
+    """Return what to tell the user about a request that failed for good.
 
     address: what the request was about
     action: read or write
+    endpoint: the server as far as it is known, without credentials
     """
     family, bucket = _family(address), str(Address(address.scheme, address.bucket))
-    endpoint = getattr(getattr(getattr(file_system, "_s3", None), "meta", None), "endpoint_url", None)
-    server = urllib.parse.urlsplit(endpoint if isinstance(endpoint, str) else "")
     needed = PERMISSIONS[family][action == "write"] if family in PERMISSIONS else f"permission to {action}"
     why = reason(
         error,
         service="the storage",
-        at=f" at {server.scheme}://{server.netloc.rpartition('@')[2]}" if server.netloc else "",
+        at=f" at {endpoint}" if endpoint else "",
         bucket=bucket,
         credentials=GIVE_CREDENTIALS.get(family, "give those of the storage in its configuration"),
         permission=f"expected credentials with {needed}; ask the owner of {bucket}",
