@@ -33,8 +33,3 @@ def test_file_is_checked_and_printed(tmp_path: Path) -> None:
     assert answer("recipes", mine) == load_recipe(mine).to_json()
     mine.write_text("bitz: 4\n")
     assert "mine.yaml: unknown key 'bitz'" in refused("recipes", mine)
-
-
-def test_unknown_recipe_is_wrong_usage() -> None:
-    assert "'q55'; the nearest is 'q5'" in refused("recipes", "q55", code=2)
-    assert "--recipe q5 --bits 7" in refused("recipes", "q7", code=2)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from closeness import approx
-from commands import answer, done
+from commands import answer, done, progress_hidden
 from helpers import Tensor, bf16, gaussian, write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
@@ -181,7 +181,8 @@ def test_output_follows_a_real_terminal(source: Path, tmp_path: Path) -> None:
     assert 75 <= widest(text) <= 80 and "layers.79.mlp.down_proj.weight" in text
     done("quantize", source, tmp_path / "master", "--recipe", "t3")
     arguments = ("export", tmp_path / "master", tmp_path / "out", "-t", "vllm", "--overwrite")
-    plain = done(*arguments)
+    with progress_hidden():
+        plain = done(*arguments)
     for stream, text in (("stdout", plain.stdout), ("stderr", plain.stderr)):
         shown = on_terminal(60, *arguments, stream=stream)
         shown = shown[shown.index(text[:8]) :]  # without the bar

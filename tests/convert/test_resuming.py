@@ -69,18 +69,6 @@ def test_kills_cover_every_state(undisturbed: dict[str, bytes], kill_points: dic
     assert len(kill_points["replace"]) == renames + 1
 
 
-def test_run_killed_repeatedly_resumes(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
-    """Two runs are killed when they have renamed the journal, a shard and its mark, a third one while it writes."""
-    out = tmp_path / "out"
-    for function, number, shards in (("replace", 3, 1), ("replace", 3, 2), ("pwrite", 2, 2)):
-        killed_runs(command(source), [{"out": str(out), "function": function, "number": number, "when": "after"}])
-        assert len(marks(out)) == shards
-        check_final_names(out, undisturbed)
-    report = run_command(command(source), out)
-    assert report.resumed == 5
-    assert folder_bytes(out) == undisturbed
-
-
 def test_run_killed_at_random_moments_leaves_only_listed_files_and_resumes(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -23,7 +23,6 @@ from helpers import (
     bf16,
     folder_bytes,
     gaussian,
-    killed_runs,
     master_weights,
     read_all,
     run_command,
@@ -114,22 +113,6 @@ def test_plan_and_inspect_print_fractional_rates_and_codecs_if_they_are_mixed(fo
     done("quantize", folder / "model", tmp_path / "out")
     heading = done("inspect", tmp_path / "out").stdout.splitlines()[0]
     assert "bits" in heading and "codec" not in heading
-
-
-def test_killed_run_continues_to_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    work = {"quantize": str(folder / "model"), "recipe": str(folder / "recipe.yaml")}
-    (counts,) = killed_runs(work, [{"out": str(tmp_path / "whole")}])
-    undisturbed = folder_bytes(folder / "master")
-    assert folder_bytes(tmp_path / "whole") == undisturbed
-    points = [
-        {"out": str(tmp_path / f"{function}-{number}-{when}"), "function": function, "number": number, "when": when}
-        for function in ("pwrite", "replace")
-        for number, when in ((1, "after"), (counts[function] // 2 or 1, "before"), (counts[function], "after"))
-    ]
-    killed_runs(work, points)
-    for point in points:
-        run_command(work, Path(str(point["out"])))
-        assert folder_bytes(Path(str(point["out"]))) == undisturbed, point
 
 
 def test_output_is_identical_across_chunk_sizes_and_thread_counts(

@@ -25,23 +25,18 @@ CASES: list[Case] = [
 WRONG_IN_THEMSELVES = """
 recipe-name-unknown recipe-name-far-from-all recipe-name-of-a-width recipe-name-of-a-file set-malformed
 bits-out-of-range bits-nan bits-infinite bits-no-number bits-a-fraction bits-too-few trellis-bits-too-few
-trellis-bits-too-many trellis-bits-nan effort-unknown effort-no-number
-effort-of-a-codec-without size-no-size size-zero threads-zero target-unknown ray-no-address ray-no-port
-ray-port-too-large ray-client address-unknown-scheme address-without-bucket address-with-credentials
-output-on-the-hub output-unknown-scheme group-size-that-no-target-has bits-that-no-target-has
-option-of-another-target qparams-best-of-rows format-unknown format-of-other-bits
-rounding-without-or-beside-what-it-needs gguf-type-misspelled gguf-options-that-exclude-each-other
-target-misspelled eval-text-twice generate-temperature-negative generate-temperature-nan
-generate-temperature-no-number generate-max-tokens-zero
-generate-seed-negative generate-revision-of-a-folder generate-kv-cache-misspelled
-generate-kv-cache-empty generate-kv-cache-option-unknown generate-kv-cache-option-without-a-number
-generate-kv-cache-option-twice generate-kv-cache-bits-too-many generate-kv-cache-bits-nan
-generate-kv-cache-angle-of-no-width generate-kv-cache-residual-negative generate-kv-cache-method-withdrawn
+trellis-bits-too-many trellis-bits-nan effort-unknown effort-no-number effort-of-a-codec-without size-no-size
+size-zero threads-zero target-unknown ray-no-address ray-no-port ray-port-too-large ray-client address-unknown-scheme
+address-without-bucket address-with-credentials output-on-the-hub output-unknown-scheme group-size-that-no-target-has
+bits-that-no-target-has option-of-another-target qparams-best-of-rows format-unknown format-of-other-bits
+rounding-without-or-beside-what-it-needs gguf-type-misspelled gguf-options-that-exclude-each-other target-misspelled
+eval-text-twice generate-temperature-negative generate-temperature-nan generate-temperature-no-number
+generate-max-tokens-zero generate-seed-negative generate-revision-of-a-folder generate-kv-cache-misspelled
 generate-kv-cache-heads-of-no-multiple generate-kv-cache-no-rope generate-kv-cache-latent-attention
 generate-kv-cache-no-attention fit-size-no-size fit-size-zero fit-size-beyond-all-files fit-bits-no-number
-fit-bits-and-target fit-both-targets fit-bits-nan fit-bits-negative
-fit-recipe-with-bits memory-zero memory-no-size memory-context-negative memory-context-no-number
-memory-context-zero memory-context-beyond-numbers memory-context-alone memory-runtime-unknown
-memory-runtime-alone awq-and-calibrate awq-of-few-tokens awq-tokens-alone calibrate-beside-other-options
+fit-bits-and-target fit-both-targets fit-bits-nan fit-bits-negative fit-recipe-with-bits memory-zero memory-no-size
+memory-context-negative memory-context-no-number memory-context-zero memory-context-beyond-numbers
+memory-context-alone memory-runtime-unknown memory-runtime-alone awq-and-calibrate awq-of-few-tokens awq-tokens-alone
+calibrate-beside-other-options
 """
 USAGE_ERRORS = frozenset(WRONG_IN_THEMSELVES.split())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hostile.case import Case, Content
-from hostile.evaluation import GOOD_MODEL, evaluating, of_broken_models
+from hostile.evaluation import GOOD_MODEL, evaluating
 
 MEASURE = "quantize model out --target-bpw 4.5 --calibrate text.txt"
 
@@ -53,7 +53,6 @@ CASES = [
     remembering("memory-context-alone", "--context 8k", "--context: expected --memory as well"),
     remembering("memory-runtime-unknown", "--memory 1GB --runtime nope", "--runtime", "llama.cpp or mlx or", "'nope'"),
     remembering("memory-runtime-alone", "--runtime mlx", "--runtime: expected --memory as well"),
-    *of_broken_models("measure", MEASURE),
     evaluating("measure-model-missing", "nowhere", command=MEASURE.replace("model", "nowhere")),
     evaluating("measure-keep-matches-nothing", "--keep x*: the pattern 'x*'", command=MEASURE + " --keep x*"),
     evaluating("measure-text-missing", "nowhere.txt", "No such file", command=MEASURE.replace("text", "nowhere")),

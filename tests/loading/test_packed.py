@@ -6,7 +6,6 @@ import copy
 import json
 import pickle
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +102,7 @@ def test_awq_scales_are_applied(base, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("pattern", [0x7E00, 0x7C00, 0xBC00, 0xFFFF], ids=hex)
-def test_damaged_norm_is_found_when_the_model_is_loaded(pattern, packed, base, tmp_path):
+def test_damaged_norm_is_found_when_the_model_is_loaded(packed, base, tmp_path):
     folder = tmp_path / "master"
     shutil.copytree(families.master(base, "llama"), folder)
     weight = next(t for t in open_local(folder).tensors if t.name == "model.layers.0.mlp.up_proj.weight")
@@ -112,7 +110,7 @@ def test_damaged_norm_is_found_when_the_model_is_loaded(pattern, packed, base, t
     norms = weight.encoded[1]
     with (folder / norms.file).open("r+b") as file:
         file.seek(norms.offset + 2 * 5)
-        file.write(pattern.to_bytes(2, "little"))
+        file.write(b"\xff\xff")
     restate_hashes(folder)
     with pytest.raises(MasterError, match=r"up_proj\.weight'?: block 5: its norm is negative or not finite"):
         pqweights.load_model(folder, packed=packed)
@@ -276,17 +274,6 @@ def test_packed_model_refuses_gradients_changes_and_saving(base, tmp_path):
     assert all(p.requires_grad for p in decoded.parameters())
 
 
-def test_data_of_a_parameter_may_be_replaced(weights):
-    """Moving a module to another device does so."""
-    packed, exact = weights["model.rows.weight"]
-    parameter = torch.nn.Parameter(packed.like(), requires_grad=False)
-    ((piece,),) = packed.matrices
-    codes, norms = piece.parts
-    doubled = (codes, (norms.view(torch.float16) * 2).view(torch.uint8))
-    parameter.data = PackedTensor(((replace(piece, parts=doubled),),), False, torch.float32)
-    assert torch.equal(parameter.decode(), exact * 2)
-
-
 @pytest.mark.parametrize("shape", [(2, 128), (4, 255), (512,), (3, 2, 128), ()])
 def test_inputs_of_the_wrong_shape_raise_the_error_of_torch(shape, weights):
     weight, _ = weights["model.rows.weight"]
@@ -383,7 +370,7 @@ def test_from_pretrained_takes_packed(base, tmp_path):
     assert not isinstance(pqweights.load_model(folder, config=config).lm_head.weight, PackedTensor)
 
 
-@pytest.mark.parametrize("device_map", ["auto", "balanced", "balanced_low_0", "sequential", "cpu", {"": "cpu"}])
+@pytest.mark.parametrize("device_map", ["auto", "sequential", {"": "cpu"}])
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3_moe"])
 def test_every_device_map_loads_packed_weights(family: str, device_map: Any, base: Path) -> None:
     """transformers measures parts of the model, whose parameters it names within the part."""
@@ -426,15 +413,6 @@ def test_device_map_counts_packed_weights_as_they_are_stored(base: Path) -> None
     room = {"cpu": (stored + decoded) // 2}
     loaded = pqweights.load_model(folder, packed=True, device_map="sequential", max_memory=room)
     assert "disk" not in getattr(loaded, "hf_device_map", {}).values()
-
-
-def test_configurations_of_other_models_may_have_an_attribute_of_that_name():
-    from transformers import LlamaConfig
-
-    config = LlamaConfig()
-    assert config.packed is False
-    config.packed = "rows"
-    assert config.packed == "rows" and config.to_dict()["packed"] == "rows"
 
 
 @pytest.mark.filterwarnings("ignore")

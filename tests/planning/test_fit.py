@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -413,33 +412,3 @@ def test_recipe_file_with_a_target(source: Path, tmp_path: Path) -> None:
     # an option overrides the recipe
     smaller = json.loads(invoke("plan", source, "--recipe", mine, "--target-bpw", 3, "--json").stdout)["fit"]
     assert smaller["target"] == {"target_bpw": 3.0}
-
-
-# Options, the exit code, and a part of the message.
-REFUSED: list[tuple[str, int, str]] = [
-    ("--target-size '9 XB'", 2, "5GiB (2**30)"),
-    ("--target-size -5", 2, "5GiB (2**30)"),
-    ("--target-size 0", 2, "at least one byte"),
-    ("--target-size 250kB --bits 4", 2, "which chooses the bit widths"),
-    ("--target-bpw 4 --bits 4", 2, "which chooses the bit widths"),
-    ("--target-bpw four", 2, "--target-bpw"),
-    ("--target-size 250kB --target-bpw 4", 2, "error: give either --target-size or --target-bpw, not both"),
-    ("--target-bpw nan", 2, "positive number of bits per weight, found nan"),
-    ("--target-bpw 0", 2, "positive number of bits per weight, found 0.0"),
-    ("--target-bpw -4", 2, "positive number of bits per weight, found -4.0"),
-    ("--target-bpw inf", 2, "positive number of bits per weight, found inf"),
-    ("--target-bpw 1e308", 1, "leaves nothing to quantize"),
-    ("--target-bpw 2", 1, "below the smallest possible, 2.125"),
-    ("--target-size 10kB", 1, "below the smallest possible, "),
-    ("--target-size 1GB", 1, "leaves nothing to quantize"),
-]
-
-
-@pytest.mark.parametrize(("options", "code", "expected"), REFUSED)
-def test_what_cannot_be_met_is_refused(source: Path, tmp_path: Path, options: str, code: int, expected: str) -> None:
-    for command in (["plan", source], ["quantize", source, tmp_path / "out"]):
-        done = invoke(*command, *shlex.split(options))
-        assert (done.exit_code, done.stdout) == (code, "")
-        assert expected in " ".join(done.stderr.replace("│", " ").split())
-        assert code == 2 or done.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []

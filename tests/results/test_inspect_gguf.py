@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import answer, done, refused
-from helpers import folder_bytes
+from commands import answer, done
 from tiny_gguf import TYPES, small_gguf
 
-import pqweights
-from pqweights.errors import MasterError
 from pqweights.results.inspect import inspect_gguf
 
 BYTES = {"F32": 384, "F16": 192, "BF16": 192, "Q8_0": 102, "Q4_0": 54}  # of 3 rows of 32
@@ -76,14 +72,6 @@ def test_text_of_a_file_cannot_control_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in shown and r"note a\x1b[31m\nba\x1b[31m\nb" in shown
 
 
-def test_damaged_file_gives_one_line(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.gguf").write_bytes(model.read_bytes()[:-70])
-    before = folder_bytes(tmp_path)
-    assert "a.gguf: data is truncated" in refused("inspect", tmp_path / "a.gguf")
-    assert "a.gguf: data is truncated" in refused("inspect", tmp_path)
-    assert folder_bytes(tmp_path) == before
-
-
 def test_inspect_needs_neither_gguf_nor_llama_cpp(model: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from pqweights.results.inspect import inspect_gguf; "
@@ -91,13 +79,3 @@ def test_inspect_needs_neither_gguf_nor_llama_cpp(model: Path) -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"gguf", "llama_cpp", "torch", "transformers"} & set(loaded)
-
-
-def test_other_commands_say_which_read_gguf(model: Path, tmp_path: Path) -> None:
-    shutil.copy(model, tmp_path)
-    said = "GGUF, which only pqweights eval, export, inspect, plan and quantize read"
-    for path in (tmp_path, tmp_path / "model.gguf"):
-        for command in ("verify {}", "card {}", "push {} me/x"):
-            assert said in refused(*command.format(path).split()), command
-        with pytest.raises(MasterError, match=said):
-            pqweights.inspect(path)

@@ -144,11 +144,11 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).square().sum() / expected.double().square().sum())
 
 
-def layer(size: int, *, interleaved: bool = False) -> LayerModel:
+def layer(size: int) -> LayerModel:
     """What a method knows of a layer of two heads whose states are not correlated."""
     identity = torch.eye(size, device="cpu").expand(2, -1, -1)
     even = StateBasis(identity, identity, torch.ones(2, size, device="cpu"))
-    pairs = RopePairs(size, size, interleaved)
+    pairs = RopePairs(size, size, False)
     return LayerModel(key_size=size, value_size=size, pairs=pairs, bases=LayerBases(even, even, None))
 
 
