@@ -59,11 +59,6 @@ def test_single_file_without_a_model_beside_it_is_not_warned_of(tmp_path: Path) 
     assert done("quantize", folder / "model.safetensors", tmp_path / "out").stderr == ""
 
 
-def test_file_without_weights_is_refused(source: Path, tmp_path: Path) -> None:
-    line = refused("quantize", source / "config.json", tmp_path / "out")
-    assert line == "error: config.json: expected a folder, or a safetensors file; give the folder\n"
-
-
 def test_quiet_commands_print_errors_alone(source: Path, tmp_path: Path) -> None:
     for arguments in (
         ("quantize", source, tmp_path / "master"),

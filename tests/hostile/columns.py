@@ -73,12 +73,6 @@ STACKS: list[Case] = [
     settings("stacks-of-none", "overrides", UP, "shape", to=[0, 130, 800], export=(UP, "rows and columns")),
     settings("stacks-beyond-memory", "overrides", UP, "shape", to=[10**9, 130, 10**9], export=(UP, "1000000000")),
     damaged(
-        "stacks-manifest-transposed-a-string",
-        set_json(MANIFEST, "tensors", 1, "transposed", to="yes"),
-        verify=(MANIFEST,),
-        inspect=(MANIFEST, "transposed"),
-    ),
-    damaged(
         "stacks-manifest-not-transposed",
         set_json(MANIFEST, "tensors", 1, "transposed", to=None),
         verify=(MANIFEST,),
@@ -114,7 +108,6 @@ CASES: list[Case] = [
     part("column-scales-signed", put(COLUMNS, "I8", [800], bytes(800)), COLUMNS, "expected U8 [800]", "found I8"),
     part("scaled", put(UP + "_awq_scale", "F16", [800], bytes(1600)), UP + "_awq_scale", "expected no scales"),
     settings("columns-bits-zero", "overrides", UP, "bits", to=0, export=(UP, "bits", "found 0")),
-    settings("columns-bits-a-string", "overrides", UP, "bits", to="3", export=(UP, "bits", "a number")),
     settings("columns-shape-missing", "overrides", UP, to={}, export=(UP, "shape")),
     settings(
         "columns-transposed-false", "overrides", UP, "transposed", to=False, export=(UP, "expected true or nothing")
@@ -123,10 +116,4 @@ CASES: list[Case] = [
     settings("columns-shape-of-another", "overrides", UP, "shape", to=[800, 130], export=(UP, "[800, 130]")),
     settings("columns-shape-beyond-memory", "overrides", UP, "shape", to=[10**9, 10**9], export=(UP, "1000000000")),
     *STACKS,
-    damaged(
-        "columns-manifest-weighed-a-string",
-        set_json(MANIFEST, "tensors", 1, "weighed_mse", to="small"),
-        verify=(MANIFEST,),
-        inspect=(MANIFEST, "weighed_mse"),
-    ),
 ]

@@ -32,8 +32,7 @@ bits-that-no-target-has option-of-another-target qparams-best-of-rows format-unk
 rounding-without-or-beside-what-it-needs gguf-type-misspelled gguf-options-that-exclude-each-other target-misspelled
 eval-text-twice generate-temperature-negative generate-temperature-nan generate-temperature-no-number
 generate-max-tokens-zero generate-seed-negative generate-revision-of-a-folder generate-kv-cache-misspelled
-generate-kv-cache-heads-of-no-multiple generate-kv-cache-no-rope generate-kv-cache-latent-attention
-generate-kv-cache-no-attention fit-size-no-size fit-size-zero fit-size-beyond-all-files fit-bits-no-number
+generate-kv-cache-heads-of-no-multiple fit-size-no-size fit-size-zero fit-size-beyond-all-files fit-bits-no-number
 fit-bits-and-target fit-both-targets fit-bits-nan fit-bits-negative fit-recipe-with-bits memory-zero memory-no-size
 memory-context-negative memory-context-no-number memory-context-zero memory-context-beyond-numbers
 memory-context-alone memory-runtime-unknown memory-runtime-alone awq-and-calibrate awq-of-few-tokens awq-tokens-alone

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from calls import quantize
-from families import Family, build
 from hostile.case import Case, Content
 from hostile.evaluation import BERT, GOOD_MODEL, evaluating, language_model_config, without_tensor
 
@@ -27,12 +26,6 @@ T5: dict[str, Any] = {
 }
 
 HEADS_OF_4 = language_model_config() | {"num_attention_heads": 8, "num_key_value_heads": 8}
-TINY = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 1, "bos_token_id": 500, "eos_token_id": 501}
-GPT2 = Family("GPT2LMHeadModel", "GPT2Config", {**TINY, "num_attention_heads": 2, "max_position_embeddings": 16}, ())
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-DENSE = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32, "first_k_dense_replace": 1}
-DEEPSEEK = Family("DeepseekV3ForCausalLM", "DeepseekV3Config", {**TINY, **LATENT, **DENSE}, ())
-MAMBA = Family("MambaForCausalLM", "MambaConfig", {**TINY, "state_size": 4}, ())
 
 
 def generating(name: str, *fragments: str, command: str = GENERATE, **changed: Any) -> Case:
@@ -53,15 +46,6 @@ def with_file(name: str, content: Content, *fragments: str, file: str = "generat
 def with_template(name: str, template: str, *fragments: str, command: str = GENERATE) -> Case:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     return Case(f"generate-{name}", {command: fragments}, {**GOOD_MODEL, "model/tokenizer_config.json": settings})
-
-
-def built(name: str, spec: str, family: Family, *fragments: str) -> Case:
-    """A model of another family, and a quantized cache that it cannot have."""
-
-    def prepare(folder: Path) -> None:
-        build(family, folder / "model")
-
-    return Case(f"generate-kv-cache-{name}", {f"{GENERATE} --kv-cache {spec} --quiet": fragments}, prepare=prepare)
 
 
 def make_cut_master(folder: Path) -> None:
@@ -95,9 +79,6 @@ CASES = [
     generating("revision-of-a-folder", "--revision", "repository", command=GENERATE + " --revision main"),
     caching("misspelled", "hadamrd:3", "no method is called 'hadamrd'", "the nearest is 'hadamard'"),
     caching("heads-of-no-multiple", "hadamard:4", "multiple of 8 coordinates", "found 4", config=HEADS_OF_4),
-    built("no-rope", "polar-rope", GPT2, "gpt2 has no rotary position embedding", "take hadamard"),
-    built("latent-attention", "hadamard:4", DEEPSEEK, "multi-head latent attention", "leave the KV cache as it is"),
-    built("no-attention", "hadamard:4", MAMBA, "mamba", "without keys and values to keep"),
     generating("model-missing", "nowhere", "no such", command="generate nowhere --prompt w1"),
     generating("model-an-encoder", "BertModel", "not a causal language model", config=BERT),
     generating("model-an-encoder-decoder", "T5ForConditionalGeneration", "not a causal language model", config=T5),

@@ -59,10 +59,8 @@ CASES: list[Case] = [
     part("coded-of-floats", put(CODED, "F32", [4], bytes(16)), CODED, "expected U8"),
     part("lengths-of-64-bits", put(LENGTHS, "I64", [2], bytes(16)), LENGTHS, "expected I32 [2]", "found I64 [2]"),
     part("another-tensor", put("model.other.weight", "F32", [2], bytes(8)), "model.other.weight"),
-    settings("native-source-a-list", "source", to=[], export=("config.json", "source")),
     settings("native-source-of-another-tool", "source", to={"quant_method": "quark"}, export=("source", "quark")),
     settings("native-source-missing", "source", to=None, export=("config.json", "expected source and coded")),
-    settings("native-coded-a-list", "coded", to=[], export=("config.json", "coded")),
     settings(
         "native-coded-of-no-tensor", "coded", to={"other": {"dtype": "BF16", "shape": [4]}}, export=("coded", "'other'")
     ),

@@ -274,11 +274,6 @@ def test_rules_with_bits_or_keep_are_obeyed(source: Path) -> None:
         assert fit.bits_per_weight == approx(8 * sum(t.bytes for t in counted) / sum(t.weights for t in counted))
 
 
-@pytest.mark.parametrize("rule", ["keep: true", "bits: 4"])
-def test_recipe_without_free_weights_is_refused(source: Path, rule: str) -> None:
-    assert "width is free" in refused(source, parse_recipe(f"{{target_bpw: 4.5, rules: [{{name: '*', {rule}}}]}}", "r"))
-
-
 # --- sensitivities and manifests ---
 
 

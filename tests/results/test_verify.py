@@ -88,15 +88,6 @@ def test_flipped_byte_in_any_file_is_found(kind: str, request: pytest.FixtureReq
     assert flips > 80
 
 
-def test_flipped_byte_of_the_manifest_never_crashes(damaged: Path) -> None:
-    """The manifest has no hash of its own, so a change that nothing contradicts may pass."""
-    path = damaged / "pqweights.json"
-    data = path.read_bytes()
-    for at in range(0, len(data), 29):
-        path.write_bytes(data[:at] + bytes([data[at] ^ (1, 4, 16)[at % 3]]) + data[at + 1 :])
-        problems(damaged)
-
-
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the parsed manifest, and write it back."""
     path = folder / "pqweights.json"
@@ -110,8 +101,6 @@ def tensor_of(manifest: dict[str, Any], name: str = "model.layers.0.self_attn.q_
 
 
 LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "version unknown": lambda m: m.update(manifest_version=2),
-    "version no number": lambda m: m.update(manifest_version=True),
     "kind unknown": lambda m: m.update(kind="nonsense"),
     "kind of an export": lambda m: m.update(kind="export"),
     "shard size": lambda m: m.update(max_shard_bytes=10**9),
@@ -123,7 +112,6 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "companion gone": lambda m: m["files"].pop("tokenizer.json"),
     "config gone": lambda m: m["files"].pop("config.json"),
     "index gone": lambda m: m["files"].pop("model.safetensors.index.json"),
-    "file outside": lambda m: m["files"].update({"../outside": {"bytes": 1, "sha256": "0" * 64}}),
     "file absent": lambda m: m["files"].update({"absent": {"bytes": 0, "sha256": "0" * 64}}),
     "file size": lambda m: m["files"]["tokenizer.json"].update(bytes=1),
     "file hash": lambda m: m["files"]["tokenizer.json"].update(sha256="0" * 64),
@@ -131,8 +119,6 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "dtype": lambda m: tensor_of(m).update(dtype="F16"),
     "bits": lambda m: tensor_of(m).update(bits=4),
     "bits unknown": lambda m: tensor_of(m).update(bits=9),
-    "codec": lambda m: tensor_of(m).update(codec="other"),
-    "action": lambda m: tensor_of(m).update(action="keep"),
     "bytes": lambda m: tensor_of(m).update(bytes=1),
     "name": lambda m: tensor_of(m).update(name="model.layers.1.self_attn.q_proj.weight"),
     "rotation": lambda m: tensor_of(m).update(rotation="signed-hadamard"),
@@ -141,13 +127,9 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "stored hash": lambda m: tensor_of(m)["stored"][0].update(blake3_of_pieces="0" * 64),
     "stored bytes": lambda m: tensor_of(m)["stored"][0].update(bytes=1),
     "stored dtype": lambda m: tensor_of(m)["stored"][0].update(dtype="I8"),
-    "stored dtype unknown": lambda m: tensor_of(m)["stored"][0].update(dtype="U9"),
     "stored shape": lambda m: tensor_of(m)["stored"][0].update(shape=[1]),
     "stored name": lambda m: tensor_of(m)["stored"][0].update(name="other"),
     "stored gone": lambda m: tensor_of(m)["stored"].pop(),
-    "tensors no list": lambda m: m.update(tensors=3),
-    "files no object": lambda m: m.update(files=[]),
-    "source no object": lambda m: m.update(source=None),
 }
 
 

@@ -70,7 +70,6 @@ SLOW = {
     "calibrate/test_sensitivity.py": MODELS,
     "planning/test_knapsack.py::test_a_thousand_groups_are_solved_to_within_a_thousandth": EXHAUSTIVE,
     "results/test_verify.py::test_flipped_byte_in_any_file_is_found": EXHAUSTIVE,
-    "results/test_verify.py::test_flipped_byte_of_the_manifest_never_crashes": EXHAUSTIVE,
     "convert/test_finished_folders.py::test_overwriting_run_killed_at_any_call_resumes": KILLS,
     "convert/test_resuming.py::test_run_killed_at_any_call_resumes_to_the_same_folder": KILLS,
     "convert/test_resuming.py::test_kills_cover_every_state": KILLS,

@@ -87,8 +87,3 @@ def test_codes_of_mlx_without_scales_are_refused(name: str, base: Path, tmp_path
     config = json.loads((families.exported(base, name, "mlx", format="q4") / "config.json").read_text())
     write_checkpoint(tmp_path, {key: value for key, value in tensors.items() if key != lost}, config=config)
     assert "is quantized, without all that it is decoded with" in refused("plan", tmp_path)
-
-
-def test_tiles_of_torchao_are_refused(base: Path) -> None:
-    said = refused("plan", families.exported(base, "llama", "torchao", packing="tile_packed_to_4d"))
-    assert "tiles for tinygemm are not read" in said
