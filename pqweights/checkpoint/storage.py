@@ -148,8 +148,9 @@ class Storage:
         """
         other = copy.copy(self)
         kept = {name: state for name, state in self._files.items() if name not in without}
-        other._made = {name: content for name, content in made.items() if name not in kept}
-        states = {name: FileState(len(content), str(zlib.crc32(content))) for name, content in other._made.items()}
+        new = {name: content for name, content in made.items() if name not in kept}
+        other._made = {**{name: content for name, content in self._made.items() if name in kept}, **new}
+        states = {name: FileState(len(content), str(zlib.crc32(content))) for name, content in new.items()}
         other._files = dict(sorted({**kept, **states}.items()))
         return other
 

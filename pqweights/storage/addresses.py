@@ -2,6 +2,7 @@
 
 ORG/NAME, hf://ORG/NAME[@REVISION], https://huggingface.co/ORG/NAME/...   a repository
 hf://ORG/NAME[@REVISION]/FILE.gguf, and the address of its page           a GGUF file in a repository
+https://SERVER/PATH/FILE.gguf, or .safetensors                            a file on another server
 s3://BUCKET/FOLDER, gs://..., and other schemes that fsspec knows         a folder or a file in object storage
 file:///PATH, and all else                                               a local path
 """
@@ -20,6 +21,7 @@ from pqweights.errors import OptionError
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 HUB_PREFIX = "hf://"
 _LOCAL = ("file", "local")
+WEB = ("http", "https")
 HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co", "www.hf.co")
 # What follows the name of a repository in the addresses of its pages.
 _PAGES = ("tree", "blob", "resolve", "raw", "commit", "commits", "edit")

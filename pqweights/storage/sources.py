@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import urllib.parse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from pqweights.checkpoint.adapters import open_adapter, with_adapters
 from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES
-from pqweights.checkpoint.gguf.file import SUFFIX, holds_gguf
+from pqweights.checkpoint.gguf.file import SUFFIX, holds_gguf, parts_by_name
 from pqweights.checkpoint.gguf.sources import needed_of_gguf, open_gguf_source, open_local_source
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.source import Adapter, Checkpoint, needed_files, open_checkpoint, open_folder, others_of_model
@@ -18,11 +19,12 @@ from pqweights.checkpoint.storage import Origin, Storage, check_not_interrupted
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.common.threads import Progress
 from pqweights.errors import OptionError, OutputError, SourceError
-from pqweights.storage.addresses import HUB_PREFIX, Address, RepositoryName, parse_location
+from pqweights.storage.addresses import HUB_PREFIX, WEB, Address, RepositoryName, is_inside, parse_location
 from pqweights.storage.bucket import RemoteFolder
 from pqweights.storage.hub import Hub, Tell
 from pqweights.storage.repository import open_repository
 from pqweights.storage.store import Store
+from pqweights.storage.web import WebFolder
 
 # An adapter with its weight.
 _WEIGHED = re.compile(r"(?P<name>.+):(?P<weight>-?(\d+(\.\d*)?|\.\d+))")
@@ -116,6 +118,8 @@ def open_source(
     Raises SourceError, HubError, StorageError.
     """
     location, access = _located(source, access, low_disk)
+    if isinstance(location, Address) and location.scheme in WEB:
+        return open_web_file(location, include=include)
     if isinstance(location, Address):
         master = open_master(Storage(RemoteFolder(location)))
         return master or open_address(location, allow_pickle, include=include)
@@ -186,6 +190,26 @@ def open_address(address: Address, allow_pickle: bool = False, *, include: Seque
     if address.name.lower().endswith(WEIGHT_SUFFIXES):
         beside = others_of_model(Storage(around, recursive=False), address.name)
     return replace(opened, left_out=dict.fromkeys(beside, NOT_GIVEN))
+
+
+def open_web_file(address: Address, *, include: Sequence[str] = ()) -> Checkpoint:
+    """Open the GGUF file at an http(s) address, with all parts of its model, or the single .safetensors file.
+
+    Raises StorageError, SourceError also for anything else.
+    """
+    folder = WebFolder(address.parent)
+    name = urllib.parse.unquote(address.name)
+    if not name.lower().endswith((SUFFIX, ".safetensors")) or not is_inside(name) or "/" in name:
+        raise SourceError(
+            f"{address}: expected the address of a {SUFFIX} or .safetensors file, as a server has no list of a folder: "
+            "fetch the folder, and give that"
+        )
+    storage = Storage(folder, only=parts_by_name(name))
+    if name not in storage.files():
+        raise SourceError(f"{address}: no such file on the server")
+    if name.lower().endswith(SUFFIX):
+        return open_gguf_source(storage, name, include)
+    return open_checkpoint(storage, single_file=True)
 
 
 def local_folder(

@@ -142,7 +142,8 @@ def test_a_file_in_the_cache_serves_offline(
     hub.commit(REPOSITORY, files)
     name = f"hf://{REPOSITORY}/m-F32.gguf"
     client.well("quantize", name, tmp_path / "online", "-q")
-    hf_hub_download(REPOSITORY, "m-F32.gguf")
+    for file in ("m-F32.gguf", "mmproj-m.gguf"):  # both are looked at
+        hf_hub_download(REPOSITORY, file)
     client.patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     hub.requests.clear()
     client.well("quantize", name, tmp_path / "offline", "-q")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from export_decoders import values_of
 from helpers import Array, Tensor, bf16, gaussian, write_checkpoint
 from tiny_gguf import finish
 
-from pqweights.checkpoint.gguf.model import GgufModel, gguf_model
+from pqweights.checkpoint.gguf.model import GgufModel, MetadataEntry, gguf_model
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.kernels.gguf_encoding import encode_blocks
@@ -118,14 +119,29 @@ def edit_config(folder: Path, changed: dict[str, Any]) -> None:
 def write_gguf(folder: Path, dtype: str = "F32", *, name: str = "tiny") -> Path:
     """Write the model in a folder to a file in it; matrices get the dtype or the type, everything else is F32."""
     model = converted(folder, name)
-    path = folder / f"model-{dtype}.gguf"
-    writer = gguf.GGUFWriter(path, model.architecture)
-    for key, value, kind, item_kind in model.metadata:
+    return write_parts(folder / f"model-{dtype}.gguf", model.architecture, model.metadata, model.tensors, dtype)
+
+
+def write_both(model: Path, folder: Path, dtype: str = "F32") -> Path:
+    """Write the text model of a folder and its tower to two files in another one, without a tokenizer."""
+    made = without_tokenizer(open_local(model))
+    folder.mkdir(exist_ok=True)
+    write_parts(folder / f"mmproj-{dtype}.gguf", "clip", made.tower_metadata, made.tower, dtype)
+    write_parts(folder / f"model-{dtype}.gguf", made.architecture, made.metadata, made.tensors, dtype)
+    return folder
+
+
+def write_parts(
+    path: Path, architecture: str, metadata: Sequence[MetadataEntry], tensors: Sequence[LogicalTensor], dtype: str
+) -> Path:
+    """Write a file of metadata and tensors; see write_gguf."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value, kind, item_kind in metadata:
         if key != gguf.Keys.General.ARCHITECTURE:
             items = None if item_kind is None else gguf.GGUFValueType(item_kind)
             writer.add_key_value(key, value, gguf.GGUFValueType(kind), items)
     writer.add_file_type(FILE_TYPES.get(dtype, 0))
-    for tensor in model.tensors:
+    for tensor in tensors:
         if tensor.dtype == "I32":
             writer.add_tensor(tensor.name, numbers_of(tensor))
             continue

@@ -159,8 +159,8 @@ def _value(contents: GgufContents, key: str) -> Any:
     """Return the value of a key of the architecture, a list of one for each layer as a list; None if it is absent."""
     value = contents.metadata.get(key if key.startswith("tokenizer.") else f"{contents.architecture}.{key}")
     if isinstance(value, MetadataList):
-        return [*map(_shortest, value.first)] if value.length == len(value.first) else None
-    return _shortest(value)
+        return [*map(shortest, value.first)] if value.length == len(value.first) else None
+    return shortest(value)
 
 
 def _number(contents: GgufContents, key: str, *, real: bool = True) -> Any:
@@ -218,7 +218,7 @@ def _solve_settings(contents: GgufContents, architecture: Architecture, values: 
             elif of.listed:
                 values[of.name] = value
             else:
-                _solve(of.key, value, values)
+                solve(of.key, value, values)
     for of, key, value in read:
         if value is not None:
             continue
@@ -243,9 +243,9 @@ def _solve_list(contents: GgufContents, of: Setting, numbers: list[Any], values:
         for key, is_key in ((of.key, True), (of.other, False)):
             own = {n for n, kind in zip(numbers, kinds, strict=True) if bool(re.fullmatch(of.only, kind)) == is_key}
             if len(own) == 1:
-                _solve(key, own.pop(), values)
+                solve(key, own.pop(), values)
     elif len(own := {*numbers} - ({0} if of.only else set())) == 1:
-        _solve(of.key, own.pop(), values)
+        solve(of.key, own.pop(), values)
 
 
 def _kinds_of_windows(contents: GgufContents, layers: int) -> list[str]:
@@ -255,7 +255,7 @@ def _kinds_of_windows(contents: GgufContents, layers: int) -> list[str]:
     return [SLIDING if windowed else FULL for windowed in windows] if fits else []
 
 
-def _shortest(value: Any) -> Any:
+def shortest(value: Any) -> Any:
     """Return the shortest number that is the same in float32, as which files hold it."""
     in_range = isinstance(value, float) and abs(value) <= float(np.finfo(np.float32).max)
     return float(str(np.float32(value))) if in_range else value
@@ -266,7 +266,7 @@ def _are_known(size: Size, values: Mapping[str, Any]) -> bool:
     return all(values.get(key) is not None for key in keys_of(size))
 
 
-def _solve(size: Size, result: Any, values: dict[str, Any]) -> None:
+def solve(size: Size, result: Any, values: dict[str, Any]) -> None:
     """State the only key of a number that is not known yet; the number is a polynomial of first degree in it."""
     unknown = {key for key in keys_of(size) if key not in values}
     if isinstance(size, str):
@@ -426,7 +426,7 @@ def check_configuration(
         if (
             key in SAY_NOTHING
             or _is_unread(key, found, settings, contents)
-            or _same(*(TAKEN_AS.get(key) if value is None else value for value in (said, found)))
+            or same_value(*(TAKEN_AS.get(key) if value is None else value for value in (said, found)))
             or (found is None and _assumed(key, said, settings, contents))
         ):
             continue
@@ -440,13 +440,14 @@ def check_configuration(
             )
 
 
-def _same(written: Any, found: Any) -> bool:
+def same_value(written: Any, found: Any) -> bool:
+    """Whether a file that has one value has the other as far as float32 and the absence of nothing tell."""
     if isinstance(written, list) or isinstance(found, list):
         count = len(written if isinstance(written, list) else found)
         if not count:
             return not (written or found)  # an empty list says nothing of a size
         pairs = [value if isinstance(value, list) else [value] * count for value in (written, found)]
-        return len(pairs[0]) == len(pairs[1]) and all(map(_same, *pairs))
+        return len(pairs[0]) == len(pairs[1]) and all(map(same_value, *pairs))
     if isinstance(written, float) and isinstance(found, float | int):
         return bool(np.isclose(np.float32(written), np.float32(found), rtol=1e-6, atol=0))
     return bool(written == found) or not (written or found)
@@ -468,7 +469,7 @@ def _is_unread(key: str, found: Any, settings: Settings, contents: GgufContents)
         return bool(rope_parameters(settings)["rope_type"] == "default")
     if key == SPARSITY[0] and settings.get("sparse_layers"):
         sparse = settings.number("sparse_layers")
-        return _same([SPARSITY[1]] * sparse + [-math.inf] * (layers - sparse), found)
+        return same_value([SPARSITY[1]] * sparse + [-math.inf] * (layers - sparse), found)
     if key == "hidden_act":
         return bool(found == settings.get("hidden_activation"))
     return key.startswith("expert_") and not contents.number(f"{contents.architecture}.expert_count")

@@ -47,6 +47,7 @@ MAX_KEYS, MAX_TENSORS, MAX_ITEMS = 100_000, 1_000_000, 50_000_000
 # The fewest bytes of an entry: a key or name of one letter, its length, and what follows it.
 LENGTH_BYTES = 8
 KEY_BYTES, TENSOR_BYTES = LENGTH_BYTES + 1 + 4 + 1, LENGTH_BYTES + 1 + 4 + 4 + 8
+MAX_PARTS = 10_000
 # A header is read in pieces of this size. A model with a large vocabulary has about 20 MB of it.
 PIECE_BYTES = 1 << 20
 # A tokenizer.json that is stored as one text has up to 40 MB.
@@ -267,6 +268,9 @@ class _Cursor:
 
 SUFFIX = ".gguf"
 SPLIT_NUMBER, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
+# Towers for images, each beside its text model, the most precise ones first.
+TOWER_FILE = re.compile(r"mmproj.*\.gguf|.*[-_.]mmproj([-_.].*)?\.gguf", re.IGNORECASE)
+_PRECISE = ("f32", "bf16", "f16", "fp16", "")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -310,7 +314,7 @@ def gguf_in(storage: Storage, file: str = "") -> GgufContents:
 def _only_model(storage: Storage) -> str:
     """Return the only GGUF file at the top of a storage, or the first part of its only model."""
     names = [name for name in storage.files() if "/" not in name and name.endswith(SUFFIX) and name[0] != "."]
-    names = sorted(name for name in names if not name.startswith("mmproj-"))  # towers for images
+    names = sorted(name for name in names if not TOWER_FILE.match(name))
     parts = {name: _PART.fullmatch(name) for name in names}
     models = {name if part is None else (part[1], part[3]) for name, part in parts.items()}
     if len(models) > 1:
@@ -321,6 +325,12 @@ def _only_model(storage: Storage) -> str:
     if not names:
         raise SourceError(f"{storage}: expected a GGUF file, found none")
     return names[0]
+
+
+def tower_beside(storage: Storage) -> str | None:
+    """Return the most precise file at the top of a storage that is called as a tower is; None if there is none."""
+    names = sorted(name for name in storage.files() if "/" not in name and TOWER_FILE.fullmatch(name))
+    return min(names, key=lambda name: next(n for n, kind in enumerate(_PRECISE) if kind in name.lower()), default=None)
 
 
 def _on_hub(storage: Storage, file: str) -> str:
@@ -336,10 +346,19 @@ def _parts(storage: Storage, file: str, count: int) -> list[str]:
             f"{folder / file}: it is a part of a model in {count} files: expected a name such as "
             f"model-00001-of-{count:05d}{SUFFIX}, by which llama.cpp finds the others"
         )
-    names = [f"{name[1]}-{number + 1:05d}-of-{count:05d}{SUFFIX}" for number in range(count)]
+    names = parts_by_name(file)
     if missing := next((part for part in names if part not in storage.files()), None):
         raise SourceError(f"{folder / missing}: missing; {file} is a part of a model in {count} files: fetch it")
     return names
+
+
+def parts_by_name(file: str) -> list[str]:
+    """Return the files of a split model, of which one is named; else the file alone."""
+    name = _PART.fullmatch(file)
+    count = int(name[3]) if name is not None else 0
+    if name is None or not 0 < count <= MAX_PARTS:
+        return [file]
+    return [f"{name[1]}-{number + 1:05d}-of-{name[3]}{SUFFIX}" for number in range(count)]
 
 
 def _joined(parts: list[GgufContents]) -> GgufContents:

@@ -22,8 +22,8 @@ from pqweights.checkpoint.config_schema import check_layers, model_config
 from pqweights.checkpoint.config_schema import checked_config as with_values_checked
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.configurations import check_configuration, pooling_of, read_configuration
-from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents, MetadataValue
-from pqweights.checkpoint.gguf.file import SUFFIX, gguf_in, is_gguf, whole_metadata
+from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents, MetadataList, MetadataValue
+from pqweights.checkpoint.gguf.file import SUFFIX, TOWER_FILE, gguf_in, is_gguf, tower_beside, whole_metadata
 from pqweights.checkpoint.gguf.inverse import AbsentTensor, Piece, absent_tensors, assembled, pieces_of
 from pqweights.checkpoint.gguf.mixes import INTEGERS
 from pqweights.checkpoint.gguf.model import architecture_name
@@ -33,8 +33,10 @@ from pqweights.checkpoint.gguf.settings import read_settings, unused_positions
 from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
 from pqweights.checkpoint.gguf.tokenizer_files import tokenizer_files
 from pqweights.checkpoint.gguf.tokens import FAST
+from pqweights.checkpoint.gguf.towers import ARCHITECTURE as TOWER
 from pqweights.checkpoint.gguf.views import ConstantTensor, RenamedTensor, SourceTensor
 from pqweights.checkpoint.gguf.vocabulary import OTHERS
+from pqweights.checkpoint.gguf.wholes import BREAK, processor_of, restored_tower, whole_models
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.promise import checked_config, tied_head, untied
@@ -43,7 +45,7 @@ from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.checkpoint.storage import ByteReads, Storage, check_not_interrupted
 from pqweights.checkpoint.wrapped import ADAPTED_TYPES
 from pqweights.common.dtypes import FLOAT_DTYPES, from_float32
-from pqweights.errors import ExportError, SourceError
+from pqweights.errors import ExportError, SourceChangedError, SourceError, SourceReadError
 from pqweights.kernels.gguf_encoding import decode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.workers import scratch
@@ -52,6 +54,7 @@ from pqweights.models.llama_cpp import JOINED
 from pqweights.models.qwen import OF_IMAGES, TEXT_PARTS
 from pqweights.models.settings import Settings
 from pqweights.models.table import MODELS
+from pqweights.models.wholes import Whole
 
 # The types of models whose files are read: those whose tensors have these names.
 MODEL_TYPES = tuple(name for name, row in MODELS.items() if row.names is not None)
@@ -63,6 +66,7 @@ TOLD_BY_TOKENIZER = {"glm4": "glm4_moe_lite"}
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Numbers of a dense layer behind a model, which is read when a file is opened; EmbeddingGemma's have 2.4 million.
 MOST_DENSE = 1 << 26
+PROCESSOR = "preprocessor_config.json"
 FOLLOWS = "follows from the configuration"
 
 
@@ -97,14 +101,20 @@ def open_gguf_source(stored_in: Storage, file: str = "", include: Sequence[str] 
     Raises SourceError for a damaged file, without the model's config.json, and for a model that cannot be read;
     MissingDependencyError without the gguf package; what the storage raises.
     """
-    contents, remarks = _text_part(gguf_in(stored_in, file))
+    opened = gguf_in(stored_in, file)
+    if opened.architecture == TOWER:
+        raise SourceError(
+            f"{opened.path}: it holds a tower for images alone: give the file of its text model, beside which it lies"
+        )
+    contents, remarks = _text_part(opened)
     check_not_interrupted(stored_in)
     check_links(stored_in.broken_links, stored_in.outside_links)
     files = stored_in.files()
     made = {} if any(name in files for name in (FAST, *OTHERS)) else _tokenizer(stored_in, contents)
     if MODULES not in files:
         made |= _modules(stored_in, contents)
-    without = {name for name in files if file and name.endswith(SUFFIX) and name not in contents.files}
+    others = {name for name in files if name.endswith(SUFFIX) and not TOWER_FILE.fullmatch(name)}
+    without = others - {*contents.files} if file else set()
     beside = model_config(stored_in)
     if beside is None or not _describes(beside):
         made[CONFIG_FILE] = json.dumps(_configuration(stored_in, contents), indent=2).encode()
@@ -122,19 +132,86 @@ def open_gguf_source(stored_in: Storage, file: str = "", include: Sequence[str] 
     if checked.config == config and (head := tied_head(tensors, config)) is not None:
         tensors = [tensor for tensor in tensors if tensor.name != head]
         left_out[head] = "the same as the embeddings"
-    others = companions(storage.files(), contents.files, include, outside_links=storage.outside_links)
+    copied = companions(storage.files(), contents.files, include, outside_links=storage.outside_links)
     order = {name: number for number, name in enumerate(contents.files)}
-    return Checkpoint(
+    text = Checkpoint(
         storage=storage,
         config=checked.config,
         stored=tuple(stored.values()),
         tensors=tuple(sorted(tensors, key=lambda t: (order[t.parts[0].file], t.parts[0].offset, t.name))),
         weight_files=contents.files,
-        companions=others.copied,
-        left_out=others.left_out,
+        companions=copied.copied,
+        left_out=copied.left_out,
         is_master=False,
         left_out_tensors=left_out,
         remarks=(*filter(None, remarks), *checked.remarks),
+    )
+    beside_it = tower_beside(storage)
+    return text if beside_it is None else _with_tower(text, opened, beside_it, include)
+
+
+def _with_tower(text: Checkpoint, opened: GgufContents, file: str, include: Sequence[str]) -> Checkpoint:
+    """Return a text model with the tower in a file beside it, as one model; with a remark if these are not one."""
+    reason = ""
+    try:
+        contents = gguf_in(text.storage, file)
+        tokens = whole_metadata(text.storage, opened).get("tokenizer.ggml.tokens")
+        texts = tokens.first if isinstance(tokens, MetadataList) else ()
+        for whole, config in whole_models(contents, opened, text.config or {}, texts):
+            try:
+                return _as_one(text, opened, contents, whole, config, include)
+            except ExportError as error:
+                reason = reason or f"as a model of type {whole.model_type}: {error.reason}"
+    except ExportError as error:
+        reason = error.reason
+    except (SourceChangedError, SourceReadError):
+        raise
+    except SourceError as error:
+        reason = str(error)
+    remark = f"{file}, the tower for images beside {text.weight_files[0]}, is left out: {reason}"
+    return replace(text, remarks=(*text.remarks, remark), left_out=text.left_out | {file: "a tower that is not read"})
+
+
+def _as_one(
+    text: Checkpoint,
+    opened: GgufContents,
+    contents: GgufContents,
+    whole: Whole,
+    config: dict[str, Any],
+    include: Sequence[str],
+) -> Checkpoint:
+    """Return the model of a text model and its tower. Raises ExportError if the two files are not of this model."""
+    config = with_values_checked(config, f"{contents.path}, as a model of type {whole.model_type}")
+    of_text = {**config["text_config"], "vision_config": config["vision_config"]}
+    settings, views = _views(opened, of_text, (text.config or {})["model_type"])
+    check_configuration(opened, settings, list(views.values()), _factors(text.storage, opened).__getitem__)
+    stored = {tensor.name: _stored(tensor) for tensor in contents.tensors}
+    dtype = "F16" if model_dtype(config, ()) == "F16" else "BF16"
+    held = {tensor.name: _read_as(text.storage, tensor, stored[tensor.name], dtype) for tensor in contents.tensors}
+    tower = [SourceTensor.of(of.name, of) for of in restored_tower(whole, config, contents, held)]
+    tensors = (*(SourceTensor.of(whole.name_of_text(of.name), of) for of in text.tensors), *tower)
+    made = {
+        CONFIG_FILE: json.dumps(config, indent=2).encode(),
+        PROCESSOR: json.dumps(processor_of(contents), indent=2).encode(),
+    }
+    storage = text.storage.with_made(made, {CONFIG_FILE})
+    checked = checked_config(storage, tensors, config)
+    files = (*text.weight_files, *contents.files)
+    others = companions(storage.files(), files, include, outside_links=storage.outside_links)
+    remark = f"{contents.path.name} is read as the tower of {text.weight_files[0]}: a {whole.model_type}"
+    if PROCESSOR not in text.storage.files():
+        remark += f"; of what prepares images, {PROCESSOR} has only what the file says"
+    return replace(
+        text,
+        storage=storage,
+        config=checked.config,
+        stored=(*text.stored, *stored.values()),
+        tensors=tensors,
+        weight_files=files,
+        companions=others.copied,
+        left_out=others.left_out,
+        left_out_tensors=text.left_out_tensors | dict.fromkeys(stored.keys() & {BREAK}, "a row of the embeddings"),
+        remarks=(remark, *(said for said in text.remarks if not said.startswith(opened.path.name)), *checked.remarks),
     )
 
 
@@ -326,9 +403,16 @@ def _filled(shape: tuple[int, ...]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-def _views(contents: GgufContents, config: dict[str, Any]) -> tuple[Settings, dict[str, LogicalTensor]]:
-    """Return what the gguf target makes of the model, by names in the file, as views on tensors without values."""
+def _views(
+    contents: GgufContents, config: dict[str, Any], read_as: str | None = None
+) -> tuple[Settings, dict[str, LogicalTensor]]:
+    """Return what the gguf target makes of the model, by names in the file, as views on tensors without values.
+
+    read_as: the type whose names the tensors get; by default that of the configuration
+    """
     package, settings = gguf_package(), read_settings(config, pooling=pooling_of(contents))
+    if read_as is not None:
+        settings = replace(settings, model=replace(settings.model, names=MODELS[read_as].names))
     architecture = architecture_name(settings.architecture)
     if contents.architecture != architecture:
         raise ExportError(f"it has the architecture {architecture}, and the file has {contents.architecture!r}")

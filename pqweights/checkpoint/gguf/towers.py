@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -88,20 +88,20 @@ def gguf_tower(checkpoint: Checkpoint) -> GgufTower | None:
     tower = TOWERS.get(f"{model_type} {vision.get('model_type')}", TOWERS.get(model_type))
     if tower is None:
         raise ExportError(f"pqweights does not know the tower of {model_type}")
-    settings = _settings(tower, vision, config)
+    settings = tower_settings(tower, vision, config)
     writer = gguf_package().GGUFWriter(None, ARCHITECTURE)
     writer.add_type(gguf_package().GGUFType.MMPROJ)
-    _add_hyper_parameters(tower, settings, writer, checkpoint)
+    add_hyper_parameters(tower, settings, writer, config, _image_processor(checkpoint))
     blocks = settings.number("depth" if settings.get("depth") else "num_hidden_layers")
     # It takes the numbers of a projection for those of blocks.
     names = gguf_package().get_tensor_name_map(gguf_package().MODEL_ARCH.MMPROJ, max(blocks, 3))
-    tensors = [view for name, tensor in parts for view in _views(name, tensor, names, tower, settings)]
+    tensors = [view for name, tensor in parts for view in views_of_tower(name, tensor, names, tower, settings)]
     if tower.breaks:
         tensors.append(_break(checkpoint))
     return GgufTower(writer, tuple(tensors), tower.remark)
 
 
-def _settings(tower: Tower, vision: dict[str, Any], config: dict[str, Any]) -> Settings:
+def tower_settings(tower: Tower, vision: dict[str, Any], config: dict[str, Any]) -> Settings:
     """Return the configuration of a tower, with what follows from it. Raises ExportError for values of other models."""
     known = ModelDescription(defaults=tower.defaults)
     values = {key: config[key] for key in BESIDE if key in config}
@@ -146,17 +146,19 @@ def _scale(settings: Settings) -> int | None:
     return next((settings.number(key) for key in SCALES if settings.get(key)), None)
 
 
-def _add_hyper_parameters(tower: Tower, settings: Settings, writer: Any, checkpoint: Checkpoint) -> None:
+def add_hyper_parameters(
+    tower: Tower, settings: Settings, writer: Any, config: Mapping[str, Any] | None, processor: Mapping[str, Any]
+) -> None:
+    """Write what a tower is, and how images are normalized. processor: preprocessor_config.json"""
     writer.add_clip_has_vision_encoder(True)
     writer.add_clip_projector_type(getattr(gguf_package().VisionProjectorType, tower.projector, tower.projector))
-    text = text_config(checkpoint.config).get("hidden_size")
+    text = text_config(config).get("hidden_size")
     writer.add_vision_projection_dim(int(settings.positive(text, "hidden_size of the text model")))
     for setting in tower.settings:
         getattr(writer, f"add_{setting.parameter}")(value_of(setting, settings))
     if isinstance(layers := settings.get("deepstack_visual_indexes"), list):
         depth = settings.number("depth")
         writer.add_vision_is_deepstack_layers([layer in layers for layer in range(depth)])
-    processor = _image_processor(checkpoint)
     for key in ("image_mean", "image_std"):
         numbers = processor.get(key)
         if not isinstance(numbers, list) or not all(isinstance(number, int | float) for number in numbers):
@@ -179,23 +181,14 @@ def _image_processor(checkpoint: Checkpoint) -> dict[str, Any]:
     raise ExportError("preprocessor_config.json, which says how images are normalized, is missing")
 
 
-def _views(name: str, tensor: LogicalTensor, names: Any, tower: Tower, settings: Settings) -> Iterator[LogicalTensor]:
+def views_of_tower(
+    name: str, tensor: LogicalTensor, names: Any, tower: Tower, settings: Settings
+) -> Iterator[LogicalTensor]:
     """Yield what the file holds of a tensor of the tower."""
-    stem, suffix = match.groups() if (match := SUFFIX.fullmatch(name)) else (name, "")
-    if re.fullmatch(tower.unused, stem):
+    known = name_in_file(name, names, tower, settings)
+    if known is None:
         return
-    matches = ((re.fullmatch(expression, stem), known) for expression, known in tower.modules.items())
-    stem = next((match.expand(known) for match, known in matches if match), stem)
-    known = f"{stem}.{suffix}" if suffix else stem
-    if not stem.startswith(("v.", "mm.")):
-        found = (names.get_name(f"{prefix}{stem}") for prefix in ("", "model."))
-        known = known.replace(stem, next(filter(None, found), ""))
-    if match := re.match(r"v\.deepstack\.(\d+)", known):
-        layers, number = settings.get("deepstack_visual_indexes"), int(match[1])
-        if not isinstance(layers, list) or number >= len(layers):
-            raise settings.refusal(f"expected a layer for {tensor.name!r} in deepstack_visual_indexes, found {layers}")
-        known = f"v.deepstack.{layers[number]}{known[match.end() :]}"
-    if not known.startswith(("v.", "mm.")):
+    if not known:
         raise ExportError(f"tensor {tensor.name!r}: llama.cpp's tower of {settings.model_type} has no such tensor")
     if len(tensor.shape) == 5:  # two frames
         yield from _frames(known, tensor)
@@ -205,10 +198,10 @@ def _views(name: str, tensor: LogicalTensor, names: Any, tower: Tower, settings:
             yield _rows(known.replace("attn_qkv", part), tensor, rows[place])
     elif ".attn_qkv." in known and tower.by_axis:
         heads = settings.number("num_attention_heads")
-        yield _rows(known, tensor, _by_axis(_multiple(tensor, 0, 12 * heads), heads))
+        yield _rows(known, tensor, by_axis(_multiple(tensor, 0, 12 * heads), heads))
     elif tower.three_axes and re.search(r"\.attn_[qk]\.", known):
         heads = settings.number("num_attention_heads")
-        yield _rows(known, tensor, _three_axes(_multiple(tensor, 0, heads), heads))
+        yield _rows(known, tensor, three_axes(_multiple(tensor, 0, heads), heads))
     elif tower.interleaved and re.search(r"\.attn_[qk]\.", known):
         heads = settings.number("num_attention_heads")
         yield InterleavedTensor.of(known, tensor, head_rows=_multiple(tensor, 0, 2 * heads) // heads)
@@ -220,6 +213,25 @@ def _views(name: str, tensor: LogicalTensor, names: Any, tower: Tower, settings:
         yield OffsetTensor.of(known, tensor, offset=1.0, dtype="F32", plain_dtype="F32")
     else:
         yield RenamedTensor.of(known, tensor, shape=_shape(known, tensor.shape, tower))
+
+
+def name_in_file(name: str, names: Any, tower: Tower, settings: Settings) -> str | None:
+    """Return the name in the file of a tensor of the tower; "" if it has none, None if it is not needed."""
+    stem, suffix = match.groups() if (match := SUFFIX.fullmatch(name)) else (name, "")
+    if re.fullmatch(tower.unused, stem):
+        return None
+    matches = ((re.fullmatch(expression, stem), known) for expression, known in tower.modules.items())
+    stem = next((match.expand(known) for match, known in matches if match), stem)
+    known = f"{stem}.{suffix}" if suffix else stem
+    if not stem.startswith(("v.", "mm.")):
+        found = (names.get_name(f"{prefix}{stem}") for prefix in ("", "model."))
+        known = known.replace(stem, next(filter(None, found), ""))
+    if match := re.match(r"v\.deepstack\.(\d+)", known):
+        layers, number = settings.get("deepstack_visual_indexes"), int(match[1])
+        if not isinstance(layers, list) or number >= len(layers):
+            raise settings.refusal(f"expected a layer for {name!r} in deepstack_visual_indexes, found {layers}")
+        known = f"v.deepstack.{layers[number]}{known[match.end() :]}"
+    return known if known.startswith(("v.", "mm.")) else ""
 
 
 def _multiple(tensor: LogicalTensor, axis: int, of: int) -> int:
@@ -254,7 +266,7 @@ def _colors_first(name: str, tensor: LogicalTensor, side: int) -> LogicalTensor:
     return replace(ReorderedTensor.of(name, tensor, order=order.reshape(-1)), shape=shape)
 
 
-def _by_axis(rows: int, heads: int) -> npt.NDArray[np.int64]:
+def by_axis(rows: int, heads: int) -> npt.NDArray[np.int64]:
     """Return the order of rows of queries, keys and values in which both axes have half of the channels of each head.
 
     In the checkpoint, pairs of channels are turned by the axes in turns.
@@ -264,7 +276,7 @@ def _by_axis(rows: int, heads: int) -> npt.NDArray[np.int64]:
     return np.concatenate([*moved, values])
 
 
-def _three_axes(rows: int, heads: int) -> npt.NDArray[np.int64]:
+def three_axes(rows: int, heads: int) -> npt.NDArray[np.int64]:
     """Return the order of rows of queries or keys in which both channels of the pairs of an axis lie together.
 
     In the checkpoint, the first channels of all axes come before the second ones. What is not turned is last.

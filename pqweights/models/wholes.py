@@ -1,0 +1,282 @@
+"""What models of images and text are called by transformers whose text model and tower are two GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A model of images and text.
+
+    tower: its row in TOWERS
+    model_type, class_name: those of its config.json
+    texts: the types as which its text model is read, and the type that its text_config then has, "" for the same
+    vision_type: that of its vision_config
+    text_names: what names of the text model begin with alone, and in the model
+    in_layers: names of modules of the tower in layers, of which # is the number
+    outside: its other modules; those of tensors that are no module end with an exclamation mark
+    sizes: keys of config.json, or of its vision_config, and a tensor of the file with the axis of which it is the size;
+        without an axis it is whether there is such a tensor
+    needs: a tensor of the tower without which it is another model
+    tokens: keys of config.json, and the tokens of which it is the id
+    stated: what else the vision_config says
+    """
+
+    tower: str
+    model_type: str
+    class_name: str
+    texts: Mapping[str, str]
+    vision_type: str
+    text_names: tuple[str, str]
+    in_layers: str
+    outside: str
+    sizes: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
+    needs: str = "v.patch_embd.weight"
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    stated: Mapping[str, object] = field(default_factory=dict)
+
+    def name_of_text(self, name: str) -> str:
+        """Return what a tensor of the text model is called in the model."""
+        alone, inside = self.text_names
+        return inside + name.removeprefix(alone) if name.startswith(alone) else name
+
+
+def _below(module: str, names: str) -> str:
+    return "".join(f" {module}.{name}" for name in names.split())
+
+
+_ALL = ("", "language_model.")
+_INNER = ("model.", "model.language_model.")
+_SAME = ("", "")
+_HEADLESS = {"vision_use_head": False}
+_SIGLIP = "layer_norm1 layer_norm2 mlp.fc1 mlp.fc2" + _below("self_attn", "q_proj k_proj v_proj out_proj")
+_SIGLIP_OUTSIDE = "embeddings.patch_embedding embeddings.position_embedding"
+_LLAMAS = ("llama", "qwen2", "qwen3", "mistral", "ministral3")
+_GEMMA3 = Whole(
+    tower="gemma3",
+    model_type="gemma3",
+    class_name="Gemma3ForConditionalGeneration",
+    texts={"gemma3_text": ""},
+    vision_type="siglip_vision_model",
+    text_names=_ALL,
+    in_layers=_below("vision_tower.encoder.layers.#", _SIGLIP),
+    outside=_below("vision_tower", f"{_SIGLIP_OUTSIDE} post_layernorm")
+    + _below("multi_modal_projector", "mm_input_projection_weight! mm_soft_emb_norm"),
+    tokens={
+        "image_token_index": "<image_soft_token>",
+        "boi_token_index": "<start_of_image>",
+        "eoi_token_index": "<end_of_image>",
+    },
+    stated=_HEADLESS,
+)
+_QWEN_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+_QWEN2_VL = Whole(
+    tower="qwen2_vl",
+    model_type="qwen2_vl",
+    class_name="Qwen2VLForConditionalGeneration",
+    texts={"qwen2": "qwen2_vl_text"},
+    vision_type="qwen2_vl_vision",
+    text_names=_SAME,
+    in_layers=_below("visual.blocks.#", "attn.proj attn.qkv mlp.fc1 mlp.fc2 norm1 norm2"),
+    outside=_below("visual", "merger.ln_q merger.mlp.0 merger.mlp.2 patch_embed.proj"),
+    sizes={"vision_config.hidden_size": ("mm.2.weight", 0)},
+    tokens=_QWEN_TOKENS,
+)
+_QWEN2_5_VL = replace(
+    _QWEN2_VL,
+    tower="qwen2_5_vl",
+    model_type="qwen2_5_vl",
+    class_name="Qwen2_5_VLForConditionalGeneration",
+    texts={"qwen2": "qwen2_5_vl_text"},
+    vision_type="qwen2_5_vl_vision",
+    in_layers=_below("visual.blocks.#", "attn.proj attn.qkv mlp.gate_proj mlp.up_proj mlp.down_proj norm1 norm2"),
+    sizes={"vision_config.out_hidden_size": ("mm.2.weight", 0)},
+)
+_QWEN3_VL = replace(
+    _QWEN2_5_VL,
+    tower="qwen3_vl",
+    model_type="qwen3_vl",
+    class_name="Qwen3VLForConditionalGeneration",
+    texts={"qwen3": "qwen3_vl_text"},
+    vision_type="qwen3_vl_vision",
+    text_names=_INNER,
+    in_layers=_below("model.visual.blocks.#", "attn.proj attn.qkv mlp.linear_fc1 mlp.linear_fc2 norm1 norm2")
+    + _below("model.visual.deepstack_merger_list.#", "linear_fc1 linear_fc2 norm"),
+    outside=_below("model.visual", "merger.linear_fc1 merger.linear_fc2 merger.norm patch_embed.proj pos_embed"),
+)
+_QWEN3_5 = replace(
+    _QWEN3_VL,
+    tower="qwen3_5",
+    model_type="qwen3_5",
+    class_name="Qwen3_5ForConditionalGeneration",
+    texts={"qwen3_5_text": ""},
+    vision_type="qwen3_5_vision",
+    in_layers=_below("model.visual.blocks.#", "attn.proj attn.qkv mlp.linear_fc1 mlp.linear_fc2 norm1 norm2"),
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    tower="qwen3_5_moe",
+    model_type="qwen3_5_moe",
+    class_name="Qwen3_5MoeForConditionalGeneration",
+    texts={"qwen3_5_moe_text": ""},
+    vision_type="qwen3_5_moe_vision",
+)
+_PIXTRAL = "attention.k_proj attention.o_proj attention.q_proj attention.v_proj attention_norm ffn_norm" + _below(
+    "feed_forward", "gate_proj up_proj down_proj"
+)
+_MISTRAL3 = Whole(
+    tower="mistral3",
+    model_type="mistral3",
+    class_name="Mistral3ForConditionalGeneration",
+    texts=dict.fromkeys(_LLAMAS, ""),
+    vision_type="pixtral",
+    text_names=_ALL,
+    in_layers=_below("vision_tower.transformer.layers.#", _PIXTRAL),
+    outside=_below("vision_tower", "ln_pre patch_conv")
+    + _below("multi_modal_projector", "linear_1 linear_2 norm patch_merger.merging_layer"),
+    sizes={"multimodal_projector_bias": ("mm.1.bias", None)},
+    needs="mm.patch_merger.weight",
+    tokens={"image_token_index": "[IMG]"},
+)
+_LLAVA_PIXTRAL = replace(
+    _MISTRAL3,
+    tower="llava pixtral",
+    model_type="llava",
+    class_name="LlavaForConditionalGeneration",
+    outside=_below("vision_tower", "ln_pre patch_conv") + _below("multi_modal_projector", "linear_1 linear_2"),
+    needs="mm.1.weight",
+)
+_LLAVA = replace(
+    _LLAVA_PIXTRAL,
+    tower="llava",
+    vision_type="clip_vision_model",
+    in_layers=_below("vision_tower.encoder.layers.#", _SIGLIP),
+    outside=_below("vision_tower", f"{_SIGLIP_OUTSIDE} embeddings.class_embedding! pre_layrnorm")
+    + _below("multi_modal_projector", "linear_1 linear_2"),
+    sizes={"multimodal_projector_bias": ("mm.0.bias", None)},
+    needs="mm.0.weight",
+    tokens={"image_token_index": "<image>"},
+)
+_LFM2_VL = Whole(
+    tower="lfm2_vl",
+    model_type="lfm2_vl",
+    class_name="Lfm2VlForConditionalGeneration",
+    texts={"lfm2": ""},
+    vision_type="siglip2_vision_model",
+    text_names=_INNER,
+    in_layers=_below("model.vision_tower.encoder.layers.#", _SIGLIP),
+    outside=_below("model.vision_tower", f"{_SIGLIP_OUTSIDE} post_layernorm")
+    + _below("model.multi_modal_projector", "layer_norm linear_1 linear_2"),
+    sizes={"projector_hidden_size": ("mm.1.weight", 0), "projector_bias": ("mm.1.bias", None)}
+    | {"projector_use_layernorm": ("mm.input_norm.weight", None)},
+    tokens={"image_token_id": "<image>"},
+    stated=_HEADLESS,
+)
+_IDEFICS3 = Whole(
+    tower="idefics3",
+    model_type="idefics3",
+    class_name="Idefics3ForConditionalGeneration",
+    texts={"llama": "", "mistral": ""},
+    vision_type="idefics3_vision",
+    text_names=("model.", "model.text_model."),
+    in_layers=_below("model.vision_model.encoder.layers.#", _SIGLIP),
+    outside=_below("model.vision_model", f"{_SIGLIP_OUTSIDE} post_layernorm")
+    + " model.connector.modality_projection.proj",
+    tokens={"image_token_id": "<image>"},
+)
+_INTERNVL = Whole(
+    tower="internvl",
+    model_type="internvl",
+    class_name="InternVLForConditionalGeneration",
+    texts=dict.fromkeys((*_LLAMAS, "qwen3_moe"), ""),
+    vision_type="internvl_vision",
+    text_names=_ALL,
+    in_layers=_below(
+        "vision_tower.encoder.layer.#",
+        "attention.q_proj attention.k_proj attention.v_proj attention.projection_layer lambda_1! lambda_2! "
+        "layernorm_before layernorm_after mlp.fc1 mlp.fc2",
+    ),
+    outside=_below("vision_tower.embeddings", "cls_token! patch_embeddings.projection position_embeddings!")
+    + _below("multi_modal_projector", "layer_norm linear_1 linear_2"),
+    sizes={"vision_config.attention_bias": ("v.blk.0.attn_q.bias", None)},
+    tokens={"image_token_id": "<IMG_CONTEXT>"},
+)
+_CLIPPED = "input_min! input_max! output_min! output_max! linear"
+_GEMMA4 = Whole(
+    tower="gemma4",
+    model_type="gemma4",
+    class_name="Gemma4ForConditionalGeneration",
+    texts={"gemma4_text": ""},
+    vision_type="gemma4_vision",
+    text_names=_INNER,
+    in_layers=_below(
+        "model.vision_tower.encoder.layers.#",
+        "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm "
+        "self_attn.q_norm self_attn.k_norm"
+        + "".join(_below(f"self_attn.{name}_proj", _CLIPPED) for name in "qkvo")
+        + "".join(_below(f"mlp.{name}_proj", _CLIPPED) for name in ("gate", "up", "down")),
+    ),
+    outside=" model.embed_vision.embedding_projection"
+    + _below("model.vision_tower.patch_embedder", "input_proj position_embedding_table!")
+    + _below("model.vision_tower", "std_bias! std_scale!"),
+    sizes={
+        "vision_config.position_embedding_size": ("v.position_embd.weight", 1),
+        "vision_config.head_dim": ("v.blk.0.attn_q_norm.weight", 0),
+        "vision_config.use_clipped_linears": ("v.blk.0.attn_q.input_min", None),
+        "vision_config.standardize": ("v.std_bias", None),
+    },
+    tokens={"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
+)
+_LLAMA4 = Whole(
+    tower="llama4",
+    model_type="llama4",
+    class_name="Llama4ForConditionalGeneration",
+    texts={"llama4_text": ""},
+    vision_type="llama4_vision_model",
+    text_names=_ALL,
+    in_layers=_below(
+        "vision_model.model.layers.#",
+        "input_layernorm post_attention_layernorm mlp.fc1 mlp.fc2" + _below("self_attn", "q_proj k_proj v_proj o_proj"),
+    ),
+    outside=_below(
+        "vision_model",
+        "class_embedding! layernorm_post layernorm_pre patch_embedding.linear positional_embedding_vlm! "
+        "vision_adapter.mlp.fc1 vision_adapter.mlp.fc2",
+    )
+    + " multi_modal_projector.linear_1",
+    sizes={
+        "vision_config.projector_input_dim": ("mm.model.mlp.1.weight", 0),
+        "vision_config.projector_output_dim": ("mm.model.mlp.2.weight", 0),
+        "vision_config.vision_output_dim": ("mm.model.fc.weight", 1),
+    },
+    tokens={"image_token_index": "<|patch|>", "boi_token_index": "<|image_start|>"}
+    | {"eoi_token_index": "<|image_end|>"},
+)
+# In the order in which they are tried.
+WHOLES = (
+    *(_GEMMA3, _QWEN2_VL, _QWEN2_5_VL, _QWEN3_VL, _QWEN3_5, _QWEN3_5_MOE, _MISTRAL3, _LLAVA_PIXTRAL),
+    *(_LLAVA, _LFM2_VL, _IDEFICS3, _INTERNVL, _GEMMA4, _LLAMA4),
+)
+
+
+def names_of_tower(whole: Whole, layers: int, deepest: int) -> list[str]:
+    """Return what tensors of a tower may be called.
+
+    layers: how many it has
+    deepest: of how many the vectors go into layers of the text model
+    """
+    modules = [
+        name.replace("#", str(layer))
+        for name in whole.in_layers.split()
+        for layer in range(deepest if ".deepstack_" in name else layers)
+    ]
+    modules += whole.outside.split()
+    ends = {module: ("",) if module.endswith("!") else (".weight", ".bias") for module in modules}
+    return [module.rstrip("!") + end for module, of in ends.items() for end in of]
