@@ -30,17 +30,17 @@ from safetensors.numpy import load_file
 
 import pqweights
 from pqweights.formats.column_encoding import InputFactors, encode_columns
+from pqweights.formats.gguf_blocks import BlockRule, block_format
 from pqweights.formats.lloyd_max import codebook
+from pqweights.formats.mlx import mlx_format as packed_by_mlx
+from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.compensation import MomentsFactor, compensate, empty_matrix, factorize, order_of
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.kernels.trellis import STATES
 from pqweights.planning.options import ExportOptions
 from pqweights.runtime.kv.polar_transform import LEVELS
-from pqweights.targets import mlx, torchao
-from pqweights.targets.formats import BlockRule, Rounding
-from pqweights.targets.schemes import SCHEMES, SchemeFormat
-from pqweights.targets.target import GroupSize
+from pqweights.targets import mlx, torchao, vllm
 
 ROWS, COLUMNS = 128, 512
 SHAPE = (ROWS, COLUMNS)
@@ -116,42 +116,39 @@ def gptq() -> Pieces:
         yield from (part.tobytes() for part in (groups.codes, groups.scales, groups.offsets))
 
 
-def rounded(*roundings: Rounding) -> Pieces:
+def rounded(*formats: PackedFormat) -> Pieces:
     """What exports store of the weights, rounded without data and, where a rule can, by importances."""
-    for rounding in roundings:
-        rule = rounding.rule
-        if rounding.has_unit:
+    for how in formats:
+        rule = how.rule
+        if how.has_unit:
             assert isinstance(rule, FloatRule)
             rule = replace(rule, unit=2.0**-7)
         made = [rule.quantize(weights().reshape(-1))]
-        if isinstance(rule, BlockRule) or (isinstance(rule, FloatRule) and rule.group_size < COLUMNS):
+        if isinstance(rule, BlockRule) or (isinstance(rule, FloatRule) and rule.rows * rule.group_size < COLUMNS):
             made.append(rule.quantize_weighted(weights().reshape(-1), importance()))
         if isinstance(rule, GroupRule):
             made = [rule.enlarged(groups) for groups in made]
         for groups in made:
-            pieces = replace(rounding, rule=rule).pieces(NAME, SHAPE, first_row=0, groups=groups)
+            pieces = replace(how, rule=rule).pieces(NAME, SHAPE, first_row=0, groups=groups)
             yield from (piece.stored_name.encode() + piece.data.tobytes() for piece in pieces)
 
 
 def gguf(kind: str) -> Pieces:
     """The blocks of a type."""
-    return rounded(Rounding(BlockRule.of(kind), "gguf"))
+    return rounded(block_format(kind))
 
 
-def vllm(kind: str) -> Pieces:
+def vllm_format(kind: str) -> Pieces:
     """A format with its default groups, by every rule."""
-    scheme = SCHEMES[kind]
-    formats = (
-        SchemeFormat(scheme, GroupSize(target="vllm", allowed=scheme.sizes, asked=None), rule) for rule in scheme.rules
-    )
-    return rounded(*(form.rounding(SHAPE, scheme.sizes[0]) for form in formats))
+    how = vllm.FORMATS[kind]
+    return rounded(*(replace(how, qparams=way).format(SHAPE, how.groups.size) for way in how.ways))
 
 
 def torchao_format(kind: str) -> Pieces:
     """A format of torchao."""
     rules = ("best", "minmax") if kind == torchao.INT4 else (None,)
     options = (ExportOptions(format=kind, qparams=rule) for rule in rules)
-    return rounded(*(torchao.read_options(each).formats[kind].rounding(SHAPE, 128) for each in options))
+    return rounded(*(torchao.read_options(each).formats[kind].format(SHAPE, 128) for each in options))
 
 
 def mlx_format(kind: str) -> Pieces:
@@ -159,11 +156,7 @@ def mlx_format(kind: str) -> Pieces:
     mode, bits = mlx.FORMATS[kind]
     size = mlx.GROUP_SIZES[mode][0]
     for name in ("best", "mlx"):
-        if mode == "affine":
-            rule = GroupRule(bits=bits, group_size=size, symmetric=False, middle=False, rule=name)
-            yield from rounded(Rounding(rule, "mlx-affine"))
-        else:
-            yield from rounded(Rounding(FloatRule(mode, bits, size, name), "mlx-floats"))
+        yield from rounded(packed_by_mlx(mode, bits, size, name=name))
 
 
 def kv() -> Pieces:
@@ -180,7 +173,7 @@ CODECS: dict[str, Callable[[], Pieces]] = {
     "gptq": gptq,
     "lossless": functools.partial(master, lossless=True),
     **{f"gguf {kind}": functools.partial(gguf, kind) for kind in BLOCK_TYPES},
-    **{f"vllm {kind}": functools.partial(vllm, kind) for kind in SCHEMES},
+    **{f"vllm {kind}": functools.partial(vllm_format, kind) for kind in vllm.FORMATS},
     **{f"torchao {kind}": functools.partial(torchao_format, kind) for kind in torchao.FORMATS},
     **{f"mlx {kind}": functools.partial(mlx_format, kind) for kind in mlx.FORMATS},
     "kv": kv,

@@ -35,11 +35,11 @@ from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import PqweightsError
 from pqweights.formats import get_codec
+from pqweights.formats.gguf_blocks import BlockRule
 from pqweights.kernels.groups import BEST, GroupRule
 from pqweights.runtime.models import Model, open_model
 from pqweights.runtime.protocol import Windows, compare
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
-from pqweights.targets.formats import BlockRule
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from export_decoders import Floats, Stored, from_torchao, from_vllm_format, values_of

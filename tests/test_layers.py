@@ -37,6 +37,7 @@ LAYERS = (
     ),
     ("pqweights.models",),
     ("pqweights.kernels",),
+    ("pqweights.checkpoint.header",),
     ("pqweights.formats",),
     ("pqweights.checkpoint",),
     ("pqweights.checkpoint.gguf",),

@@ -1,6 +1,6 @@
 """Sources in formats that are not decoded: refused by the name that the configuration or their tensors give them.
 
-What follows the configuration of a format that is decoded was taken out before (packed_sources.py, quantized.py), so
+What follows the configuration of a format that is decoded was taken out before (formats/sources.py), so
 integers that are left in the place of weights are codes of something else.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.packed_sources import PACKED_METHODS, why_not
 from pqweights.errors import SourceError
+from pqweights.formats.sources import TOOLS, why_not
 
 GIVE_ORIGINAL = "it is already quantized with loss; give the original checkpoint"
 
@@ -110,6 +110,6 @@ def _unsupported_method(method: str, settings: dict[str, Any]) -> str | None:
     """Return the name of a quantization that is not decoded; None for one that is."""
     if method in ("fbgemm_fp8", "mxfp4", "mxfp8"):
         return None
-    if method in PACKED_METHODS:
+    if method in TOOLS:
         return why_not(settings)
     return f"quantized by {method!r}" if method else "quantized by an unnamed method"

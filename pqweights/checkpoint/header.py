@@ -13,9 +13,11 @@ import json
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from pqweights.common.documents import ClosedDocument, Count, as_document
 from pqweights.common.dtypes import DTYPE_BITS
@@ -30,6 +32,14 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 ONLY_GGUF_READERS = "GGUF, which only pqweights eval, export, inspect, plan and quantize read (local files)"
 # The digits of the two offsets of a tensor, in files of gigabytes.
 OFFSET_DIGITS = 20
+
+
+class ByteReads(Protocol):
+    """What tensors are read through."""
+
+    def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
+        """Fill the buffer with bytes of a file from `offset` on."""
+        ...
 
 
 class TensorSpec(NamedTuple):

@@ -16,7 +16,6 @@ from pqweights.checkpoint import quantized
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.names import AWQ_SUFFIX, QUANT_METHOD, awq_name
 from pqweights.checkpoint.native import NativeImage, NativePart, NativeTensor, coded_specs
-from pqweights.checkpoint.packed import DecodedTensor
 from pqweights.checkpoint.readers import (
     BlockTensor,
     ColumnTensor,
@@ -40,6 +39,7 @@ from pqweights.formats.columns import (
     Orientation,
     bits_of,
 )
+from pqweights.formats.packed import QuantizedTensor
 from pqweights.formats.protocol import Coder, State, exact_rate
 from pqweights.formats.weight import block_count
 
@@ -337,14 +337,14 @@ class _Reader:
         own = as_document(merged, _WeightSettings, lambda problem: _damaged(f"{where}: {problem}"))
         held = tuple(stored for part in parts for stored in part.held)
         bits = native.bits_of(sum(stored.byte_count for stored in held), max(1, math.prod(of.shape)))
-        is_native = isinstance(of, DecodedTensor) or (isinstance(of, PlainTensor) and len(held) > 1)
+        is_native = isinstance(of, QuantizedTensor) or (isinstance(of, PlainTensor) and len(held) > 1)
         stated = (own.codec, own.bits, own.dtype, own.shape)
         if not is_native or stated != (native.Native.name, bits, of.dtype, of.shape):
             raise _damaged(
                 f"{where}: expected a weight of {native.Native.name}, {bits} bits, {of.dtype}, {list(of.shape)}, as it "
                 f"is stored, or in kept; found {stated}"
             )
-        assert isinstance(of, PlainTensor | DecodedTensor)
+        assert isinstance(of, PlainTensor | QuantizedTensor)
         coder = native.NativeCoding(own.bits)
         return NativeTensor(
             storage=storage,

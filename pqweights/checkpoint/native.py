@@ -1,7 +1,7 @@
 """Weights of a master in the source's own numbers: its stored tensors, coded or as they are, read as from the source.
 
 A master of the codec `native` holds an image of the source's stored tensors. The readers of sources find the weights in
-it, as in the source itself: plain ones here, those of other tools in quantized.py and packed.py. So what decodes a
+it, as in the source itself: plain ones here, those of other tools in formats/packed.py. So what decodes a
 source decodes its master. docs/format.md, section 11, has the format.
 """
 
@@ -18,16 +18,16 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.digests import Reads
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
-from pqweights.checkpoint.packed import DecodedTensor
 from pqweights.checkpoint.readers import EncodedTensor, PlainTensor
 from pqweights.formats.native import CODED, LENGTHS, REASONS, NativeCoding, item_width
+from pqweights.formats.packed import QuantizedTensor
 from pqweights.formats.weight import damaged_master
 from pqweights.kernels import lossless
 from pqweights.kernels.lossless import CHUNK_ITEMS
 from pqweights.kernels.workers import scratch
 
 Bytes = npt.NDArray[np.uint8]
-SourceTensor = PlainTensor | DecodedTensor  # a weight of a source that is made of stored tensors alone
+SourceTensor = PlainTensor | QuantizedTensor  # a weight of a source that is made of stored tensors alone
 
 
 def coded_specs(spec: TensorSpec, total: int) -> tuple[TensorSpec, TensorSpec]:

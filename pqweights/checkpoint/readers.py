@@ -1,7 +1,7 @@
 """Logical tensors: a name, a shape, and values that can be read from any element on, however they are stored.
 
 Everything above this package sees only `LogicalTensor`. Here are those that are stored as they are, and the encoded
-weights of a master; quantized.py and packed.py read those of other tools, views.py tensors that are put together from
+weights of a master; formats/packed.py has those of other tools, views.py tensors that are put together from
 others. At the end: which files are needed when tensors are read in order.
 """
 
@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.digests import Reads
 from pqweights.checkpoint.file_reader import FileState
-from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.storage import ByteReads
+from pqweights.checkpoint.header import ByteReads, StoredTensor
 from pqweights.common.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
 from pqweights.errors import SourceError
 from pqweights.formats import Coding

@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,14 +51,6 @@ class Origin(NamedTuple):
 
     id: str
     revision: str
-
-
-class ByteReads(Protocol):
-    """What tensors are read through."""
-
-    def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
-        """Fill the buffer with bytes of a file from `offset` on."""
-        ...
 
 
 class Remote:

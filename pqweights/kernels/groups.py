@@ -32,8 +32,16 @@ FLOAT_GAINS = {"mxfp4": 1.0124, "nvfp4": 1.0066}
 MOST_BITS_ENLARGED = 3
 # Nothing is enlarged more, here or in blocks of GGUF.
 LARGEST_GAIN = 1.5
-# The columns that follow each other in a word of AutoAWQ, from the lowest bits on.
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# What the codes of each kind of floats are, by the names that weights of sources have as dtypes. E5M2 and codes with
+# a table of numbers of their own are only read.
+FLOAT_CODES = {
+    "mxfp4": "MXFP4",
+    "nvfp4": "NVFP4",
+    "mxfp8": "F8_E4M3",
+    "fp8": "F8_E4M3",
+    "fp8-e5m2": "F8_E5M2",
+    "table": "table",
+}
 LARGEST_BF16 = 3.3895313892515355e38
 
 
@@ -65,15 +73,17 @@ class GroupRule:
     zeros: a weight is read back as (code - zero) * scale, where the zero is itself a code; without `symmetric` and
         `middle`.
     scale_dtype: of scales and of offsets that are not zeros, BF16 or F16; those of mlx and torchao are BF16.
+    rows: how many rows share a scale; more than one only in sources.
     """
 
     bits: int
     group_size: int
     symmetric: bool
     middle: bool
-    rule: str
+    rule: str = BEST
     zeros: bool = False
     scale_dtype: str = "BF16"
+    rows: int = 1
 
     @property
     def name(self) -> str:
@@ -84,6 +94,18 @@ class GroupRule:
     def kind(self) -> str:
         """A key of KINDS."""
         return "asymmetric" if self.zeros else "symmetric" if self.symmetric else "affine"
+
+    @property
+    def codes(self) -> str:
+        """What codes are."""
+        return f"INT{self.bits}"
+
+    def numbers(self, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+        """The numbers that codes stand for, but for zeros, scales and offsets."""
+        numbers = codes.astype(np.float32)
+        if self.middle:
+            numbers -= np.float32(2 ** (self.bits - 1))
+        return numbers
 
     def quantize(self, values: npt.NDArray[np.float32]) -> Groups:
         """Finite weights [groups * group size] as integers."""
@@ -96,12 +118,10 @@ class GroupRule:
 
     def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
         """The weights [groups, group size] that a runtime computes with, in float32."""
-        codes = groups.codes.astype(np.float32)
+        numbers = self.numbers(groups.codes)
         if self.zeros:
-            return (codes - groups.offsets[:, None]) * groups.scales[:, None]
-        if self.middle:
-            codes -= np.float32(2 ** (self.bits - 1))
-        return codes * groups.scales[:, None] + groups.offsets[:, None]
+            return (numbers - groups.offsets[:, None]) * groups.scales[:, None]
+        return numbers * groups.scales[:, None] + groups.offsets[:, None]
 
     def enlarged(self, groups: Groups) -> Groups:
         """Groups of BEST whose decoded weights have, on average, the size of the weights: see gguf_gain.py.
@@ -134,8 +154,11 @@ class FloatRule:
     `Groups.scales` are the bytes of the scales, as numbers; of fp8 they are the scales. Formats: OCP microscaling
     formats specification 1.0, and NVFP4, whose unit is the scale of the whole tensor; mlx and MXFP4 have a unit of 1.
 
-    kind: a key of FLOAT_MODES.
+    kind: a key of FLOAT_CODES.
     name: the rule: BEST, which fp8 has not, or that of a runtime.
+    rows: how many rows share a scale: of tiles of fp8, [rows, group size], `Groups.codes` are [rows, row length], and
+        `Groups.scales` [tiles down, tiles across]. Other kinds have tiles in sources alone.
+    row_length: of tiles, the columns of the weight; tiles at its edges may be smaller.
     """
 
     kind: str
@@ -143,9 +166,23 @@ class FloatRule:
     group_size: int
     name: str = "mlx"
     unit: float = 1.0
+    rows: int = 1
+    row_length: int = 0
+
+    @property
+    def codes(self) -> str:
+        """What codes are."""
+        return FLOAT_CODES[self.kind]
+
+    def numbers(self, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+        """The floats that codes stand for."""
+        table = FLOAT4_VALUES if self.bits == 4 else float8_table(self.codes)
+        return table[codes]
 
     def quantize(self, values: npt.NDArray[np.float32]) -> Groups:
-        """Finite weights [groups * group size] as short floats."""
+        """Finite weights [groups * group size], of tiles whole rows, as short floats."""
+        if self.rows > 1:
+            return self._tiles(values)
         result = _empty_groups(values, self.group_size)
         if self.name == BEST:
             fit_floats(values, None, result, kind=self.kind, unit=self.unit)
@@ -154,6 +191,18 @@ class FloatRule:
         squared = float(np.float32(self.unit)) ** 2
         return replace(result, energies=result.energies * squared, errors=result.errors * squared)
 
+    def _tiles(self, values: npt.NDArray[np.float32]) -> Groups:
+        """Whole rows, each tile as one group, which takes its largest weight to the largest float."""
+        rows = len(values) // self.row_length
+        down, across = -(-rows // self.rows), -(-self.row_length // self.group_size)
+        padded = np.zeros((down, self.rows, across, self.group_size), dtype=np.float32)
+        padded.reshape(down * self.rows, -1)[:rows, : self.row_length] = values.reshape(rows, -1)
+        one_by_one = np.ascontiguousarray(padded.swapaxes(1, 2)).reshape(-1)
+        groups = replace(self, group_size=self.rows * self.group_size, rows=1).quantize(one_by_one)
+        codes = groups.codes.reshape(down, across, self.rows, self.group_size).swapaxes(1, 2)
+        codes = codes.reshape(down * self.rows, -1)[:rows, : self.row_length]
+        return replace(groups, codes=np.ascontiguousarray(codes), scales=groups.scales.reshape(down, across))
+
     def quantize_weighted(self, values: npt.NDArray[np.float32], importance: npt.NDArray[np.float32]) -> Groups:
         """Finite weights [rows * K] as short floats, by how much each column counts: [K], not negative."""
         result = _empty_groups(values, self.group_size)
@@ -161,12 +210,15 @@ class FloatRule:
         return result
 
     def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
-        """The weights [groups, group size] that mlx computes with, in float32."""
+        """The weights that runtimes compute with, in float32, in the shape of the codes."""
         scales = groups.scales
         if self.kind != "fp8":
             scales = float8_table("F8_E4M3" if self.kind == "nvfp4" else "F8_E8M0")[scales.astype(np.uint8)]
-        values = FLOAT4_VALUES if self.bits == 4 else float8_table("F8_E4M3")
-        return values[groups.codes] * (scales * np.float32(self.unit))[:, None]
+        numbers = self.numbers(groups.codes)
+        if self.rows > 1:
+            scales = scales.repeat(self.rows, axis=0)[: len(numbers)].repeat(self.group_size, axis=1)
+            return numbers * scales[:, : self.row_length]
+        return numbers * (scales * np.float32(self.unit))[:, None]
 
 
 def _empty_groups(values: npt.NDArray[np.float32], size: int) -> Groups:

@@ -23,6 +23,7 @@ from pqweights.checkpoint.source import read_header
 from pqweights.checkpoint.storage import Storage
 from pqweights.common.units import counted
 from pqweights.errors import DeviceError, EvaluationError, PqweightsWarning, SourceError
+from pqweights.formats.packing import unpack_tiles
 from pqweights.kernels.groups import unpack_bits
 from pqweights.models import described, has_trait
 from pqweights.models.names import names_in_memory
@@ -31,7 +32,6 @@ from pqweights.runtime.folders import LLAMA_CPP, MASTER, Folder, read_model, tra
 from pqweights.runtime.llama_cpp import LlamaRun
 from pqweights.runtime.packages import Refused, package, quiet
 from pqweights.runtime.texts import Ids
-from pqweights.targets.formats import unpack_tiles
 from pqweights.targets.target import COMPRESSED_TENSORS, MLX, TORCHAO
 
 Floats = npt.NDArray[np.float32]

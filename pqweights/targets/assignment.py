@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,7 +20,10 @@ from pqweights.checkpoint.views import sources_of
 from pqweights.common.advice import instead
 from pqweights.common.documents import as_json
 from pqweights.errors import OptionError, RecipeError
+from pqweights.formats.gguf_blocks import BlockRule
+from pqweights.formats.packing import RoundingRule
 from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.groups import FloatRule
 from pqweights.models import text_model
 from pqweights.models.description import ModelDescription
 from pqweights.models.names import role_name
@@ -28,14 +31,23 @@ from pqweights.planning.knapsack import Choice, best_within
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import NOTHING, Recipe, Rule, Weight
 from pqweights.planning.sensitivity import alphas_for, groups_of
-from pqweights.targets.formats import BlockRule, TileRule
-from pqweights.targets.formats import Rule as RoundingRule
 
 # The format of a weight that stays as it is.
 PLAIN = "plain"
 # The relative squared error of 16 bits.
 PLAIN_ERROR = 1e-8
 SAMPLES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Stays:
+    """The decision to store a weight plainly, although others of its kind become integers.
+
+    dtype: the dtype that it gets whatever the others get
+    """
+
+    reason: str
+    dtype: str | None = None
 
 
 def recipe_of(options: ExportOptions, formats: Sequence[str]) -> Recipe:
@@ -148,7 +160,7 @@ def distortion(rule: RoundingRule) -> float:
     """Return the relative squared error of Gaussian weights, always the same ones."""
     if isinstance(rule, BlockRule):
         return BLOCK_TYPES[rule.kind].distortion
-    length = rule.row_length * rule.rows if isinstance(rule, TileRule) else rule.group_size
+    length = rule.row_length * rule.rows if isinstance(rule, FloatRule) and rule.rows > 1 else rule.group_size
     values = np.random.default_rng(0).standard_normal(-(-SAMPLES // length) * length, dtype=np.float32)
     groups = rule.quantize(values)
     return float(groups.errors.sum() / groups.energies.sum())

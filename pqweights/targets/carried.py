@@ -1,141 +1,123 @@
 """Codes of a source that was quantized already, for formats that hold the same numbers: no second rounding.
 
-The source itself has its codes and scales, and so has a master without loss (checkpoint/native.py). Where a format has
-codes of the same kind, and its groups lie within those of the source, they become its groups. Whether these are the
-same numbers is checked of every weight, by what the rule of the format decodes; otherwise the weights are rounded like
-any others.
+The source itself has its codes and scales, and so has a master without loss (checkpoint/native.py). Where the formats
+of source and export have the same codes, and the groups of one lie within those of the other, they become its groups.
+Whether these are the same numbers is checked of every weight, by what the rule of the format decodes; otherwise the
+weights are rounded like any others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.gguf.views import InterleavedTensor, RenamedTensor, SourceTensor
 from pqweights.checkpoint.native import NativeTensor
-from pqweights.checkpoint.packed import Aspect, DecodedTensor, PackedSourceTensor, read_scales
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
 from pqweights.checkpoint.views import MatrixCache, MovedTensor
-from pqweights.common.dtypes import PACKED_DTYPES, float8_table, from_float32, to_float32
+from pqweights.common.dtypes import float8_table, from_float32, to_float32
+from pqweights.formats.gguf_blocks import INTEGER_TYPES, BlockRule, half_floats
+from pqweights.formats.packed import QuantizedTensor
+from pqweights.formats.packing import CODES, DIVISOR, OFFSETS, SCALES, ZEROS, PackedFormat, RoundingRule
 from pqweights.kernels.compensation import sums_of_squares
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups
 from pqweights.kernels.workers import scratch
-from pqweights.targets.formats import BlockRule, Rounding, Rule, TileRule
 from pqweights.targets.units import ReadTogether
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
-# The dtype of scales that are floats, by layout; of GroupRule it is in the rule.
-_SCALE_DTYPES = {"float-tiles-inverse": "F32", "fp8-rows": "F32"}
-# The dtypes of scales that are small floats, by the kind of a FloatRule, and the sources that have such codes.
-_SMALL_SCALES = {"mxfp4": "F8_E8M0", "mxfp8": "F8_E8M0", "nvfp4": "F8_E4M3"}
-_FLOAT_SOURCES = {"mxfp4": "MXFP4", "mxfp8": "F8_E4M3", "nvfp4": "NVFP4", "fp8": "F8_E4M3"}
-# Layouts of NVFP4 whose readers divide scales by a number.
-DIVIDING = ("nvfp4-pack-quantized", "nvfp4-pack-quantized-inputs")
-# Types of GGUF that hold integers: the bits of a code, and whether a number is added to the products.
-_INTEGER_BLOCKS = {"Q4_0": (4, False), "Q4_1": (4, True), "Q8_0": (8, False)}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SourceGrid:
     """The codes of a weight, and the grid on which they lie.
 
-    dtype: the format of the source, of all that the weight is made of
-    unit: that of NVFP4
-    codes, scales, zeros, biases: the same weight with these in place of the values; see Aspect
+    codes_are: what the codes are in the format of the source; see RoundingRule
+    unit: what scales are multiplied by, of NVFP4
+    divides: whether the source has the inverse of that, by which it divides
+    codes, scales, zeros, offsets: the same weight with these in place of the values
     """
 
-    dtype: str
+    codes_are: str
+    unit: float | None
+    divides: bool
     codes: LogicalTensor
     scales: LogicalTensor
     zeros: LogicalTensor | None
-    biases: LogicalTensor | None
-    unit: SourceUnit | None
+    offsets: LogicalTensor | None
 
     @staticmethod
     def of(tensor: LogicalTensor) -> SourceGrid | None:
         """Return the grid of a weight, as a runtime holds it; None if it is not made of codes of one format."""
-        dtypes: set[str | None] = set()
-        units: set[SourceUnit | None] = set()
+        formats: set[tuple[str, float | None, bool] | None] = set()
 
-        def of_aspect(aspect: Aspect) -> LogicalTensor | None:
+        def reading(what: str) -> LogicalTensor | None:
             def leaf(native: LogicalTensor) -> LogicalTensor | None:
                 of = native.carried if isinstance(native, NativeTensor) else native
-                decoded = of if isinstance(of, DecodedTensor) and of.has(Aspect.CODES) else None
-                dtypes.add(None if decoded is None else decoded.dtype)
-                units.add(SourceUnit.of(of) if isinstance(of, PackedSourceTensor) else None)
-                return None if decoded is None or not decoded.has(aspect) else replace(decoded, aspect=aspect)
+                if not isinstance(of, QuantizedTensor) or not of.has(CODES):
+                    formats.add(None)
+                    return None
+                formats.add((of.format.rule.codes, of.unit, of.format.part(DIVISOR) is not None))
+                return replace(of, reads=what) if of.has(what) else None
 
             return _with_leaves(tensor, leaf)
 
-        codes, scales, zeros, biases = map(of_aspect, (Aspect.CODES, Aspect.SCALES, Aspect.ZEROS, Aspect.BIASES))
-        (dtype, *others) = dtypes or {None}
-        if codes is None or scales is None or dtype is None or others or len(units) != 1:
+        codes, scales, zeros, offsets = map(reading, (CODES, SCALES, ZEROS, OFFSETS))
+        (form, *others) = formats or {None}
+        if codes is None or scales is None or form is None or others:
             return None
-        return SourceGrid(dtype=dtype, codes=codes, scales=scales, zeros=zeros, biases=biases, unit=units.pop())
+        codes_are, unit, divides = form
+        return SourceGrid(
+            codes_are=codes_are,
+            unit=unit,
+            divides=divides,
+            codes=codes,
+            scales=scales,
+            zeros=zeros,
+            offsets=offsets,
+        )
 
-    def groups(self, rounding: Rounding, row: int, values: Floats) -> Groups | None:
+    def groups(self, how: PackedFormat, row: int, values: Floats) -> Groups | None:
         """Return whole rows on the grid as groups of a format; None if these would be other numbers.
 
         row: the first of the rows
         values: their weights
         """
-        rule, width = rounding.rule, self.codes.shape[-1]
-        if not isinstance(rule, TileRule) and width % rule.group_size:
+        rule, width = how.rule, self.codes.shape[-1]
+        if self.codes_are != rule.codes or (rule.rows == 1 and width % rule.group_size):
             return None
 
-        def read(tensor: LogicalTensor, purpose: str) -> Floats:
+        def read(tensor: LogicalTensor | None, purpose: str) -> Floats | None:
+            if tensor is None:
+                return None
             raw = scratch(purpose, len(values) * 4)
             tensor.read(row * width, len(values), "F32", raw)
             return raw.view(np.float32)
 
-        rows = _CarriedRows(
-            dtype=self.dtype,
-            codes=read(self.codes, "grid codes").astype(np.uint8),
-            scales=read(self.scales, "grid scales"),
-            zeros=None if self.zeros is None else read(self.zeros, "grid zeros"),
-            biases=None if self.biases is None else read(self.biases, "grid biases"),
-            scale_dtype=_SCALE_DTYPES.get(rounding.layout, "BF16"),
-        )
-        groups = rows.groups(rule)
+        codes, scales = read(self.codes, "grid codes"), read(self.scales, "grid scales")
+        assert codes is not None and scales is not None
+        zeros, offsets = read(self.zeros, "grid zeros"), read(self.offsets, "grid offsets")
+        groups = _groups_on_grid(how, width, codes, scales, zeros, offsets)
         if groups is None:
             return None
-        if not self._has_divisor(rounding) and not np.array_equal(rule.decode(groups).reshape(-1), values):
+        if not self._has_divisor(how) and not np.array_equal(rule.decode(groups).reshape(-1), values):
             return None
         return replace(groups, energies=sums_of_squares(values.reshape(len(groups.energies), -1)))
 
-    def _has_divisor(self, rounding: Rounding) -> bool:
+    def _has_divisor(self, how: PackedFormat) -> bool:
         """Whether source and format divide the scales by the same number, so that codes and scales say all.
 
         The rule multiplies by its inverse, which may give other values in the last place.
         """
-        unit, rule = self.unit, rounding.rule
-        if unit is None or not unit.divides or rounding.layout not in DIVIDING:
-            return False
-        return isinstance(rule, FloatRule) and rule.unit == unit.factor
+        is_same = isinstance(how.rule, FloatRule) and how.rule.unit == self.unit
+        return self.unit is not None and self.divides and how.part(DIVISOR) is not None and is_same
 
 
-class SourceUnit(NamedTuple):
-    """What the scales of NVFP4 are multiplied by. divides: whether the source has its inverse, by which it divides"""
-
-    factor: float
-    divides: bool
-
-    @staticmethod
-    def of(tensor: PackedSourceTensor) -> SourceUnit | None:
-        """Return that of a weight; None without one."""
-        if tensor.unit is None:
-            return None
-        (number,) = read_scales(tensor.storage, tensor.unit, 0, 1).tolist()
-        divides = tensor.unit.name.endswith("_global_scale")
-        return SourceUnit(1 / number if divides else number, divides) if number else None
-
-
-def plain_beside_codes(tensors: Sequence[LogicalTensor], rule: Rule) -> set[str]:
+def plain_beside_codes(tensors: Sequence[LogicalTensor], rule: RoundingRule) -> set[str]:
     """Return the weights that the source keeps plain beside others whose codes are those of a format.
 
     A format that takes over the codes of a source should leave plain what the source does.
@@ -145,25 +127,16 @@ def plain_beside_codes(tensors: Sequence[LogicalTensor], rule: Rule) -> set[str]
         for tensor in tensors
         if isinstance(tensor, NativeTensor) or not isinstance(tensor, EncodedTensor)
     }
-    if not any(isinstance(of, DecodedTensor) and _has_codes_of(of.dtype, rule) for of in sources.values()):
-        return set()
-    return {name for name, of in sources.items() if not isinstance(of, DecodedTensor)}
-
-
-def _has_codes_of(dtype: str, rule: Rule) -> bool:
-    """Whether codes of a source may be those of a rule."""
-    if isinstance(rule, GroupRule):
-        return dtype in PACKED_DTYPES and dtype not in _FLOAT_SOURCES.values() and PACKED_DTYPES[dtype][0] == rule.bits
-    return (
-        not isinstance(rule, BlockRule) and dtype == _FLOAT_SOURCES["fp8" if isinstance(rule, TileRule) else rule.kind]
-    )
+    packed = {name for name, of in sources.items() if isinstance(of, QuantizedTensor)}
+    of_source = {of.format.rule.codes for of in sources.values() if isinstance(of, QuantizedTensor)}
+    return sources.keys() - packed if rule.codes in of_source else set()
 
 
 def carried_unit(tensors: Sequence[LogicalTensor]) -> float | None:
     """Return the unit that the sources of some weights have in common; None if they have none, or several."""
     grids = [SourceGrid.of(tensor) for tensor in tensors]
-    factors = {None if grid is None or grid.unit is None else grid.unit.factor for grid in grids}
-    return factors.pop() if len(factors) == 1 else None
+    units = {None if grid is None else grid.unit for grid in grids}
+    return units.pop() if len(units) == 1 else None
 
 
 def _with_leaves(tensor: LogicalTensor, leaf: Callable[[LogicalTensor], LogicalTensor | None]) -> LogicalTensor | None:
@@ -181,93 +154,82 @@ def _with_leaves(tensor: LogicalTensor, leaf: Callable[[LogicalTensor], LogicalT
     return _with_leaves(tensor.tensor, leaf) if isinstance(tensor, ReadTogether) else leaf(tensor)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _CarriedRows:
-    """Whole rows of a weight on its grid: for each weight its code, scale, and bias, and the code that stands for 0.
+def _groups_on_grid(
+    how: PackedFormat,
+    width: int,
+    codes: Floats,
+    scales: Floats,
+    zeros: Floats | None,
+    offsets: Floats | None,
+) -> Groups | None:
+    """Return groups of a format, which may decode to other numbers; None if there are none.
 
-    scale_dtype: in which a format stores scales that are floats
+    width: of a row
+    codes, scales, zeros, offsets: of each weight of some rows
     """
+    rule, in_bytes = how.rule, codes.astype(np.uint8)
+    part = how.part(SCALES)
+    dtype = "BF16" if part is None else part.dtype
+    if rule.rows > 1:
+        return _tiles(rule, in_bytes, scales.reshape(-1, width), dtype)
+    numbers = [None if of is None else _common(of, rule.group_size) for of in (scales, zeros, offsets)]
+    if any(of is None and given is not None for of, given in zip(numbers, (scales, zeros, offsets), strict=True)):
+        return None
+    of_groups, of_zeros, of_offsets = numbers
+    assert of_groups is not None
+    grouped = in_bytes.reshape(-1, rule.group_size)
+    if isinstance(rule, BlockRule):
+        return _blocks(rule, grouped, of_groups, of_zeros, of_offsets)
+    if isinstance(rule, GroupRule):
+        return _integers(rule, grouped, of_groups, of_zeros, of_offsets)
+    if rule.kind != "fp8":
+        small = _bytes_of(of_groups, "F8_E4M3" if rule.kind == "nvfp4" else "F8_E8M0")
+        return None if small is None else _groups_of(grouped, small)
+    return _groups_of(grouped, of_groups) if _is_exact(of_groups, dtype) else None
 
-    dtype: str
-    codes: Bytes
-    scales: Floats
-    zeros: Floats | None
-    biases: Floats | None
-    scale_dtype: str
 
-    def groups(self, rule: Rule) -> Groups | None:
-        """Return groups of a rule, which may decode to other numbers; None if there are none."""
-        if isinstance(rule, TileRule):
-            return self._tiles(rule)
-        numbers = [
-            None if of is None else _common(of, rule.group_size) for of in (self.scales, self.zeros, self.biases)
-        ]
-        scales, zeros, biases = numbers
-        if scales is None or (self.zeros is not None and zeros is None) or (self.biases is not None and biases is None):
-            return None
-        if isinstance(rule, FloatRule):
-            return self._floats(rule, scales)
-        if isinstance(rule, BlockRule):
-            return self._blocks(rule, scales, zeros, biases)
-        return self._integers(rule, scales, zeros, biases)
+def _integers(
+    rule: GroupRule, codes: Bytes, scales: Floats, zeros: Floats | None, offsets: Floats | None
+) -> Groups | None:
+    """Return groups of integers."""
+    if zeros is None or not _is_exact(scales, rule.scale_dtype):
+        return None
+    if rule.zeros:
+        return None if offsets is not None else _groups_of(codes, scales, zeros)
+    added = (np.float32(2 ** (rule.bits - 1) if rule.middle else 0) - zeros) * scales
+    if offsets is not None:
+        added += offsets
+    if not _is_exact(added, rule.scale_dtype) or (rule.symmetric and added.any()):
+        return None
+    return _groups_of(codes, scales, added)
 
-    def _integers(self, rule: GroupRule, scales: Floats, zeros: Floats | None, biases: Floats | None) -> Groups | None:
-        """Return groups of integers."""
-        if zeros is None or PACKED_DTYPES[self.dtype][0] != rule.bits or not _is_exact(scales, rule.scale_dtype):
-            return None
-        if rule.zeros:
-            return None if biases is not None else _groups_of(self.codes.reshape(-1, rule.group_size), scales, zeros)
-        middle = 2 ** (rule.bits - 1) if rule.middle else 0
-        offsets = (np.float32(middle) - zeros) * scales
-        if biases is not None:
-            offsets += biases
-        if not _is_exact(offsets, rule.scale_dtype) or (rule.symmetric and offsets.any()):
-            return None
-        return _groups_of(self.codes.reshape(-1, rule.group_size), scales, offsets)
 
-    def _floats(self, rule: FloatRule, scales: Floats) -> Groups | None:
-        """Return groups of short floats, whose scales are bytes or numbers."""
-        if self.dtype != _FLOAT_SOURCES[rule.kind]:
-            return None
-        if rule.kind == "fp8":
-            numbers = scales if _is_exact(scales, self.scale_dtype) else None
-        else:
-            numbers = _bytes_of(scales, _SMALL_SCALES[rule.kind])
-        return None if numbers is None else _groups_of(self.codes.reshape(-1, rule.group_size), numbers)
+def _tiles(rule: RoundingRule, codes: Bytes, scales: Floats, dtype: str) -> Groups | None:
+    """Return tiles of FP8. scales: of each weight, [rows, width]; dtype: in which the format stores them"""
+    of_tiles = np.ascontiguousarray(scales[:: rule.rows, :: rule.group_size])
+    spread = of_tiles.repeat(rule.rows, axis=0)[: len(scales)].repeat(rule.group_size, axis=1)
+    if not np.array_equal(spread[:, : scales.shape[1]], scales) or not _is_exact(of_tiles, dtype):
+        return None
+    return _groups_of(codes.reshape(scales.shape), of_tiles)
 
-    def _tiles(self, rule: TileRule) -> Groups | None:
-        """Return tiles of FP8."""
-        if self.dtype != "F8_E4M3":
-            return None
-        scales = self.scales.reshape(-1, rule.row_length)
-        of_tiles = np.ascontiguousarray(scales[:: rule.rows, :: rule.group_size])
-        spread = of_tiles.repeat(rule.rows, axis=0)[: len(scales)].repeat(rule.group_size, axis=1)
-        if not np.array_equal(spread[:, : rule.row_length], scales) or not _is_exact(of_tiles, self.scale_dtype):
-            return None
-        return _groups_of(self.codes.reshape(scales.shape), of_tiles)
 
-    def _blocks(self, rule: BlockRule, scales: Floats, zeros: Floats | None, biases: Floats | None) -> Groups | None:
-        """Return blocks of GGUF (ggml-common.h): scales, then codes, of which two of 4 bits are half a block apart."""
-        codes = self.codes.reshape(-1, rule.group_size)
-        if rule.kind == "MXFP4" and self.dtype == "MXFP4":
-            numbers = _bytes_of(scales, "F8_E8M0")
-            heads = None if numbers is None else [numbers.astype(np.uint8)[:, None]]
-        elif rule.kind in _INTEGER_BLOCKS and zeros is not None:
-            bits, is_added = _INTEGER_BLOCKS[rule.kind]
-            lows = (0 if biases is None else biases) - zeros * scales if is_added else scales
-            is_symmetric = biases is None and bool((zeros == 2 ** (bits - 1)).all())
-            fits = PACKED_DTYPES[self.dtype][0] == bits and (is_added or is_symmetric)
-            is_exact = fits and _is_exact(scales, "F16") and _is_exact(lows, "F16")
-            floats = (scales, lows) if is_added else (scales,)
-            heads = [from_float32(of, "F16").reshape(-1, 2) for of in floats] if is_exact else None
-            codes = codes ^ np.uint8(0x80) if bits == 8 else codes
-        else:
-            heads = None
-        if heads is None:
-            return None
-        half = rule.group_size // 2
-        packed = codes if rule.kind == "Q8_0" else codes[:, :half] | codes[:, half:] << 4
-        return _groups_of(np.concatenate([*heads, packed], axis=1), np.zeros(len(codes), dtype=np.float32))
+def _blocks(
+    rule: BlockRule, codes: Bytes, scales: Floats, zeros: Floats | None, offsets: Floats | None
+) -> Groups | None:
+    """Return blocks of GGUF."""
+    heads = None
+    if rule.kind == "MXFP4":
+        numbers = _bytes_of(scales, "F8_E8M0")
+        heads = None if numbers is None else [numbers.astype(np.uint8)[:, None]]
+    elif rule.kind in INTEGER_TYPES and zeros is not None:
+        is_added = INTEGER_TYPES[rule.kind][1]
+        lows = (0 if offsets is None else offsets) - zeros * scales if is_added else scales
+        is_symmetric = offsets is None and bool((zeros == 2 ** (rule.bits - 1)).all())
+        is_exact = (is_added or is_symmetric) and _is_exact(scales, "F16") and _is_exact(lows, "F16")
+        heads = [half_floats(of) for of in ((scales, lows) if is_added else (scales,))] if is_exact else None
+    if heads is None:
+        return None
+    return _groups_of(rule.pack(codes, heads), np.zeros(len(codes), dtype=np.float32))
 
 
 def _groups_of(codes: Bytes, scales: Floats, offsets: Floats | None = None) -> Groups:

@@ -26,6 +26,8 @@ from pqweights.common.strict_json import rounded
 from pqweights.common.threads import ProcessLock
 from pqweights.convert.jobs import Job, Sink
 from pqweights.convert.records import TensorRecord
+from pqweights.formats.gguf_blocks import BlockRule
+from pqweights.formats.packing import RoundingRule
 from pqweights.kernels import Doubles, load_backend
 from pqweights.kernels.compensation import (
     TILE,
@@ -42,7 +44,6 @@ from pqweights.kernels.groups import FloatRule, GroupRule, Groups
 from pqweights.models.description import ModelDescription
 from pqweights.planning.inputs import KnownInputs
 from pqweights.targets.bf16 import role_of
-from pqweights.targets.formats import BlockRule, Rule
 from pqweights.targets.integers import IntegerJob, RoundedChunk
 
 Floats = npt.NDArray[np.float32]
@@ -73,7 +74,7 @@ class Compensation:
     """
 
     inputs: KnownInputs
-    rounded: Sequence[tuple[LogicalTensor, Rule]]
+    rounded: Sequence[tuple[LogicalTensor, RoundingRule]]
     model: ModelDescription
     _kept: deque[tuple[int, ReadyFactor | None]] = field(default_factory=lambda: deque(maxlen=KEPT_FACTORS))
     _making: ProcessLock = field(default_factory=ProcessLock)
@@ -142,7 +143,7 @@ def _made(inputs: KnownInputs, vector: int) -> ReadyFactor | None:
 
 
 def sources_of(
-    tensor: LogicalTensor, rule: Rule, inputs: KnownInputs, model: ModelDescription
+    tensor: LogicalTensor, rule: RoundingRule, inputs: KnownInputs, model: ModelDescription
 ) -> tuple[int | str, ...]:
     """Return the vector of each matrix of a weight, or the reason why the matrix is rounded plainly."""
     count = math.prod(tensor.shape[:-2])

@@ -11,31 +11,33 @@ from typing import Any
 
 from pqweights.checkpoint.gguf.pooling import MODULES
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.formats.compressed_tensors import config_group
 from pqweights.models import described, text_model
 from pqweights.models.names import renamed, tower_of
 from pqweights.targets.architectures import renames_towers, uses_weights_early
 from pqweights.targets.bf16 import role_of
-from pqweights.targets.linear import Chosen, module_of, patterns
-from pqweights.targets.schemes import CHANNEL, SCHEMES, WeightScheme
+from pqweights.targets.linear import Chosen, LinearFormat, module_of, patterns
 
 # The modules of routers, by the names that they have in memory.
 ROUTERS = r"re:.*\.(gate|router)$"
 MIXED = "mixed-precision"
 
 
-def quantization_config(checkpoint: Checkpoint, chosen: Mapping[str, Chosen]) -> dict[str, Any]:
+def quantization_config(
+    checkpoint: Checkpoint, chosen: Mapping[str, Chosen], formats: Mapping[str, LinearFormat]
+) -> dict[str, Any]:
     """Return the quantization_config: all linear layers but those to be ignored.
 
-    chosen: the formats of the weights that are rounded, keys of SCHEMES
+    chosen: the formats of the weights that are rounded, keys of `formats`
     """
     layers = linear_layers(checkpoint)
-    layouts = dict.fromkeys(SCHEMES[choice.format].format_name for choice in chosen.values())
+    layouts = dict.fromkeys(formats[choice.format].called for choice in chosen.values())
     quantization: dict[str, Any] = {
         "quant_method": "compressed-tensors",
         "format": next(iter(layouts)) if len(layouts) == 1 else MIXED,
         "quantization_status": "compressed",
         "config_groups": {
-            f"group_{number}": _group(SCHEMES[name], size, targets)
+            f"group_{number}": _group(formats[name], size, targets)
             for number, (name, size, targets) in enumerate(_targets(layers, chosen))
         },
         "ignore": _ignored(checkpoint, layers, chosen),
@@ -60,32 +62,10 @@ def linear_layers(checkpoint: Checkpoint) -> list[str]:
     return [t.name for t in may_be if role_of(t, model) not in ("bias", "buffer")]
 
 
-def _group(scheme: WeightScheme, size: int, targets: list[str]) -> dict[str, Any]:
+def _group(how: LinearFormat, size: int, targets: list[str]) -> dict[str, Any]:
     """Return what config.json says of the layers that have a format in groups of a size."""
-    codes: dict[str, Any] = {
-        "num_bits": scheme.bits,
-        "type": "int" if scheme.floats is None else "float",
-        "symmetric": not scheme.zeros,
-    }
-    weights: dict[str, Any] = {"strategy": "group", "group_size": size}
-    inputs: dict[str, Any] = {**weights, "dynamic": True}
-    if scheme.tile is not None:
-        weights = {"strategy": "block", "block_structure": list(scheme.tile)}
-    elif scheme.sizes == CHANNEL:
-        weights, inputs = {"strategy": "channel"}, {"strategy": "token", "dynamic": True}
-    elif scheme.floats == "nvfp4":
-        codes |= dict.fromkeys(("scale_dtype", "zp_dtype"), "torch.float8_e4m3fn")
-        weights = {"strategy": "tensor_group", "group_size": size}
-        inputs = {**weights, "dynamic": "local"}
-    elif scheme.floats is not None:
-        codes |= dict.fromkeys(("scale_dtype", "zp_dtype"), "torch.uint8")
-    return {
-        "targets": targets,
-        "format": scheme.format_name,
-        "input_activations": codes | inputs if scheme.activations else None,
-        "output_activations": None,
-        "weights": codes | weights | {"dynamic": False},
-    }
+    of_layers = how.format((how.rows, size), size)
+    return config_group(of_layers, how.called, targets, channel=how.is_channel, activations=how.activations)
 
 
 def _targets(layers: Sequence[str], chosen: Mapping[str, Chosen]) -> list[tuple[str, int, list[str]]]:

@@ -42,12 +42,14 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.convert.conversion import Conversion, SmallFiles
 from pqweights.errors import ExportError, OptionError
+from pqweights.formats.gguf_blocks import block_format
+from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import FileHeader, GgufFile, GgufFiles, ShardPlan, TensorPlan, cuts
 from pqweights.planning.recipe import Recipe
 from pqweights.storage.addresses import is_repository_id
-from pqweights.targets.formats import BlockRule, Rounding, Stays
+from pqweights.targets.assignment import Stays
 from pqweights.targets.gguf_types import (
     PLAIN_BITS,
     TOWER_TYPE,
@@ -286,7 +288,7 @@ class Gguf:
                     f"the model has no tokenizer, without which llama.cpp ends at the first text: {NO_TOKENIZER}"
                 )
             model = replace(model, notes=(*model.notes, WITHOUT_TOKENIZER))
-        tensors, decisions, warnings = list[LogicalTensor](), dict[str, Rounding | Stays](), list[str]()
+        tensors, decisions, warnings = list[LogicalTensor](), dict[str, PackedFormat | Stays](), list[str]()
         for types in self.types:
             chosen = chosen_types(types, model, checkpoint, imatrix=self.weighed)
             # Several files have tensors of the same names, which a result tells apart.
@@ -320,11 +322,11 @@ def _wanting(types: Mapping[str, TypeChoice]) -> Iterator[str]:
         )
 
 
-def _decision(choice: TypeChoice) -> Rounding | Stays:
+def _decision(choice: TypeChoice) -> PackedFormat | Stays:
     """Return what becomes of a tensor of this type."""
     if choice.type in (*PLAIN_TYPES, INTEGERS):
         return Stays(choice.reason, choice.type)
-    return Rounding(BlockRule.of(choice.type), "gguf", label=choice.type, reason=choice.reason)
+    return block_format(choice.type, choice.reason)
 
 
 def read_options(options: ExportOptions) -> Gguf:

@@ -26,14 +26,16 @@ from pqweights.convert.jobs import CopyJob, Job
 from pqweights.convert.manifest import Manifest
 from pqweights.convert.records import TensorRecord, master_part, mean_error
 from pqweights.errors import OptionError
+from pqweights.formats.gguf_blocks import BlockRule
+from pqweights.formats.packing import PackedFormat
 from pqweights.models import text_model
 from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, coding_of, stored_bytes
 from pqweights.targets import target_name
 from pqweights.targets.architectures import unexamined_warnings
+from pqweights.targets.assignment import Stays
 from pqweights.targets.bf16 import is_weight, plain_plan, role_of, stored_dtype
 from pqweights.targets.carried import carried_unit
 from pqweights.targets.compensation import CompensatedJob, Compensation, WeightedJob
-from pqweights.targets.formats import BlockRule, Rounding, Stays
 from pqweights.targets.integers import IntegerJob, IntegerTarget, Outline
 from pqweights.targets.linear import FUSED_WITH_KEPT
 from pqweights.targets.target import GPTQ, IMPORTANCE, ExportSource
@@ -109,7 +111,7 @@ def _warnings(known: tuple[str, ...], records: Sequence[TensorRecord]) -> tuple[
 def _planned(tensor: LogicalTensor, checkpoint: Checkpoint, outline: Outline) -> TensorPlan:
     """Plan a tensor by the decision of an outline."""
     known, decision = text_model(checkpoint.config), outline.decisions.get(tensor.name)
-    if not isinstance(decision, Rounding):
+    if not isinstance(decision, PackedFormat):
         reason, forced = (None, None) if decision is None else (decision.reason, decision.dtype)
         return plain_plan(
             tensor,
@@ -170,7 +172,7 @@ class IntegerRounding:
     def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
         """Return the job that rounds a weight or copies another tensor."""
         decision = self.outline.decisions.get(tensor.name)
-        if not isinstance(decision, Rounding):
+        if not isinstance(decision, PackedFormat):
             return CopyJob(planned, tensor)
         if decision.unit_of is None:
             return self._rounding_job(planned, tensor, decision)
@@ -182,7 +184,7 @@ class IntegerRounding:
             lambda largest: self._rounding_job(planned, tensor, with_unit(decision, largest)),
         )
 
-    def _rounding_job(self, planned: TensorPlan, tensor: LogicalTensor, decision: Rounding) -> Job:
+    def _rounding_job(self, planned: TensorPlan, tensor: LogicalTensor, decision: PackedFormat) -> Job:
         error, is_original = self.master_errors.get(tensor.name), self.is_original
         if self.compensation is None:
             return IntegerJob(planned, tensor, decision, master_error=error, is_original=is_original)

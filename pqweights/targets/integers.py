@@ -24,14 +24,15 @@ from pqweights.convert.conversion import SmallFiles
 from pqweights.convert.jobs import Job, Sink
 from pqweights.convert.records import TensorRecord
 from pqweights.errors import SourceError
+from pqweights.formats.packing import PackedFormat, RoundingRule
 from pqweights.kernels import Doubles, load_backend
 from pqweights.kernels.compensation import sums_of_squares
 from pqweights.kernels.groups import BEST, GroupRule, Groups
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import Container, ShardPlan, TensorPlan
 from pqweights.planning.recipe import Recipe
+from pqweights.targets.assignment import Stays
 from pqweights.targets.carried import SourceGrid
-from pqweights.targets.formats import Rounding, Rule, Stays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class Outline:
     """
 
     tensors: tuple[LogicalTensor, ...]
-    decisions: Mapping[str, Rounding | Stays]
+    decisions: Mapping[str, PackedFormat | Stays]
     config: dict[str, Any] | None
     left_out: dict[str, str]
     metadata: dict[str, str]
@@ -62,11 +63,11 @@ class Outline:
     companions: tuple[str, ...] | None = None
 
     @property
-    def rounded(self) -> Iterator[tuple[LogicalTensor, Rounding]]:
+    def rounded(self) -> Iterator[tuple[LogicalTensor, PackedFormat]]:
         """The tensors that become integers, and how."""
         for tensor in self.tensors:
             decision = self.decisions.get(tensor.name)
-            if isinstance(decision, Rounding):
+            if isinstance(decision, PackedFormat):
                 yield tensor, decision
 
 
@@ -113,7 +114,7 @@ class IntegerJob:
         self,
         planned: TensorPlan,
         tensor: LogicalTensor,
-        rounding: Rounding,
+        rounding: PackedFormat,
         *,
         master_error: float | None = None,
         is_original: bool,
@@ -228,7 +229,7 @@ class IntegerJob:
         )
 
 
-def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: Rule) -> Doubles:
+def _errors(values: npt.NDArray[np.float32], groups: Groups, rule: RoundingRule) -> Doubles:
     """Return the squared errors of codes against other values than they were made from, summed by group."""
     decoded = rule.decode(groups)
     return sums_of_squares(values.reshape(decoded.shape) - decoded)

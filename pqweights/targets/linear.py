@@ -8,10 +8,11 @@ down-projections of MLA, and all experts of a layer, and refuses a layer whose p
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, cast
 
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
@@ -21,6 +22,8 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.units import counted, first_names, size_text
 from pqweights.errors import ExportError
 from pqweights.formats import DEFAULT_CODEC
+from pqweights.formats.packing import PackedFormat, RoundingRule, StoredPart, tile_shape
+from pqweights.kernels.groups import GroupRule
 from pqweights.models import text_model
 from pqweights.models.conventions import NEVER_QUANTIZED
 from pqweights.models.description import ModelDescription
@@ -30,16 +33,19 @@ from pqweights.planning.plan import DEFAULT_METADATA, stored_bytes
 from pqweights.planning.recipe import DEFAULT_BITS, NOTHING, Recipe, Weight
 from pqweights.planning.roles import classify
 from pqweights.targets.architectures import check_architecture
-from pqweights.targets.assignment import PLAIN, PLAIN_ERROR, Candidate, chosen_within, distortion, weight_of
+from pqweights.targets.assignment import PLAIN, PLAIN_ERROR, Candidate, Stays, chosen_within, distortion, weight_of
 from pqweights.targets.bf16 import is_weight, role_of, stored_dtype
 from pqweights.targets.carried import plain_beside_codes
 from pqweights.targets.experts import is_stack
-from pqweights.targets.formats import Rounding, Stays
 from pqweights.targets.integers import Outline
-from pqweights.targets.target import GroupSize
+from pqweights.targets.target import BEST, MINMAX, GroupSize
 
 # The longest row, in weights; eight rows are held in memory at once.
 MOST_COLUMNS = 1 << 20
+# The group sizes of a format of which each row is a group: any row can be one.
+CHANNEL = (1,)
+# A layer that would take this many bits a weight, as many as in BF16, stays plain.
+TOO_MANY_BITS = 16
 # What the header of a file takes for a tensor, at most: a weight of a format may be stored as four.
 HEADER_BYTES = 800
 FUSED_WITH_KEPT = "runtimes fuse it with a layer that the master keeps"
@@ -48,21 +54,83 @@ FUSED_WITH_PLAIN = "runtimes fuse it with a layer that stays plain"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^\\.])")
 
 
-class LinearFormat(Protocol):
-    """A format of linear layers."""
+@dataclass(frozen=True, kw_only=True)
+class LinearFormat:
+    """A format of linear layers: a row in the table of a target, with the options that a user asks for.
+
+    rule: how weights become codes as the runtime's own converter makes them
+    layout: how they are stored
+    groups: how many weights share a scale; CHANNEL for those of a row
+    qparams: BEST for the scales of least error, or MINMAX for those of the rule
+    activations: whether the runtime also rounds what layers read, by what it finds there
+    rows: the rows of a weight are a multiple of this number
+    called: what compressed-tensors calls the layout
+    configuration: of a tool of which one format is that of all layers, what returns its quantization_config from the
+        rule, the modules that stay plain, and expressions for these
+    files: returns JSON files that the tool writes beside config.json, given the quantization_config
+    stacks: whether stacks of all experts of a layer are stored so, and nothing else
+    """
+
+    rule: RoundingRule
+    layout: tuple[StoredPart, ...]
+    groups: GroupSize
+    qparams: str = BEST
+    activations: bool = False
+    rows: int = 1
+    called: str = ""
+    configuration: Callable[[RoundingRule, Sequence[str], Iterable[str]], dict[str, Any]] | None = None
+    files: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    stacks: bool = False
 
     @property
-    def groups(self) -> GroupSize:
-        """How many weights of a row share a scale."""
-        ...
+    def is_channel(self) -> bool:
+        """Whether each row has one scale."""
+        return self.groups.allowed == CHANNEL
 
-    def rounding(self, shape: tuple[int, ...], size: int) -> Rounding:
-        """Return how a weight is rounded in groups of a size."""
-        ...
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The values of `qparams`: rows and FP8 have no better scale than that of the largest weight, or hardly."""
+        return (MINMAX,) if self.is_channel or self.rule.kind == "fp8" else (BEST, MINMAX)
+
+    @property
+    def has_integer_groups(self) -> bool:
+        """Whether weights are integers in groups, so that errors can be compensated."""
+        return isinstance(self.rule, GroupRule) and not self.is_channel
+
+    def with_options(self, group_size: int | None, qparams: str) -> LinearFormat:
+        """Return the format with what a user asks for. Raises OptionError for a size that it does not have."""
+        groups = GroupSize.of(self.groups.target, self.groups.allowed, group_size)
+        return replace(self, groups=groups, qparams=qparams if qparams in self.ways else self.ways[0])
+
+    def format(self, shape: tuple[int, ...], size: int) -> PackedFormat:
+        """Return how a weight is stored in groups of a size."""
+        options: dict[str, Any] = {"group_size": size}
+        label = None
+        if self.is_channel:
+            options, label = {"group_size": shape[-1]}, f"{self.rule.kind}-channel"
+        elif self.rule.rows > 1:
+            options, label = {"row_length": shape[-1]}, f"{self.rule.kind}-{self.rule.rows}x{self.rule.group_size}"
+        elif self.qparams == BEST and BEST in self.ways:
+            options["rule" if isinstance(self.rule, GroupRule) else "name"] = BEST
+        return PackedFormat(replace(cast("Any", self.rule), **options), self.layout, label=label)
 
     def why_not(self, shape: tuple[int, ...], size: int) -> str | None:
-        """Return why a weight whose rows groups of a size divide is not stored so; None if it is."""
-        ...
+        """Return why a weight whose rows groups of a size divide is not stored so; None if it is.
+
+        vLLM cuts fused layers and their shards at whole tiles, or words. Padded to tiles, a layer may take as much as
+        in BF16.
+        """
+        if shape[0] % self.rows:
+            return f"tiles of {self.rows} rows do not divide its {shape[0]} rows"
+        if not any(part.tiled for part in self.layout):
+            return None
+        bits = 8 * stored_bytes(self.format(shape, size).specs("weight", shape)) / math.prod(shape)
+        if bits < TOO_MANY_BITS:
+            return None
+        return (
+            f"rows of {shape[1]} weights, padded to {tile_shape(shape)[1]}, would take {bits:.4g} bits a weight; "
+            "--packing plain pads nothing"
+        )
 
 
 class Chosen(NamedTuple):
@@ -90,13 +158,12 @@ class LinearWeights:
     plain: Mapping[str, str]
     warnings: tuple[str, ...] = ()
 
-    def rounding(self, tensor: LogicalTensor) -> Rounding:
-        """Return how a weight is rounded that can become integers."""
+    def format(self, tensor: LogicalTensor) -> PackedFormat:
+        """Return how a weight is stored that can become integers."""
         name, size, reason = self.chosen[tensor.name]
-        rounding = self.formats[name].rounding(tensor.shape, size)
-        if rounding.has_unit:
-            rounding = replace(rounding, unit_of=_joined_matrix(tensor, self.model))
-        return rounding if reason is None else replace(rounding, reason=reason)
+        how = self.formats[name].format(tensor.shape, size)
+        unit_of = _joined_matrix(tensor, self.model) if how.has_unit else None
+        return replace(how, unit_of=unit_of, reason=reason)
 
     def outline(
         self,
@@ -111,8 +178,8 @@ class LinearWeights:
         quantization: the quantization_config
         warnings: others than those of fused layers
         """
-        decisions: dict[str, Rounding | Stays] = {name: Stays(why) for name, why in self.plain.items()}
-        decisions |= {t.name: self.rounding(t) for t in checkpoint.tensors if t.name in self.chosen}
+        decisions: dict[str, PackedFormat | Stays] = {name: Stays(why) for name, why in self.plain.items()}
+        decisions |= {t.name: self.format(t) for t in checkpoint.tensors if t.name in self.chosen}
         old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
         return Outline(
             tensors=checkpoint.tensors,
@@ -216,7 +283,7 @@ def _plain_in_source(rules: LinearRules, linear: Sequence[LogicalTensor]) -> set
     shape, size = next(((shape, size) for shape, size in sizes if size is not None), ((), None))
     if size is None or rules.recipe.size is not None:
         return set()
-    return plain_beside_codes(linear, usual.rounding(shape, size).rule)
+    return plain_beside_codes(linear, usual.format(shape, size).rule)
 
 
 def _within(
@@ -237,7 +304,7 @@ def _within(
             reasons, size = sizes.of_layer(layer, name)
             if reasons:
                 continue
-            roundings = [rules.formats[name].rounding(tensor.shape, size) for tensor in layer]
+            roundings = [rules.formats[name].format(tensor.shape, size) for tensor in layer]
             cost = sum(stored_bytes(how.specs(t.name, t.shape)) for how, t in zip(roundings, layer, strict=True))
             layers[key].append(Candidate(name, cost, distortion(roundings[0].rule)))
             chosen_as[key, name] = Chosen(name, size, reason)
@@ -245,7 +312,7 @@ def _within(
     overhead = HEADER_BYTES * (len(checkpoint.tensors) + 1)
     for tensor in checkpoint.tensors:
         if tensor.name in weights.chosen and tensor.name not in in_layers:
-            overhead += stored_bytes(weights.rounding(tensor).specs(tensor.name, tensor.shape))
+            overhead += stored_bytes(weights.format(tensor).specs(tensor.name, tensor.shape))
         elif tensor.name not in in_layers:
             model = model_dtype(checkpoint.config, checkpoint.tensors)
             dtype = stored_dtype(tensor, checkpoint.weights, model=model, dtype="BF16")

@@ -15,12 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pqweights.checkpoint.header import StoredTensor, TensorSpec
+from pqweights.checkpoint.header import ByteReads, StoredTensor, TensorSpec
 from pqweights.checkpoint.native import SourceTensor, coded_specs
-from pqweights.checkpoint.packed import DecodedTensor
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.storage import ByteReads
 from pqweights.common.threads import Progress
 from pqweights.convert.conversion import MASTER, Conversion, make_plan
 from pqweights.convert.jobs import CopyJob, Job, Sink
@@ -29,6 +27,7 @@ from pqweights.convert.records import TensorRecord
 from pqweights.convert.task import RunOptions
 from pqweights.errors import SourceChangedError, SourceError
 from pqweights.formats.native import Native, bits_of, item_width
+from pqweights.formats.packed import QuantizedTensor
 from pqweights.kernels import lossless
 from pqweights.kernels.lossless import CHUNK_ITEMS, Bytes, Lengths
 from pqweights.kernels.workers import scratch
@@ -80,7 +79,7 @@ def runs_of(storage: ByteReads, stored: StoredTensor) -> list[ChunkRun]:
 
 def source_tensor(tensor: LogicalTensor, model: ModelDescription) -> SourceTensor | None:
     """Return a tensor whose numbers are stored by their entropy, if that pays; None for what is kept as it is."""
-    if isinstance(tensor, DecodedTensor):
+    if isinstance(tensor, QuantizedTensor):
         return tensor
     role = classify(tensor.name, tensor.dtype, tensor.shape, model)
     return tensor if isinstance(tensor, PlainTensor) and not role.structural else None
@@ -90,7 +89,7 @@ def measure(checkpoint: Checkpoint, threads: int, progress: Progress) -> dict[st
     """Return the bytes of each chunk of the stored tensors that get smaller when they are coded, by name."""
     model = text_model(checkpoint.config)
     for tensor in checkpoint.tensors:
-        if not isinstance(tensor, PlainTensor | DecodedTensor):
+        if not isinstance(tensor, PlainTensor | QuantizedTensor):
             raise SourceError(
                 f"{tensor.parts[0].file}: lossless takes checkpoints in safetensors, as published; expected one, found "
                 "a GGUF file or a master, whose weights would be decoded: keep it as it is"
@@ -156,7 +155,7 @@ def _planned(tensor: LogicalTensor, model: ModelDescription, lengths: Mapping[st
     """Plan a tensor by what was measured."""
     role, source = classify(tensor.name, tensor.dtype, tensor.shape, model), source_tensor(tensor, model)
     is_coded = source is not None and any(part.name in lengths for part in source.parts)
-    if source is None or not math.prod(tensor.shape) or not (is_coded or isinstance(source, DecodedTensor)):
+    if source is None or not math.prod(tensor.shape) or not (is_coded or isinstance(source, QuantizedTensor)):
         reason = role.keep if source is None and role.keep else "coding would not make it smaller"
         stored: tuple[TensorSpec, ...] = (TensorSpec(tensor.name, tensor.plain_dtype, tensor.shape),)
         action, codec, bits = KEEP, None, None
@@ -182,7 +181,7 @@ def encode(planned: TensorPlan, tensor: LogicalTensor, *, lengths: Mapping[str, 
     """Return the pass that codes a weight, or copies a tensor that is kept."""
     if planned.action == KEEP:
         return CopyJob(planned, tensor)
-    assert isinstance(tensor, PlainTensor | DecodedTensor)
+    assert isinstance(tensor, PlainTensor | QuantizedTensor)
     return LosslessJob(planned, tensor, lengths)
 
 

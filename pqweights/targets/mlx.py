@@ -31,7 +31,8 @@ from pqweights.common.markdown import fenced
 from pqweights.common.strict_json import json_bytes
 from pqweights.common.threads import ProcessLock
 from pqweights.errors import ExportError, MissingDependencyError, OptionError
-from pqweights.kernels.groups import FloatRule, GroupRule
+from pqweights.formats.mlx import mlx_format
+from pqweights.formats.packing import PackedFormat
 from pqweights.models import described, text_config, text_model
 from pqweights.models.conventions import HEADS
 from pqweights.models.description import ModelDescription
@@ -47,6 +48,7 @@ from pqweights.targets.assignment import (
     PLAIN_ERROR,
     Candidate,
     Layers,
+    Stays,
     chosen_within,
     describe,
     distortion,
@@ -55,7 +57,6 @@ from pqweights.targets.assignment import (
 )
 from pqweights.targets.bf16 import is_weight, role_of, stored_dtype
 from pqweights.targets.carried import plain_beside_codes
-from pqweights.targets.formats import Rounding, Stays
 from pqweights.targets.integer_export import plan_integers
 from pqweights.targets.integers import Outline
 from pqweights.targets.linear import FUSED_WITH_KEPT, HEADER_BYTES, PLAIN_IN_SOURCE, fused_warnings, kept_by_recipe
@@ -198,7 +199,7 @@ class MlxFormat:
 
         if self.mix is not None or self.recipe.size is not None:
             return set()
-        usual = _rounding(QuantizedModule(self.bits, self.groups.size, self.mode), self.qparams)
+        usual = _format(QuantizedModule(self.bits, self.groups.size, self.mode), self.qparams)
         return plain_beside_codes(checkpoint.tensors, usual.rule)
 
     def _module(self, name: str, columns: int) -> QuantizedModule | None:
@@ -232,7 +233,7 @@ class MlxFormat:
                 modules = [self._module(name, shape[-1]) for shape in shapes]
                 if (first := modules[0]) is not None and None not in modules:
                     cost = sum(HEADER_BYTES + _stored(shape, how) for shape, how in zip(shapes, modules, strict=True))
-                    candidates[layer].append(Candidate(name, cost, distortion(_rounding(first, self.qparams).rule)))
+                    candidates[layer].append(Candidate(name, cost, distortion(_format(first, self.qparams).rule)))
         chosen = chosen_within(
             self.recipe,
             candidates,
@@ -252,16 +253,16 @@ class MlxFormat:
         weights: frozenset[str],
         fused: Collection[str],
         stay: Collection[str],
-    ) -> dict[str, Rounding | Stays]:
+    ) -> dict[str, PackedFormat | Stays]:
         """Decide what becomes of each weight.
 
         weights: see Checkpoint
         fused: the names of those that stay plain as they are partly kept
         stay: the names in the checkpoint of those that stay plain as the source has them
         """
-        decisions: dict[str, Rounding | Stays] = {}
+        decisions: dict[str, PackedFormat | Stays] = {}
         for module, how in model.quantized.items():
-            decisions[f"{module}.weight"] = _rounding(how, self.qparams)
+            decisions[f"{module}.weight"] = _format(how, self.qparams)
         for tensor in outputs:
             if tensor.name in fused:
                 decisions[tensor.name] = Stays(FUSED_WITH_KEPT)
@@ -286,18 +287,14 @@ class MlxFormat:
         return "mlx-lm does not quantize it" if size is None else f"chosen for {size}"
 
 
-def _rounding(how: QuantizedModule, qparams: str) -> Rounding:
-    """Return how the weight of a module is rounded."""
-    name = BEST if qparams == BEST else "mlx"
-    if how.mode != "affine":
-        return Rounding(FloatRule(how.mode, how.bits, how.group_size, name), "mlx-floats")
-    rule = GroupRule(bits=how.bits, group_size=how.group_size, symmetric=False, middle=False, rule=name)
-    return Rounding(rule, "mlx-affine")
+def _format(how: QuantizedModule, qparams: str) -> PackedFormat:
+    """Return the format of the weight of a module."""
+    return mlx_format(how.mode, how.bits, how.group_size, name=BEST if qparams == BEST else "mlx")
 
 
 def _stored(shape: tuple[int, ...], how: QuantizedModule | None) -> int:
     """Return the bytes of a weight that is quantized, or of a tensor that is not."""
-    return 2 * math.prod(shape) if how is None else stored_bytes(_rounding(how, BEST).specs("", shape))
+    return 2 * math.prod(shape) if how is None else stored_bytes(_format(how, BEST).specs("", shape))
 
 
 def _check_head(checkpoint: Checkpoint, used: Set[str]) -> None:

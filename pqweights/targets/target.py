@@ -15,6 +15,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.manifest import Manifest
 from pqweights.errors import ExportError, OptionError
+from pqweights.formats.packing import PackedFormat
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import LLAMA_CPP as LLAMA_CPP
@@ -22,7 +23,6 @@ from pqweights.planning.options import MLX as MLX
 from pqweights.planning.options import TRANSFORMERS as TRANSFORMERS
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, stored_bytes
-from pqweights.targets.formats import Rounding
 from pqweights.targets.loading import LoadableModel
 
 # The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
@@ -63,9 +63,9 @@ class ExportSource:
 USUAL_SHAPE = (4096, 4096)
 
 
-def stored_bits(rounding: Rounding) -> float:
+def stored_bits(how: PackedFormat) -> float:
     """Return the bits of a weight of a usual layer, scales included."""
-    return 8 * stored_bytes(rounding.specs("weight", USUAL_SHAPE)) / math.prod(USUAL_SHAPE)
+    return 8 * stored_bytes(how.specs("weight", USUAL_SHAPE)) / math.prod(USUAL_SHAPE)
 
 
 class FormatChoice(NamedTuple):

@@ -18,24 +18,27 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor, element_count, whole_blocks
 from pqweights.convert import jobs
 from pqweights.convert.jobs import Job, Sink
+from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.groups import FloatRule
 from pqweights.kernels.workers import scratch
-from pqweights.targets.formats import FLOAT4_LARGEST, Rounding, Stays
+from pqweights.targets.assignment import Stays
 
 # The scale of the largest weight, in units: the largest of E4M3. Less would leave that one group room for a scale that
 # is one and a half times as large (Four over Six, arXiv:2512.02010), but all others less of the range: with 256 the
 # squared error of two small language models is 0.3 % less, and their divergence 1 to 3 % more.
 LARGEST_SCALE = 448
+# The largest number of E2M1.
+FLOAT4_LARGEST = 6
 
 
 def fused_weights(
-    tensors: Sequence[LogicalTensor], decisions: Mapping[str, Rounding | Stays]
+    tensors: Sequence[LogicalTensor], decisions: Mapping[str, PackedFormat | Stays]
 ) -> dict[str, tuple[LogicalTensor, ...]]:
     """Return for each weight that needs a unit all weights that share it, itself included, by name."""
     layers: dict[str, list[LogicalTensor]] = {}
     for tensor in tensors:
         decision = decisions.get(tensor.name)
-        if isinstance(decision, Rounding) and decision.unit_of is not None:
+        if isinstance(decision, PackedFormat) and decision.unit_of is not None:
             layers.setdefault(decision.unit_of, []).append(tensor)
     return {tensor.name: tuple(layer) for layer in layers.values() for tensor in layer}
 
@@ -84,7 +87,7 @@ def reading_together(
     )
 
 
-def with_unit(rounding: Rounding, largest: float) -> Rounding:
+def with_unit(rounding: PackedFormat, largest: float) -> PackedFormat:
     """Return how weights are rounded of which the largest has this magnitude."""
     assert isinstance(rounding.rule, FloatRule)
     # What files hold is the inverse, in float32.
@@ -95,7 +98,7 @@ def with_unit(rounding: Rounding, largest: float) -> Rounding:
     return of_unit(rounding, unit if 0 < unit < np.inf else 1.0)
 
 
-def of_unit(rounding: Rounding, unit: float) -> Rounding:
+def of_unit(rounding: PackedFormat, unit: float) -> PackedFormat:
     """Return how weights are rounded that have a unit already."""
     assert isinstance(rounding.rule, FloatRule)
     return replace(rounding, rule=replace(rounding.rule, unit=unit))

@@ -6,15 +6,41 @@ specification 1.0.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.strict_json import json_bytes
 from pqweights.common.units import first_names
 from pqweights.convert.conversion import SmallFiles
 from pqweights.errors import ExportError, OptionError
+from pqweights.formats.fp8 import DEEPSEEK, FLOAT_QUANTIZED, TILE, deepseek_configuration
+from pqweights.formats.integer_groups import (
+    AWQ,
+    GPTQ,
+    INT_QUANTIZED,
+    PACK_QUANTIZED,
+    PACK_QUANTIZED_ZEROS,
+    awq_configuration,
+    gptq_configuration,
+)
+from pqweights.formats.microscaling import (
+    GPT_OSS,
+    HEAD,
+    MODELOPT,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    NVFP4_INPUTS,
+    gpt_oss_configuration,
+    modelopt_configuration,
+    modelopt_files,
+)
+from pqweights.formats.packing import WORD, StoredPart
+from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.models import has_trait
 from pqweights.models.traits import Trait
 from pqweights.planning.options import ExportOptions
@@ -22,17 +48,23 @@ from pqweights.planning.plan import ShardPlan
 from pqweights.planning.recipe import NOTHING, Recipe
 from pqweights.targets.assignment import describe, recipe_of
 from pqweights.targets.bf16 import role_of
-from pqweights.targets.compressed_tensors import decodes_at_once
-from pqweights.targets.dialects import configuration, small_files
+from pqweights.targets.compressed_tensors import decodes_at_once, linear_layers, quantization_config
 from pqweights.targets.experts import OF_STACKS, is_stack, with_single_experts, with_upright_stacks
 from pqweights.targets.integer_export import plan_integers
 from pqweights.targets.integers import Outline
-from pqweights.targets.linear import LinearFormat, LinearRules, LinearWeights, linear_weights
+from pqweights.targets.linear import (
+    CHANNEL,
+    Chosen,
+    LinearFormat,
+    LinearRules,
+    LinearWeights,
+    linear_weights,
+    module_of,
+    patterns,
+)
 from pqweights.targets.loading import LoadableModel, by_transformers, shell
 from pqweights.targets.possible import one_of_each
-from pqweights.targets.schemes import CHANNEL, SCHEMES, Dialect, SchemeFormat, WeightScheme
 from pqweights.targets.target import (
-    BEST,
     COMPRESSED_TENSORS,
     INTEGER_OPTIONS,
     RECIPE_OPTIONS,
@@ -55,77 +87,159 @@ RESHAPED = (
 UNSTACKED = "the experts of this model stay plain; --format mxfp4-gpt-oss rounds them, and nothing else"
 
 
+GROUPS = GroupSize(target=NAME, allowed=(128, 64, 32), asked=None)
+ROWS = GroupSize(target=NAME, allowed=CHANNEL, asked=None)
+
+
+def _fixed(size: int) -> GroupSize:
+    """Return the one group size of a format."""
+    return GroupSize(target=NAME, allowed=(size,), asked=None)
+
+
+def _symmetric(bits: int, scale_dtype: str = "BF16") -> GroupRule:
+    return GroupRule(
+        bits=bits, group_size=128, symmetric=True, middle=True, rule="compressed-tensors", scale_dtype=scale_dtype
+    )
+
+
+def _asymmetric(scale_dtype: str = "BF16") -> GroupRule:
+    way = "compressed-tensors-asymmetric"
+    return GroupRule(
+        bits=4, group_size=128, symmetric=False, middle=False, zeros=True, rule=way, scale_dtype=scale_dtype
+    )
+
+
+def _integers(bits: int) -> LinearFormat:
+    return LinearFormat(rule=_symmetric(bits), layout=PACK_QUANTIZED, groups=GROUPS, called="pack-quantized")
+
+
+def _floats(kind: str, bits: int, size: int, layout: tuple[StoredPart, ...], called: str, **more: Any) -> LinearFormat:
+    rule = FloatRule(kind, bits, size, "compressed-tensors")
+    return LinearFormat(rule=rule, layout=layout, groups=_fixed(size), called=called, **more)
+
+
+def _gptq(bits: int) -> LinearFormat:
+    rule = _symmetric(bits, "F16")
+    return LinearFormat(rule=rule, layout=GPTQ["gptq"], groups=GROUPS, rows=WORD, configuration=gptq_configuration)
+
+
+_FP8 = FloatRule("fp8", 8, 1, "compressed-tensors")
+_FP8_TILES = replace(_FP8, rows=TILE[0], group_size=TILE[1])
+# By name, as in compressed-tensors; fp8 is its FP8_DYNAMIC, int8 its W8A8. docs/formats.md says how to add one.
+FORMATS = {
+    "w4a16": _integers(4),
+    "w8a16": _integers(8),
+    "w3a16": _integers(3),
+    "w2a16": _integers(2),
+    "w4a16-asym": LinearFormat(rule=_asymmetric(), layout=PACK_QUANTIZED_ZEROS, groups=GROUPS, called="pack-quantized"),
+    "int8": LinearFormat(
+        rule=_symmetric(8), layout=INT_QUANTIZED, groups=ROWS, activations=True, called="int-quantized"
+    ),
+    "fp8": LinearFormat(rule=_FP8, layout=FLOAT_QUANTIZED, groups=ROWS, activations=True, called="float-quantized"),
+    "fp8-block": LinearFormat(
+        rule=_FP8_TILES,
+        layout=FLOAT_QUANTIZED,
+        groups=_fixed(TILE[1]),
+        rows=TILE[0],
+        activations=True,
+        called="float-quantized",
+    ),
+    "mxfp4": _floats("mxfp4", 4, 32, MXFP4, "mxfp4-pack-quantized", activations=True),
+    "mxfp4a16": _floats("mxfp4", 4, 32, MXFP4, "mxfp4-pack-quantized"),
+    "mxfp8": _floats("mxfp8", 8, 32, MXFP8, "mxfp8-quantized", activations=True),
+    "mxfp8a16": _floats("mxfp8", 8, 32, MXFP8, "mxfp8-quantized"),
+    "nvfp4": _floats("nvfp4", 4, 16, NVFP4_INPUTS, "nvfp4-pack-quantized", activations=True),
+    "nvfp4a16": _floats("nvfp4", 4, 16, NVFP4, "nvfp4-pack-quantized"),
+    # Those of other tools, of which one format is that of all layers.
+    "fp8-deepseek": LinearFormat(
+        rule=_FP8_TILES,
+        layout=DEEPSEEK,
+        groups=_fixed(TILE[1]),
+        rows=TILE[0],
+        activations=True,
+        configuration=deepseek_configuration,
+    ),
+    "awq": LinearFormat(rule=_asymmetric("F16"), layout=AWQ, groups=GROUPS, rows=WORD, configuration=awq_configuration),
+    "gptq": _gptq(4),
+    "gptq-8": _gptq(8),
+    "mxfp4-gpt-oss": _floats("mxfp4", 4, 32, GPT_OSS, "", configuration=gpt_oss_configuration, stacks=True),
+    "nvfp4-modelopt": _floats(
+        "nvfp4", 4, 16, MODELOPT, "", activations=True, configuration=modelopt_configuration, files=modelopt_files
+    ),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class VllmFormat:
     """The format with its options: see ExportOptions."""
 
     name: str
-    groups: GroupSize
-    qparams: str
+    chosen: LinearFormat
     recipe: Recipe = NOTHING
-
-    @property
-    def scheme(self) -> WeightScheme:
-        """What the name stands for."""
-        return SCHEMES[self.name]
 
     def describe(self) -> dict[str, Any]:
         """Return the manifest's account of the target and its options."""
-        stated = {"target": NAME, "format": self.name, "bits": self.scheme.bits, "qparams": self.qparams}
-        sizes = {} if self.scheme.sizes == CHANNEL else {"group_size": self.groups.size}
+        chosen = self.chosen
+        stated = {"target": NAME, "format": self.name, "bits": chosen.rule.bits, "qparams": chosen.qparams}
+        sizes = {} if chosen.is_channel else {"group_size": chosen.groups.size}
         return stated | sizes | describe(self.recipe)
 
     @property
     def formats(self) -> dict[str, LinearFormat]:
-        """All formats, the default first."""
-        default = SchemeFormat(self.scheme, self.groups, self.qparams)
-        others = {name: _default_format(name, self.qparams) for name in _that_mix_with(self.name) if name != self.name}
-        return {self.name: default, **others}
+        """All formats that one export may have, the default first; those of rules in their own group sizes."""
+        others = (name for name in _that_mix_with(self.name) if name != self.name)
+        return {self.name: self.chosen} | {n: FORMATS[n].with_options(None, self.chosen.qparams) for n in others}
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which linear layers become integers; names and shapes are those of the source, of single experts."""
-        stacks = self.scheme.dialect is Dialect.GPT_OSS
+        stacks = self.chosen.stacks
         checkpoint = with_upright_stacks(checkpoint) if stacks else with_single_experts(checkpoint)
         rules = LinearRules(
             target=NAME,
             formats=self.formats,
             ladder=_ladder(self.name),
             recipe=self.recipe,
-            # transformers decodes all layers in one group size, if it decodes them as it loads them
-            one_size=self.scheme.has_one_size or decodes_at_once(checkpoint),
+            # Tools with scales in F16 state one group size for all layers, and transformers decodes all layers in one
+            # if it decodes them as it loads them.
+            one_size=self.chosen.layout in (AWQ, *GPTQ.values()) or decodes_at_once(checkpoint),
             stacks=stacks,
         )
         linear = linear_weights(checkpoint, rules)
         if stacks:
             _check_stacks(checkpoint, linear)
-        quantization = configuration(checkpoint, linear.chosen, self.scheme.dialect)
+        quantization = self._configuration(checkpoint, linear.chosen)
         outline = linear.outline(checkpoint, quantization=quantization, warnings=_experts_warnings(checkpoint, linear))
-        files = small_files(quantization, self.scheme.dialect)
-        return replace(outline, small_files=partial(_whatever_shards, files)) if files else outline
+        if self.chosen.files is None:
+            return outline
+        files = {name: partial(json_bytes, content) for name, content in self.chosen.files(quantization).items()}
+        return replace(outline, small_files=partial(_whatever_shards, files))
+
+    def _configuration(self, checkpoint: Checkpoint, chosen: Mapping[str, Chosen]) -> dict[str, Any]:
+        """Return the quantization_config. chosen: the formats of the weights that are rounded"""
+        if self.chosen.configuration is None:
+            return quantization_config(checkpoint, chosen, self.formats)
+        size = next(iter(chosen.values())).size
+        plain = [name for name in linear_layers(checkpoint) if name not in chosen]
+        modules = list(dict.fromkeys([HEAD, *map(module_of, plain)]))
+        expressions = itertools.chain([HEAD], (of.removeprefix("re:") for of in patterns(plain, list(chosen))))
+        return self.chosen.configuration(self.chosen.format((1, size), size).rule, modules, expressions)
 
 
 def _whatever_shards(files: SmallFiles, shards: Sequence[ShardPlan]) -> SmallFiles:
     return files
 
 
-def _default_format(name: str, qparams: str) -> SchemeFormat:
-    """Return a format that a rule asks for, in its own group size."""
-    scheme = SCHEMES[name]
-    groups = GroupSize.of(NAME, scheme.sizes, None)
-    return SchemeFormat(scheme, groups, qparams if qparams in scheme.rules else scheme.rules[0])
-
-
 def _that_mix_with(name: str) -> tuple[str, ...]:
-    """Return the formats that one export may have besides a format, itself included; only one dialect has several."""
-    if SCHEMES[name].dialect is not Dialect.COMPRESSED_TENSORS:
+    """Return the formats that one export may have besides a format, itself included."""
+    if FORMATS[name].configuration is not None:
         return (name,)
-    return tuple(other for other, scheme in SCHEMES.items() if scheme.dialect is Dialect.COMPRESSED_TENSORS)
+    return tuple(other for other, how in FORMATS.items() if how.configuration is None)
 
 
 def _ladder(name: str) -> tuple[str, ...]:
     """Return the formats from which those of a size are chosen: with rounded activations if the default has them."""
-    activations = SCHEMES[name].activations
-    others = (n for n in LADDER if n in _that_mix_with(name) and SCHEMES[n].activations == activations)
+    activations = FORMATS[name].activations
+    others = (n for n in LADDER if n in _that_mix_with(name) and FORMATS[n].activations == activations)
     return tuple(dict.fromkeys([name, *others]))
 
 
@@ -163,20 +277,17 @@ def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[st
 
 def read_options(options: ExportOptions) -> VllmFormat:
     """Return the format. Raises OptionError for an option that it does not have."""
-    name = one_of(NAME, "format", options.format, allowed=tuple(SCHEMES))
+    name = one_of(NAME, "format", options.format, allowed=tuple(FORMATS))
     if options.bits is not None and options.format is None:
         name = f"w{one_of(NAME, 'bits', options.bits, allowed=(4, 8))}a16"
-    scheme = SCHEMES[name]
-    if options.bits not in (None, scheme.bits):
-        raise OptionError(f"`bits` {options.bits}: the format {name} has {scheme.bits}")
-    why_not = None if scheme.has_integer_groups else f"expected integers in groups, found the format {name}"
+    how = FORMATS[name]
+    if options.bits not in (None, how.rule.bits):
+        raise OptionError(f"`bits` {options.bits}: the format {name} has {how.rule.bits}")
+    why_not = None if how.has_integer_groups else f"expected integers in groups, found the format {name}"
     check_rounding(NAME, options, why_not=why_not)
-    return VllmFormat(
-        name=name,
-        groups=GroupSize.of(NAME, scheme.sizes, options.group_size),
-        qparams=one_of(NAME, "qparams", options.qparams, allowed=scheme.rules),
-        recipe=recipe_of(options, _that_mix_with(name)),
-    )
+    qparams = one_of(NAME, "qparams", options.qparams, allowed=how.ways)
+    chosen = how.with_options(options.group_size, qparams)
+    return VllmFormat(name=name, chosen=chosen, recipe=recipe_of(options, _that_mix_with(name)))
 
 
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
@@ -192,8 +303,7 @@ PROPOSED = ("w8a16", "fp8", "int8", "nvfp4", "mxfp4", "w4a16", "w3a16")
 
 def _bits(name: str) -> float:
     """Return the bits of a weight of a usual layer."""
-    layer, (size, *_) = _default_format(name, BEST), SCHEMES[name].sizes
-    return stored_bits(layer.rounding(USUAL_SHAPE, size))
+    return stored_bits(FORMATS[name].format(USUAL_SHAPE, FORMATS[name].groups.size))
 
 
 TARGET = ExportTarget(

@@ -19,12 +19,12 @@ from pqweights.checkpoint.gguf.file import parse_gguf
 from pqweights.checkpoint.gguf.tokens import read_tokenizer
 from pqweights.checkpoint.header import MAX_NAME, MOST_OF_NOTHING, StoredTensor
 from pqweights.checkpoint.master import logical_tensors
-from pqweights.checkpoint.mlx_stacks import with_single_experts
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import Storage
 from pqweights.common.documents import Document, as_document
 from pqweights.errors import MasterError, PqweightsError, SourceError
 from pqweights.formats.columns import MOST_STORED_COLUMNS, ColumnCut
+from pqweights.formats.mlx_stacks import with_single_experts
 from pqweights.planning.recipe import parse_recipe
 
 

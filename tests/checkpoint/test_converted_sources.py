@@ -26,9 +26,9 @@ from packed_cases import (
     values,
 )
 
-from pqweights.checkpoint.packed import TableTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import SourceError
+from pqweights.formats.packed import QuantizedTensor
 from pqweights.planning.recipe import load_recipe
 from pqweights.results.verify import verify
 
@@ -95,7 +95,7 @@ def test_torchao_is_decoded_as_by_torchao(name: str, dtype: str, tmp_path: Path)
 def test_bitsandbytes_is_number_times_scale_of_the_block(
     kind: str, nested: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TableTensor, "BAND_ELEMENTS", 1000)
+    monkeypatch.setattr(QuantizedTensor, "BAND_ELEMENTS", 1000)
     assert_decoded(bitsandbytes(kind, nested=nested), tmp_path / "src", kind.upper())
     assert_decoded(bitsandbytes(kind, (7, 9), nested=nested, dtype="float16"), tmp_path / "odd", kind.upper(), "F16")
 

@@ -30,9 +30,9 @@ from packed_cases import (
     values,
 )
 
-from pqweights.checkpoint.packed import PackedSourceTensor, TransposedTensor
 from pqweights.common.dtypes import PACKED_DTYPES
 from pqweights.errors import SourceError
+from pqweights.formats.packed import QuantizedTensor
 from pqweights.planning.recipe import load_recipe
 from pqweights.results.verify import verify
 
@@ -65,7 +65,7 @@ def test_groups_of_several_widths_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_large_rows_are_decoded_in_bands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PackedSourceTensor, "BAND_ELEMENTS", 70)
+    monkeypatch.setattr(QuantizedTensor, "BAND_ELEMENTS", 70)
     for number, group in enumerate((scheme("pack-quantized", 3, group=32, symmetric=False), FLOATS[1][0])):
         packed, expected = compress((37, 96), group)
         tensor = tensor_of(source_of(tmp_path / str(number), packed, settings_of(group)))
@@ -111,8 +111,8 @@ def test_gptq_is_code_minus_zero_times_scale(
     bits: int, version: str, is_banded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_banded:  # of 32 columns of the stored matrix
-        monkeypatch.setattr(TransposedTensor, "KEPT_BYTES", 96 * bits * 4)
-        monkeypatch.setattr(PackedSourceTensor, "BAND_ELEMENTS", 500)
+        monkeypatch.setattr(QuantizedTensor, "KEPT_BYTES", 96 * bits * 4)
+        monkeypatch.setattr(QuantizedTensor, "BAND_ELEMENTS", 500)
     assert_transposed(tmp_path / "src", gptq(bits, version, order=is_banded), f"GPTQ{bits}")
 
 
@@ -125,8 +125,8 @@ def test_gptq_without_an_order_has_groups_of_the_configured_size(tmp_path: Path)
 @pytest.mark.parametrize("is_banded", [False, True])
 def test_awq_is_code_minus_zero_times_scale(is_banded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_banded:
-        monkeypatch.setattr(TransposedTensor, "KEPT_BYTES", 96 * 16)
-        monkeypatch.setattr(PackedSourceTensor, "BAND_ELEMENTS", 500)
+        monkeypatch.setattr(QuantizedTensor, "KEPT_BYTES", 96 * 16)
+        monkeypatch.setattr(QuantizedTensor, "BAND_ELEMENTS", 500)
     assert_transposed(tmp_path / "src", awq(), "AWQ4")
 
 

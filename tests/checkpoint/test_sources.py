@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from pqweights.checkpoint.quantized import Mxfp4Tensor
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
+from pqweights.formats.packed import QuantizedTensor
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import RecipeOptions
 
@@ -260,7 +260,7 @@ def decoded_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def test_mxfp4_matches_transformers(
     shape: tuple[int, int, int], band: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Mxfp4Tensor, "BAND_ELEMENTS", band)
+    monkeypatch.setattr(QuantizedTensor, "BAND_ELEMENTS", band)
     blocks, scales = mxfp4(*shape)
     source = save(tmp_path / "src", {EXPERTS + "_blocks": blocks, EXPERTS + "_scales": scales}, config=MXFP4_CONFIG)
     expected = decoded_mxfp4(blocks, scales)

@@ -28,7 +28,7 @@ from pqweights.convert import jobs, shard
 from pqweights.convert.task import RewriteReport
 from pqweights.planning.options import SELF, ExportOptions
 from pqweights.planning.recipe import load_recipe
-from pqweights.targets import torchao
+from pqweights.targets import linear
 
 Array = npt.NDArray[Any]
 Tensor = tuple[str, Array]  # safetensors dtype, and values whose bytes are stored (BF16 as uint16)
@@ -139,12 +139,12 @@ def narrow_layers_packed() -> Iterator[None]:
 
     Modules that need it ask for the fixture of that name, commands of run_command for the option.
     """
-    before = torchao.TOO_MANY_BITS
-    torchao.TOO_MANY_BITS = math.inf
+    before = linear.TOO_MANY_BITS
+    linear.TOO_MANY_BITS = math.inf
     try:
         yield
     finally:
-        torchao.TOO_MANY_BITS = before
+        linear.TOO_MANY_BITS = before
 
 
 def master_weights(folder: Path) -> dict[str, Array]:

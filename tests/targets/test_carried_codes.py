@@ -25,10 +25,10 @@ from integer_exports import integer_names
 
 from pqweights.checkpoint.source import open_local
 from pqweights.convert.manifest import read_manifest
-from pqweights.targets.schemes import SCHEMES
+from pqweights.targets.vllm import FORMATS as VLLM_FORMATS
 
 # Those of which a group or a row of the family's matrices fills more than one row of the format.
-FORMATS = [name for name in SCHEMES if name not in ("w2a16", "w3a16")]
+FORMATS = [name for name in VLLM_FORMATS if name not in ("w2a16", "w3a16")]
 SAID = "hold the very numbers of the original (but for the signs of zeros), which was checked"
 
 

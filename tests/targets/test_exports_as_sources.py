@@ -13,8 +13,8 @@ from commands import done, refused
 from export_decoders import export_weight, values_of
 from helpers import read_all, write_checkpoint
 
-from pqweights.checkpoint.packed import DecodedTensor
 from pqweights.checkpoint.source import open_local
+from pqweights.formats.packed import QuantizedTensor
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
@@ -40,7 +40,7 @@ def test_an_export_is_a_source_that_exports_to_its_very_bytes(
 ) -> None:
     source = families.exported(base, "llama", target, **options)
     weight, tensors = export_weight(source), open_local(source).tensors
-    packed = [tensor for tensor in tensors if isinstance(tensor, DecodedTensor)]
+    packed = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
     assert packed
     if "fp" not in options.get("format", "") or target == "torchao":  # of these there is an independent decoder
         assert all(np.array_equal(values_of(tensor), weight(tensor.name)) for tensor in packed)

@@ -15,13 +15,20 @@ from export_decoders import (
 from hard_weights import families
 from helpers import Array, Tensor
 
+from pqweights.formats.integer_groups import AWQ, GPTQ, PACK_QUANTIZED_ZEROS
+from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.groups import BEST, GroupRule, Groups
-from pqweights.targets.formats import Rounding
 
+LAYOUTS = {
+    "pack-quantized-asym": PACK_QUANTIZED_ZEROS,
+    "awq": AWQ,
+    "gptq": GPTQ["gptq"],
+    "gptq-v2": GPTQ["gptq_v2"],
+}
 NAME, SIZE, COLUMNS = "layer.weight", 32, 96
 
 
-def rounding(layout: str, bits: int, *, symmetric: bool = False) -> Rounding:
+def rounding(layout: str, bits: int, *, symmetric: bool = False) -> PackedFormat:
     rule = GroupRule(
         bits=bits,
         group_size=SIZE,
@@ -31,7 +38,7 @@ def rounding(layout: str, bits: int, *, symmetric: bool = False) -> Rounding:
         rule=BEST,
         scale_dtype="BF16" if layout == "pack-quantized-asym" else "F16",
     )
-    return Rounding(rule, layout)
+    return PackedFormat(rule, LAYOUTS[layout])
 
 
 def weights(rows: int) -> Array:
@@ -40,7 +47,7 @@ def weights(rows: int) -> Array:
     return np.resize(np.concatenate([of["gaussian"], of["positive"], of["negative"]]), (rows, COLUMNS))
 
 
-def stored(how: Rounding, values: Array) -> tuple[dict[str, Tensor], Array]:
+def stored(how: PackedFormat, values: Array) -> tuple[dict[str, Tensor], Array]:
     """The tensors of a weight that is packed in pieces, the last rows first, and what the rule decodes."""
     shape, rule = values.shape, how.rule
     specs = {spec.name: spec for spec in how.specs(NAME, shape)}

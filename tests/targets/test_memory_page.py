@@ -14,10 +14,10 @@ from commands import done
 import pqweights
 from pqweights.checkpoint.header import TensorSpec, build_header
 from pqweights.checkpoint.source import open_local
+from pqweights.formats.packing import PackedFormat
 from pqweights.planning.decisions import with_weights
 from pqweights.planning.plan import stored_bytes
 from pqweights.targets import get_target
-from pqweights.targets.formats import Rounding
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
@@ -78,7 +78,7 @@ def test_estimated_sizes_of_a_model_of_8b_are_those_of_the_files_or_a_little_mor
         outline = target.settings(choice.options).outline(whole)
         sizes = [
             stored_bytes(how.specs(tensor.name, tensor.shape))
-            if isinstance(how, Rounding)
+            if isinstance(how, PackedFormat)
             else 2 * math.prod(tensor.shape)
             for tensor in outline.tensors
             for how in [outline.decisions.get(tensor.name)]

@@ -20,7 +20,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import RecipeError
 from pqweights.results.verify import verify
-from pqweights.targets.schemes import SCHEMES, Dialect
+from pqweights.targets.vllm import FORMATS
 
 # Their largest relative squared errors: half a step of the codes, about the square of 2**-4 over 3 for E4M3.
 ERRORS = {
@@ -56,7 +56,7 @@ def test_numbers_are_those_of_the_specification(name: str, base: Path) -> None:
     records = {record.name: record for record in read_manifest(folder).records}
     for layer in layers:
         weight = as_float32(plain[layer])
-        error = ((from_vllm_format(tensors, layer, SCHEMES[name].bits) - weight).astype(np.float64) ** 2).sum() / (
+        error = ((from_vllm_format(tensors, layer, FORMATS[name].rule.bits) - weight).astype(np.float64) ** 2).sum() / (
             weight**2
         ).sum()
         assert error < ERRORS[name]
@@ -64,13 +64,13 @@ def test_numbers_are_those_of_the_specification(name: str, base: Path) -> None:
     assert verify(folder, threads=2).ok
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_an_export_is_a_source_of_the_same_numbers(name: str, base: Path) -> None:
     folder = exported(base, name)
     found, tensors = {tensor.name: tensor for tensor in open_local(folder).tensors}, read_all(folder)
     assert found.keys() == read_all(families.exported(base, family(name), "bf16")).keys()
     for layer in integer_names(folder):
-        assert np.array_equal(values_of(found[layer]), from_vllm_format(tensors, layer, SCHEMES[name].bits))
+        assert np.array_equal(values_of(found[layer]), from_vllm_format(tensors, layer, FORMATS[name].rule.bits))
 
 
 # transformers has no reader of Model-Optimizer's checkpoints, and needs GPTQModel for those of AutoAWQ and AutoGPTQ.
@@ -90,17 +90,17 @@ def test_transformers_loads_the_same_numbers(name: str, base: Path) -> None:
     for layer in integer_names(folder):
         found = weights[layer].detach().float().numpy()
         # BF16 at each step: numbers, scales and products
-        expected = as_loaded(from_vllm_format(tensors, layer, SCHEMES[name].bits))
+        expected = as_loaded(from_vllm_format(tensors, layer, FORMATS[name].rule.bits))
         assert each_near(found, expected, rounding("BF16", 2))
 
 
 def test_every_format_is_tested() -> None:
-    assert {*ERRORS, "w4a16", "w8a16"} == SCHEMES.keys()
+    assert {*ERRORS, "w4a16", "w8a16"} == FORMATS.keys()
 
 
 @pytest.mark.parametrize(
     "name",
-    [name for name, scheme in SCHEMES.items() if name in ERRORS and scheme.dialect is Dialect.COMPRESSED_TENSORS],
+    [name for name, scheme in FORMATS.items() if name in ERRORS and scheme.called],
 )
 def test_configuration_names_a_format_that_compressed_tensors_knows(name: str, base: Path) -> None:
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
@@ -113,7 +113,7 @@ def test_configuration_names_a_format_that_compressed_tensors_knows(name: str, b
         preset.weights.model_dump(exclude={"zp_dtype", "observer"})
     )
     assert (group.input_activations is None) == (preset.input_activations is None)
-    assert parsed.format == SCHEMES[name].format_name
+    assert parsed.format == FORMATS[name].called
 
 
 def test_bits_choose_a_format_of_integers(base: Path) -> None:

@@ -34,8 +34,8 @@ from pqweights.checkpoint.gguf.contents import (
     MetadataValue,
     StoredType,
 )
-from pqweights.checkpoint.header import aligned, overflows
-from pqweights.checkpoint.storage import ByteReads, Storage
+from pqweights.checkpoint.header import ByteReads, aligned, overflows
+from pqweights.checkpoint.storage import Storage
 from pqweights.errors import SourceError
 
 MAGIC = b"GGUF"

@@ -37,12 +37,12 @@ from pqweights.checkpoint.gguf.towers import ARCHITECTURE as TOWER
 from pqweights.checkpoint.gguf.views import ConstantTensor, RenamedTensor, SourceTensor
 from pqweights.checkpoint.gguf.vocabulary import OTHERS
 from pqweights.checkpoint.gguf.wholes import BREAK, processor_of, restored_tower, whole_models
-from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.header import ByteReads, StoredTensor
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.promise import checked_config, tied_head, untied
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.checkpoint.storage import ByteReads, Storage, check_not_interrupted
+from pqweights.checkpoint.storage import Storage, check_not_interrupted
 from pqweights.checkpoint.wrapped import ADAPTED_TYPES
 from pqweights.common.dtypes import FLOAT_DTYPES, from_float32
 from pqweights.errors import ExportError, SourceChangedError, SourceError, SourceReadError
