@@ -207,10 +207,14 @@ class StoredPart(NamedTuple):
             return numbers.reshape(len(lines), -1)
         bits = self.bits(rule)
         lines = lines ^ np.uint8(self.flipped) if self.flipped and self.dtype == "I8" else lines
-        codes = lines if bits == 8 else unpack_bits(np.ascontiguousarray(lines), bits)
         if self.order:
-            inverse = np.argsort(self.order)
-            codes = codes.reshape(len(codes), -1, len(self.order))[:, :, inverse].reshape(len(codes), -1)
+            words = np.ascontiguousarray(lines).view(f"<u{len(self.order) * bits // 8}")
+            codes = np.empty((*words.shape, len(self.order)), dtype=np.uint8)
+            for index, column in enumerate(self.order):
+                codes[..., column] = words >> words.dtype.type(bits * index) & words.dtype.type((1 << bits) - 1)
+            codes = codes.reshape(len(lines), -1)
+        else:
+            codes = lines if bits == 8 else unpack_bits(np.ascontiguousarray(lines), bits)
         # Beyond the largest code, zeros begin at 0 again, as in AutoGPTQ.
         return codes + np.uint8(self.first) & np.uint8((1 << bits) - 1) if self.first else codes
 
