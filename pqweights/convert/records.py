@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pqweights.common.documents import Number
 from pqweights.common.strict_json import rounded
-from pqweights.formats.protocol import exceeds_promise, largest_error
+from pqweights.formats.protocol import largest_error
 from pqweights.planning.plan import INTEGER, QUANTIZE, TensorPlan, coding_of
 
 
@@ -92,7 +92,7 @@ def is_rescued(tensor: TensorPlan, record: TensorRecord) -> bool:
 
 def promise(tensor: TensorPlan) -> float | None:
     """Return the largest relative error that needs no rescue; None for a tensor of which nothing is promised."""
-    largest = largest_error(coding_of(tensor)) if tensor.action == QUANTIZE else math.inf
+    largest = largest_error(coding_of(tensor).distortion) if tensor.action == QUANTIZE else math.inf
     return None if math.isinf(largest) else largest
 
 
@@ -100,7 +100,7 @@ def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
     """Whether a weight's error is above 1.25 times what its codec promises, although the codec tried everything."""
     if tensor.action != QUANTIZE or record.relative_mse is None:
         return False
-    return exceeds_promise(coding_of(tensor), record.relative_mse)
+    return record.relative_mse > largest_error(coding_of(tensor).distortion)
 
 
 def total_relative_mse(records: Sequence[TensorRecord]) -> float | None:

@@ -29,8 +29,8 @@ from pqweights.formats.protocol import (
     alternatives,
     check_effort,
     exact_rate,
-    exceeds_promise,
     has_rate,
+    largest_error,
     unknown_rate,
 )
 from pqweights.formats.scalar import HADAMARD, ROTATIONS, SIGNED_HADAMARD, RotatedState, parse_rotated
@@ -202,7 +202,7 @@ class TrellisCoder(Coder):
         """
         last = history[-1]
         if len(history) == 1:
-            return TrellisState(SIGNED_HADAMARD) if exceeds_promise(self, last.relative_mse) else None
+            return TrellisState(SIGNED_HADAMARD) if last.relative_mse > largest_error(self.distortion) else None
         if len(history) == 2 and last.relative_mse >= history[0].relative_mse:
             return self.first_state()
         return None

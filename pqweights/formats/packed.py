@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.header import ByteReads, StoredTensor
-from pqweights.common.dtypes import DTYPE_BITS, from_float32, item_bytes
+from pqweights.common.dtypes import from_float32, item_bytes
 from pqweights.errors import SourceError
 from pqweights.formats.packing import (
     CODES,
@@ -241,61 +241,67 @@ class QuantizedTensor:
         part, stored = next((pair for pair in pairs if pair[0].holds == what), (None, None))
         if part is None or stored is None:
             return None
-        rule = self.format.rule
-        bits, word = part.bits(rule), DTYPE_BITS[part.dtype]
+        rule, word = self.format.rule, item_bytes(part.dtype)
         down, across = part.matrix(*self._matrix, rule)
         lines, count = (across, down) if part.across else (down, across)
-        words = -(-count * bits // word)  # of a line
-        matrix_bytes = lines * words * word // 8
-        where = _Location(stored, region.number % (stored.byte_count // matrix_bytes) * matrix_bytes, bits, word // 8)
+        words = part.words(count, rule)
+        size = lines * words * word
+        offset = stored.offset + region.number % (stored.byte_count // size) * size
+        matrix = stored._replace(offset=offset, byte_count=size)
         if part.by_columns:
-            return self._by_columns(part, where, region, down=down, lines=lines, words=words)
+            return self._by_columns(part, matrix, region, down=down, words=words)
         if part.across:  # words of several rows
-            first, last = where.words(region.row, region.last, words)
-            raw = np.empty((last - first, lines * where.word), dtype=np.uint8)
-            self._read(where, first * lines * where.word, raw)
-            packed = where.turned(raw[:, region.column * where.word : region.end * where.word])
+            first, last = part.run_of(region.row, region.last, words, rule)
+            raw = self._read(matrix, first * lines * word, last - first, lines * word)
+            packed = part.transposed(raw[:, region.column * word : region.end * word])
             rows = part.unpack(packed, rule)[:, region.row % WORD :]
             return rows[:, : region.last - region.row].T
-        first, last = (0, words) if region.last - region.row > 1 else where.words(region.column, region.end, words)
-        raw = np.empty((region.last - region.row, (last - first) * where.word), dtype=np.uint8)
-        self._read(where, (region.row * words + first) * where.word, raw)
-        skipped = region.column - first * word // bits
+        first, last = (0, words)
+        if region.last - region.row == 1:
+            first, last = part.run_of(region.column, region.end, words, rule)
+        raw = self._read(matrix, (region.row * words + first) * word, region.last - region.row, (last - first) * word)
+        skipped = region.column - first * word * 8 // part.bits(rule)
         return part.unpack(raw, rule)[:, skipped : skipped + region.end - region.column]
 
     def _by_columns(
-        self, part: StoredPart, where: _Location, region: _Region, *, down: int, lines: int, words: int
+        self, part: StoredPart, matrix: StoredTensor, region: _Region, *, down: int, words: int
     ) -> Bytes | Floats:
-        """Return a region whose rows are columns of the stored tensor, out of a band of rows that is kept."""
-        tall = self.format.rule.rows if part.holds not in (CODES, GROUP_OF) else 1
-        band = -(-self._band_rows // tall)
+        """Return a region whose rows are columns of the stored matrix, out of a band of rows that is kept.
+
+        down: the rows of the region's matrix
+        words: of a line of packed numbers
+        """
+        rule, word = self.format.rule, item_bytes(part.dtype)
+        band = -(-self._band_rows // (1 if part.holds == CODES else rule.rows))
         first = region.row // band * band
-        last, row_bytes = min(first + band, down), words * where.word if part.across else down * where.word
-        columns = slice(first * where.word, last * where.word)
-        if part.across:
-            columns = slice(first * where.bits // 8, -(-last * where.bits // 8) if last < down else row_bytes)
-        make = functools.partial(self._read_columns, where, columns, lines if part.across else words, row_bytes)
-        raw: Bytes = kept(part.holds, (self.storage, where, first), make)
+        last, row_bytes = min(first + band, down), (words if part.across else down) * word
+        bits = part.bits(rule) if part.across else 8 * word
+        columns = slice(first * bits // 8, last * bits // 8 if last < down else row_bytes)
+        raw: Bytes = kept(
+            part.holds, (self.storage, matrix, first), lambda: self._read_columns(matrix, columns, row_bytes)
+        )
         row, end = region.row - first, region.last - first
         if part.across:
-            begin, stop = row // WORD * WORD * where.bits // 8, -(-end // WORD) * WORD * where.bits // 8
-            numbers = part.unpack(raw[region.column : region.end, begin:stop], self.format.rule)
+            begin, stop = row // WORD * WORD * bits // 8, -(-end // WORD) * WORD * bits // 8
+            numbers = part.unpack(raw[region.column : region.end, begin:stop], rule)
             return numbers[:, row % WORD :][:, : end - row].T
-        low, high = where.words(region.column, region.end, words)
-        packed = where.turned(raw[low:high, row * where.word : end * where.word])
-        return part.unpack(packed, self.format.rule)[:, region.column % WORD :][:, : region.end - region.column]
+        low, high = part.run_of(region.column, region.end, words, rule)
+        packed = part.transposed(raw[low:high, row * word : end * word])
+        return part.unpack(packed, rule)[:, region.column % WORD :][:, : region.end - region.column]
 
-    def _read(self, where: _Location, first: int, raw: Bytes) -> None:
-        self.storage.read_into(where.stored.file, where.stored.offset + where.first + first, raw.reshape(-1))
+    def _read(self, matrix: StoredTensor, first: int, rows: int, row_bytes: int) -> Bytes:
+        """Read rows of bytes from a byte of a stored matrix on: u8 [rows, bytes]."""
+        raw = np.empty((rows, row_bytes), dtype=np.uint8)
+        self.storage.read_into(matrix.file, matrix.offset + first, raw.reshape(-1))
+        return raw
 
-    def _read_columns(self, where: _Location, columns: slice, rows: int, row_bytes: int) -> Bytes:
+    def _read_columns(self, matrix: StoredTensor, columns: slice, row_bytes: int) -> Bytes:
         """Read some columns of bytes of a stored matrix, in runs of whole rows: u8 [rows, columns]."""
+        rows, step = matrix.byte_count // row_bytes, max(1, RUN_BYTES // row_bytes)
         result = np.empty((rows, len(range(row_bytes)[columns])), dtype=np.uint8)
-        step = max(1, RUN_BYTES // row_bytes)
         for row in range(0, rows, step):
-            run = np.empty((min(step, rows - row), row_bytes), dtype=np.uint8)
-            self._read(where, row * row_bytes, run)
-            result[row : row + len(run)] = run[:, columns]
+            count = min(step, rows - row)
+            result[row : row + count] = self._read(matrix, row * row_bytes, count, row_bytes)[:, columns]
         return result
 
 
@@ -312,25 +318,6 @@ class _Region(NamedTuple):
     last: int
     column: int
     end: int
-
-
-class _Location(NamedTuple):
-    """Where numbers lie. first: where those of the matrix begin in the stored tensor; word: the bytes of a word"""
-
-    stored: StoredTensor
-    first: int
-    bits: int
-    word: int
-
-    def words(self, first: int, last: int, count: int) -> tuple[int, int]:
-        """Return the first word and the end of those that hold numbers [first, last) of a line of `count` words."""
-        of_run = WORD * self.bits // (8 * self.word)
-        return first // WORD * of_run, min(count, -(-last // WORD) * of_run)
-
-    def turned(self, raw: Bytes) -> Bytes:
-        """Return a matrix of words, transposed."""
-        words = np.ascontiguousarray(raw).view(f"u{self.word}")
-        return np.ascontiguousarray(words.T).view(np.uint8)
 
 
 # --- how the weights of a source are found ---

@@ -128,6 +128,23 @@ class StoredPart(NamedTuple):
         """Return how many numbers a matrix has, down and across."""
         return (-(-rows // rule.rows), -(-columns // rule.group_size)) if self.holds in OF_TILES else (rows, columns)
 
+    def words(self, count: int, rule: RoundingRule) -> int:
+        """Return how many words so many numbers take."""
+        return -(-count * self.bits(rule) // DTYPE_BITS[self.dtype])
+
+    def run_of(self, first: int, last: int, words: int, rule: RoundingRule) -> tuple[int, int]:
+        """Return the first word and the end of those that hold numbers [first, last) of a line of so many words.
+
+        They begin with a number that begins a word.
+        """
+        of_run = self.words(WORD, rule)
+        return first // WORD * of_run, min(words, -(-last // WORD) * of_run)
+
+    def transposed(self, raw: Bytes) -> Bytes:
+        """Return a matrix of words, as bytes [rows, bytes], transposed."""
+        words = np.ascontiguousarray(raw).view(f"u{item_bytes(self.dtype)}")
+        return np.ascontiguousarray(words.T).view(np.uint8)
+
     def stored_shape(self, shape: Shape, rule: RoundingRule) -> Shape:
         """Return the shape of the stored tensor for that of the weight."""
         if self.once:
@@ -141,7 +158,7 @@ class StoredPart(NamedTuple):
         lines, numbers = self.matrix(shape[-2], shape[-1], rule)
         if self.across:
             lines, numbers = numbers, lines
-        words = -(-numbers * self.bits(rule) // DTYPE_BITS[self.dtype])
+        words = self.words(numbers, rule)
         if self.by_tile:
             tiles = shape[-1] // rule.group_size
             return (*shape[:-1], tiles, words // tiles)
@@ -167,8 +184,7 @@ class StoredPart(NamedTuple):
         lines = _packed(numbers.T if self.across else numbers, self.dtype, self.bits(rule))
         if self.flipped:
             lines = lines ^ np.uint8(self.flipped)
-        if self.turned:
-            lines = np.ascontiguousarray(lines.view(f"u{item_bytes(self.dtype)}").T).view(np.uint8)
+        lines = self.transposed(lines) if self.turned else lines
         return lines if self.by_columns else lines.reshape(-1)
 
     def _numbers(self, groups: Groups, columns: int, rule: RoundingRule) -> Bytes | Floats:

@@ -255,14 +255,6 @@ class Coder(Protocol):
         return None
 
 
-class Promise(Protocol):
-    """What promises an error."""
-
-    @property
-    def distortion(self) -> float:
-        """The relative mean squared error that theory promises for Gaussian weights."""
-
-
 class Codec:
     """A block quantizer of several rates. A codec is a subclass.
 
@@ -346,11 +338,6 @@ def exact_rate(bits: float) -> float:
     return int(bits) if math.isfinite(bits) and bits == int(bits) else float(bits)
 
 
-def largest_error(coder: Promise) -> float:
-    """Return the largest relative error that passes without a rescue."""
-    return RESCUE_FACTOR * coder.distortion
-
-
-def exceeds_promise(coder: Promise, relative_mse: float) -> bool:
-    """Whether a relative error is above that."""
-    return relative_mse > largest_error(coder)
+def largest_error(distortion: float) -> float:
+    """Return the largest relative error that passes without a rescue, where theory promises a distortion."""
+    return RESCUE_FACTOR * distortion

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Meta, structs
 
 from pqweights.common.documents import Document, as_document
-from pqweights.formats.protocol import Bytes, Coder, DamagedBlock, NormRange, PassResult, State, exceeds_promise
+from pqweights.formats.protocol import Bytes, Coder, DamagedBlock, NormRange, PassResult, State, largest_error
 
 # The rotations, as files name them.
 HADAMARD = "hadamard"
@@ -102,7 +102,7 @@ def state_after(coder: Coder, rotations: Sequence[str], history: Sequence[PassRe
     assert isinstance(state, ScalarState)
     if state.norm_exponent != exponent:
         return ScalarState(state.rotation, exponent)
-    if not exceeds_promise(coder, last.relative_mse):
+    if last.relative_mse <= largest_error(coder.distortion):
         return None
     # The last pass of a rotation is the one with the fitting exponent.
     tried = {result.state.rotation: result for result in history if isinstance(result.state, ScalarState)}

@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from pqweights.checkpoint.config import edited_config, model_dtype
@@ -22,7 +22,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.units import counted, first_names, size_text
 from pqweights.errors import ExportError
 from pqweights.formats import DEFAULT_CODEC
-from pqweights.formats.packing import PackedFormat, RoundingRule, StoredPart, tile_shape
+from pqweights.formats.packing import CODES, WORD, ZEROS, PackedFormat, RoundingRule, StoredPart, tile_shape
 from pqweights.kernels.groups import GroupRule
 from pqweights.models import text_model
 from pqweights.models.conventions import NEVER_QUANTIZED
@@ -54,17 +54,16 @@ FUSED_WITH_PLAIN = "runtimes fuse it with a layer that stays plain"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^\\.])")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LinearFormat:
     """A format of linear layers: a row in the table of a target, with the options that a user asks for.
 
     rule: how weights become codes as the runtime's own converter makes them
     layout: how they are stored
     groups: how many weights share a scale; CHANNEL for those of a row
-    qparams: BEST for the scales of least error, or MINMAX for those of the rule
-    activations: whether the runtime also rounds what layers read, by what it finds there
-    rows: the rows of a weight are a multiple of this number
     called: what compressed-tensors calls the layout
+    activations: whether the runtime also rounds what layers read, by what it finds there
+    qparams: BEST for the scales of least error, or MINMAX for those of the rule
     configuration: of a tool of which one format is that of all layers, what returns its quantization_config from the
         rule, the modules that stay plain, and expressions for these
     files: returns JSON files that the tool writes beside config.json, given the quantization_config
@@ -74,13 +73,19 @@ class LinearFormat:
     rule: RoundingRule
     layout: tuple[StoredPart, ...]
     groups: GroupSize
-    qparams: str = BEST
-    activations: bool = False
-    rows: int = 1
     called: str = ""
+    _: KW_ONLY
+    activations: bool = False
+    qparams: str = BEST
     configuration: Callable[[RoundingRule, Sequence[str], Iterable[str]], dict[str, Any]] | None = None
     files: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     stacks: bool = False
+
+    @property
+    def rows(self) -> int:
+        """The number whose multiples the rows of a weight are: vLLM cuts fused layers at whole tiles, or words."""
+        shares_words = any(part.across and part.by_columns and part.holds in (CODES, ZEROS) for part in self.layout)
+        return WORD if shares_words else self.rule.rows
 
     @property
     def is_channel(self) -> bool:
@@ -117,8 +122,7 @@ class LinearFormat:
     def why_not(self, shape: tuple[int, ...], size: int) -> str | None:
         """Return why a weight whose rows groups of a size divide is not stored so; None if it is.
 
-        vLLM cuts fused layers and their shards at whole tiles, or words. Padded to tiles, a layer may take as much as
-        in BF16.
+        Padded to tiles, a layer may take as much as in BF16.
         """
         if shape[0] % self.rows:
             return f"tiles of {self.rows} rows do not divide its {shape[0]} rows"

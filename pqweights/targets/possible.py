@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
@@ -43,35 +42,24 @@ def _possible(name: str, checkpoint: Checkpoint) -> PossibleExport:
     return PossibleExport(target=name, possible=True, reason=UNEXAMINED if names else target.unchecked)
 
 
-class _Alike(NamedTuple):
-    """A tensor for all that are alike.
-
-    name: the part of its name that is its own within a layer
-    is_weight: whether an export may round it
-    """
-
-    name: str
-    tensor: LogicalTensor
-    is_weight: bool
-
-
 def one_of_each(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with the first of all layers, and within them of all experts, that are alike."""
-    held = [_Alike(tensor.name, tensor, tensor.name in checkpoint.weights) for tensor in checkpoint.tensors]
-    return replace(checkpoint, tensors=tuple(of.tensor for of in _firsts(held)))
+    named = [(tensor.name, tensor) for tensor in checkpoint.tensors]
+    return replace(checkpoint, tensors=tuple(_firsts(named, checkpoint.weights)))
 
 
-def _firsts(held: Sequence[_Alike]) -> Iterator[_Alike]:
-    blocks: dict[tuple[str, str], list[_Alike]] = {}
-    for of in held:
-        match = _NUMBERED.fullmatch(of.name)
+def _firsts(named: Sequence[tuple[str, LogicalTensor]], weights: frozenset[str]) -> Iterator[LogicalTensor]:
+    """Yield the tensors of the first of all blocks that are alike. named: each with its own name within a block"""
+    blocks: dict[tuple[str, str], list[tuple[str, LogicalTensor]]] = {}
+    for name, tensor in named:
+        match = _NUMBERED.fullmatch(name)
         if match is None:
-            yield of
+            yield tensor
         else:
-            blocks.setdefault((match[1], match[2]), []).append(of._replace(name=match[3]))
-    firsts: dict[object, list[_Alike]] = {}
+            blocks.setdefault((match[1], match[2]), []).append((match[3], tensor))
+    firsts: dict[object, list[tuple[str, LogicalTensor]]] = {}
     for (prefix, _), block in blocks.items():
-        content = (prefix, tuple([(of.name, of.tensor.shape, of.tensor.dtype, of.is_weight) for of in block]))
+        content = (prefix, tuple([(name, of.shape, of.dtype, of.name in weights) for name, of in block]))
         firsts.setdefault(content, block)
     for block in firsts.values():
-        yield from _firsts(block)
+        yield from _firsts(block, weights)

@@ -65,14 +65,12 @@ INT4 = "int4"
 _INT8 = GroupRule(bits=8, group_size=1, symmetric=True, middle=True, rule="compressed-tensors")
 FORMATS = {
     INT4: LinearFormat(
-        rule=GroupRule(bits=4, group_size=128, symmetric=False, middle=True, rule="torchao"),
-        layout=INT4_TILES,
-        groups=GROUPS,
+        GroupRule(bits=4, group_size=128, symmetric=False, middle=True, rule="torchao"), INT4_TILES, GROUPS
     ),
     # torchao's rule is the same as that of compressed-tensors, but for the rounding of scales
-    "int8": LinearFormat(rule=_INT8, layout=INT8_ROWS, groups=ROWS),
-    "int8-dynamic": LinearFormat(rule=_INT8, layout=INT8_ROWS, groups=ROWS, activations=True),
-    "fp8": LinearFormat(rule=FloatRule("fp8", 8, 1, "compressed-tensors"), layout=FP8_ROWS, groups=ROWS),
+    "int8": LinearFormat(_INT8, INT8_ROWS, ROWS),
+    "int8-dynamic": LinearFormat(_INT8, INT8_ROWS, ROWS, activations=True),
+    "fp8": LinearFormat(FloatRule("fp8", 8, 1, "compressed-tensors"), FP8_ROWS, ROWS),
 }
 LAYOUTS = {TILE: INT4_TILES, UNTILED: INT4_PLAIN}
 

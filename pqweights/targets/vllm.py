@@ -39,7 +39,6 @@ from pqweights.formats.microscaling import (
     modelopt_configuration,
     modelopt_files,
 )
-from pqweights.formats.packing import WORD, StoredPart
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.models import has_trait
 from pqweights.models.traits import Trait
@@ -87,84 +86,54 @@ RESHAPED = (
 UNSTACKED = "the experts of this model stay plain; --format mxfp4-gpt-oss rounds them, and nothing else"
 
 
-GROUPS = GroupSize(target=NAME, allowed=(128, 64, 32), asked=None)
-ROWS = GroupSize(target=NAME, allowed=CHANNEL, asked=None)
+GROUPS, TILES, ROWS, BY_32, BY_16 = (
+    GroupSize(target=NAME, allowed=sizes, asked=None) for sizes in ((128, 64, 32), TILE[1:], CHANNEL, (32,), (16,))
+)
 
 
-def _fixed(size: int) -> GroupSize:
-    """Return the one group size of a format."""
-    return GroupSize(target=NAME, allowed=(size,), asked=None)
-
-
-def _symmetric(bits: int, scale_dtype: str = "BF16") -> GroupRule:
+def _integers(bits: int, scale_dtype: str = "BF16", *, zeros: bool = False) -> GroupRule:
+    """Return the rule of integers, as the converter of compressed-tensors has it."""
+    way = "compressed-tensors-asymmetric" if zeros else "compressed-tensors"
     return GroupRule(
-        bits=bits, group_size=128, symmetric=True, middle=True, rule="compressed-tensors", scale_dtype=scale_dtype
+        bits=bits,
+        group_size=128,
+        symmetric=not zeros,
+        middle=not zeros,
+        rule=way,
+        zeros=zeros,
+        scale_dtype=scale_dtype,
     )
-
-
-def _asymmetric(scale_dtype: str = "BF16") -> GroupRule:
-    way = "compressed-tensors-asymmetric"
-    return GroupRule(
-        bits=4, group_size=128, symmetric=False, middle=False, zeros=True, rule=way, scale_dtype=scale_dtype
-    )
-
-
-def _integers(bits: int) -> LinearFormat:
-    return LinearFormat(rule=_symmetric(bits), layout=PACK_QUANTIZED, groups=GROUPS, called="pack-quantized")
-
-
-def _floats(kind: str, bits: int, size: int, layout: tuple[StoredPart, ...], called: str, **more: Any) -> LinearFormat:
-    rule = FloatRule(kind, bits, size, "compressed-tensors")
-    return LinearFormat(rule=rule, layout=layout, groups=_fixed(size), called=called, **more)
-
-
-def _gptq(bits: int) -> LinearFormat:
-    rule = _symmetric(bits, "F16")
-    return LinearFormat(rule=rule, layout=GPTQ["gptq"], groups=GROUPS, rows=WORD, configuration=gptq_configuration)
 
 
 _FP8 = FloatRule("fp8", 8, 1, "compressed-tensors")
-_FP8_TILES = replace(_FP8, rows=TILE[0], group_size=TILE[1])
+_FP8_TILES = FloatRule("fp8", 8, TILE[1], "compressed-tensors", rows=TILE[0])
+_MXFP4 = FloatRule("mxfp4", 4, 32, "compressed-tensors")
+_MXFP8 = FloatRule("mxfp8", 8, 32, "compressed-tensors")
+_NVFP4 = FloatRule("nvfp4", 4, 16, "compressed-tensors")
 # By name, as in compressed-tensors; fp8 is its FP8_DYNAMIC, int8 its W8A8. docs/formats.md says how to add one.
 FORMATS = {
-    "w4a16": _integers(4),
-    "w8a16": _integers(8),
-    "w3a16": _integers(3),
-    "w2a16": _integers(2),
-    "w4a16-asym": LinearFormat(rule=_asymmetric(), layout=PACK_QUANTIZED_ZEROS, groups=GROUPS, called="pack-quantized"),
-    "int8": LinearFormat(
-        rule=_symmetric(8), layout=INT_QUANTIZED, groups=ROWS, activations=True, called="int-quantized"
-    ),
-    "fp8": LinearFormat(rule=_FP8, layout=FLOAT_QUANTIZED, groups=ROWS, activations=True, called="float-quantized"),
-    "fp8-block": LinearFormat(
-        rule=_FP8_TILES,
-        layout=FLOAT_QUANTIZED,
-        groups=_fixed(TILE[1]),
-        rows=TILE[0],
-        activations=True,
-        called="float-quantized",
-    ),
-    "mxfp4": _floats("mxfp4", 4, 32, MXFP4, "mxfp4-pack-quantized", activations=True),
-    "mxfp4a16": _floats("mxfp4", 4, 32, MXFP4, "mxfp4-pack-quantized"),
-    "mxfp8": _floats("mxfp8", 8, 32, MXFP8, "mxfp8-quantized", activations=True),
-    "mxfp8a16": _floats("mxfp8", 8, 32, MXFP8, "mxfp8-quantized"),
-    "nvfp4": _floats("nvfp4", 4, 16, NVFP4_INPUTS, "nvfp4-pack-quantized", activations=True),
-    "nvfp4a16": _floats("nvfp4", 4, 16, NVFP4, "nvfp4-pack-quantized"),
+    "w4a16": LinearFormat(_integers(4), PACK_QUANTIZED, GROUPS, "pack-quantized"),
+    "w8a16": LinearFormat(_integers(8), PACK_QUANTIZED, GROUPS, "pack-quantized"),
+    "w3a16": LinearFormat(_integers(3), PACK_QUANTIZED, GROUPS, "pack-quantized"),
+    "w2a16": LinearFormat(_integers(2), PACK_QUANTIZED, GROUPS, "pack-quantized"),
+    "w4a16-asym": LinearFormat(_integers(4, zeros=True), PACK_QUANTIZED_ZEROS, GROUPS, "pack-quantized"),
+    "int8": LinearFormat(_integers(8), INT_QUANTIZED, ROWS, "int-quantized", activations=True),
+    "fp8": LinearFormat(_FP8, FLOAT_QUANTIZED, ROWS, "float-quantized", activations=True),
+    "fp8-block": LinearFormat(_FP8_TILES, FLOAT_QUANTIZED, TILES, "float-quantized", activations=True),
+    "mxfp4": LinearFormat(_MXFP4, MXFP4, BY_32, "mxfp4-pack-quantized", activations=True),
+    "mxfp4a16": LinearFormat(_MXFP4, MXFP4, BY_32, "mxfp4-pack-quantized"),
+    "mxfp8": LinearFormat(_MXFP8, MXFP8, BY_32, "mxfp8-quantized", activations=True),
+    "mxfp8a16": LinearFormat(_MXFP8, MXFP8, BY_32, "mxfp8-quantized"),
+    "nvfp4": LinearFormat(_NVFP4, NVFP4_INPUTS, BY_16, "nvfp4-pack-quantized", activations=True),
+    "nvfp4a16": LinearFormat(_NVFP4, NVFP4, BY_16, "nvfp4-pack-quantized"),
     # Those of other tools, of which one format is that of all layers.
-    "fp8-deepseek": LinearFormat(
-        rule=_FP8_TILES,
-        layout=DEEPSEEK,
-        groups=_fixed(TILE[1]),
-        rows=TILE[0],
-        activations=True,
-        configuration=deepseek_configuration,
-    ),
-    "awq": LinearFormat(rule=_asymmetric("F16"), layout=AWQ, groups=GROUPS, rows=WORD, configuration=awq_configuration),
-    "gptq": _gptq(4),
-    "gptq-8": _gptq(8),
-    "mxfp4-gpt-oss": _floats("mxfp4", 4, 32, GPT_OSS, "", configuration=gpt_oss_configuration, stacks=True),
-    "nvfp4-modelopt": _floats(
-        "nvfp4", 4, 16, MODELOPT, "", activations=True, configuration=modelopt_configuration, files=modelopt_files
+    "fp8-deepseek": LinearFormat(_FP8_TILES, DEEPSEEK, TILES, activations=True, configuration=deepseek_configuration),
+    "awq": LinearFormat(_integers(4, "F16", zeros=True), AWQ, GROUPS, configuration=awq_configuration),
+    "gptq": LinearFormat(_integers(4, "F16"), GPTQ["gptq"], GROUPS, configuration=gptq_configuration),
+    "gptq-8": LinearFormat(_integers(8, "F16"), GPTQ["gptq"], GROUPS, configuration=gptq_configuration),
+    "mxfp4-gpt-oss": LinearFormat(_MXFP4, GPT_OSS, BY_32, configuration=gpt_oss_configuration, stacks=True),
+    "nvfp4-modelopt": LinearFormat(
+        _NVFP4, MODELOPT, BY_16, activations=True, configuration=modelopt_configuration, files=modelopt_files
     ),
 }
 

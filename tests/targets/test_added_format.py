@@ -78,7 +78,7 @@ def find(source: Source, name: str, codes: StoredTensor) -> QuantizedTensor | No
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line of the target, and that of sources."""
     groups = GroupSize(target="vllm", allowed=(64,), asked=None)
-    row = LinearFormat(rule=Halves(), layout=LAYOUT, groups=groups, called="float-quantized")
+    row = LinearFormat(Halves(), LAYOUT, groups, "float-quantized")
     monkeypatch.setitem(FORMATS, NAME, row)
     tool = sources.TOOLS["compressed-tensors"]
     monkeypatch.setitem(sources.TOOLS, "compressed-tensors", tool._replace(finders=(find, *tool.finders)))
