@@ -60,7 +60,6 @@ class SampleOf:
     tokens: int
     allow_pickle: bool = False
     leave_out: Sequence[str] = ()
-    adapter: Sequence[str] = ()
 
     @staticmethod
     def of(source: Path, checkpoint: Checkpoint, text: str, asked: QuantizeOptions) -> SampleOf:
@@ -72,7 +71,6 @@ class SampleOf:
             tokens=asked.calibration_tokens,
             allow_pickle=asked.allow_pickle,
             leave_out=asked.leave_out,
-            adapter=asked.adapter,
         )
 
     @functools.cached_property
@@ -138,7 +136,8 @@ class SampleOf:
         folder = work / "draft" if with_draft else self.source
         with slow_step(DRAWING):
             if with_draft:
-                opened = QuantizeOptions(allow_pickle=self.allow_pickle, leave_out=self.leave_out, adapter=self.adapter)
+                adapters = [adapter.given for adapter in self.checkpoint.adapters]
+                opened = QuantizeOptions(allow_pickle=self.allow_pickle, leave_out=self.leave_out, adapter=adapters)
                 run = RunOptions(threads=threads, overwrite=True)  # what lies there is of this content
                 quantize(self.source, folder, load_recipe(DRAFT_RECIPE), options=opened, run=run)
             with Refused(f"{self.source}: transformers cannot run this model"), quiet():

@@ -73,9 +73,10 @@ Floats = npt.NDArray[np.float32]
 Change = Callable[[Floats, int], None]
 
 
-def open_adapter(storage: Storage, name: str, weight: float = 1.0) -> Adapter:
+def open_adapter(storage: Storage, given: str, name: str, weight: float = 1.0) -> Adapter:
     """Open an adapter in a folder, wherever that is; its headers and its settings are read.
 
+    given: what names it, with its weight
     name: what messages call it
     weight: by how much its changes are multiplied
 
@@ -103,7 +104,7 @@ def open_adapter(storage: Storage, name: str, weight: float = 1.0) -> Adapter:
         left_out={},
         is_master=False,
     )
-    adapter = Adapter(name=name, files=opened, settings=settings, weight=weight)
+    adapter = Adapter(given=given, name=name, files=opened, settings=settings, weight=weight)
     _check_settings(adapter)
     return adapter
 

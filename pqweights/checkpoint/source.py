@@ -171,12 +171,14 @@ class Checkpoint:
 class Adapter:
     """An opened adapter of PEFT, which is merged into a checkpoint (adapters.py).
 
+    given: what names it, with its weight
     name: what messages call it
     files: its files, opened as a checkpoint without a configuration
     settings: adapter_config.json
     weight: by how much its changes are multiplied
     """
 
+    given: str
     name: str
     files: Checkpoint
     settings: Mapping[str, Any]

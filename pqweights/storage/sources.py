@@ -156,10 +156,12 @@ def _open_adapter(given: str, access: Access) -> Adapter:
     if isinstance(location, Path):
         if not location.is_dir():
             raise SourceError(f"adapter {name}: no such folder; give the folder of an adapter, or ORG/NAME")
-        return open_adapter(Storage(location), location.name, weight)
+        return open_adapter(Storage(location), given, location.name, weight)
     if isinstance(location, Address):
-        return open_adapter(Storage(RemoteFolder(location)), location.name, weight)
-    return open_adapter(Storage(open_repository(access.hub(), location.id, access.revision)), location.id, weight)
+        return open_adapter(Storage(RemoteFolder(location)), given, location.name, weight)
+    return open_adapter(
+        Storage(open_repository(access.hub(), location.id, access.revision)), given, location.id, weight
+    )
 
 
 def open_address(address: Address, allow_pickle: bool = False, *, include: Sequence[str] = ()) -> Checkpoint:

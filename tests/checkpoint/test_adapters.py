@@ -14,6 +14,7 @@ import torch
 from closeness import assert_near, rounding
 from commands import done, invoke, refused
 from helpers import f32, folder_bytes, gaussian, read_safetensors, safetensors_bytes
+from language_models import with_tokenizer
 from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
@@ -174,7 +175,7 @@ def both(model_of: Callable[[str], Path], tmp_path: Path) -> tuple[Path, Path, P
     """A model, an adapter of rank 1, and the folder into which PEFT has merged it, to the last bit as we do."""
     model = trained(model_of("llama"), tmp_path / "adapter", lora(r=1))
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
-    return model_of("llama"), tmp_path / "adapter", tmp_path / "merged"
+    return with_tokenizer(model_of("llama")), tmp_path / "adapter", with_tokenizer(tmp_path / "merged")
 
 
 @pytest.mark.parametrize(
@@ -182,6 +183,7 @@ def both(model_of: Callable[[str], Path], tmp_path: Path) -> tuple[Path, Path, P
     [
         ["quantize"],
         ["quantize", "--recipe", "t4"],
+        ["quantize", "--recipe", "t3", "--calibration-tokens", "2048", "--calibrate", "mixture"],
         ["export", "--target", "gguf", "--type", "f32", "--without-tokenizer"],
         ["export", "--target", "vllm", "--group-size", "32"],
         ["export", "--target", "bf16"],
