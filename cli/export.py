@@ -54,6 +54,8 @@ def command(
     rounding: options.Rounding = None,
     calibrate: options.CalibrateInputs = None,
     calibration_tokens: options.CalibrationTokens = DEFAULT_SAMPLE_TOKENS,
+    imatrix: options.Imatrix = None,
+    save_imatrix: options.SaveImatrix = None,
     packing: options.Packing = None,
     mode: options.Mode = None,
     format: options.Format = None,

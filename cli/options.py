@@ -360,6 +360,22 @@ CalibrateInputs = Annotated[
         "layer, on text as in quantize: self is sampled from the model itself.",
     ),
 ]
+Imatrix = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        show_default=False,
+        help="For gguf: weigh errors by an importance matrix of llama.cpp (imatrix.gguf, or the older imatrix.dat).",
+    ),
+]
+SaveImatrix = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        show_default=False,
+        help="For gguf with --calibrate: also write the importances as an imatrix.gguf, which llama-quantize takes.",
+    ),
+]
 Packing = Annotated[
     str | None,
     typer.Option(

@@ -20,6 +20,7 @@ from pqweights.convert.task import RewriteReport, RunOptions, thread_count
 from pqweights.errors import OptionError
 from pqweights.planning.calibration import check_calibration, measures
 from pqweights.planning.choice import choose_recipe
+from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import (
     BY_MODEL,
     DEFAULT_MAX_SHARD_SIZE,
@@ -32,6 +33,7 @@ from pqweights.planning.options import (
     SourceOptions,
     Tell,
     located,
+    path_of,
     shard_bytes,
 )
 from pqweights.results.inspect import Inspection
@@ -271,6 +273,8 @@ def export(
     rounding: Literal["plain", "gptq", "importance"] | None = None,
     calibrate: StrPath | None = None,
     calibration_tokens: int = DEFAULT_SAMPLE_TOKENS,
+    imatrix: StrPath | None = None,
+    save_imatrix: StrPath | None = None,
     packing: str | None = None,
     mode: str | None = None,
     format: str | None = None,
@@ -310,6 +314,8 @@ def export(
     qparams: how scales and offsets are chosen: by least squares (best), or as the runtime's converter does (minmax)
     rounding: to the nearest codes (plain), so that errors cancel in the outputs (gptq), or by importance (for gguf)
     calibrate, calibration_tokens: the sample from which the inputs of weights are learned, as in `quantize`
+    imatrix: for gguf: a file of importances of llama.cpp, in place of a sample
+    save_imatrix: for gguf: where to write the importances that a sample gave, for llama.cpp's quantizer
     packing: for torchao in INT4: the layout of codes
     mode: for mlx: affine integers, or a float format of MLX
     format: the format of weights, of those that the target has
@@ -330,6 +336,8 @@ def export(
         rounding=rounding,
         calibrate=calibrate,
         calibration_tokens=calibration_tokens,
+        imatrix=imatrix,
+        save_imatrix=save_imatrix,
         packing=packing,
         mode=mode,
         format=format,
@@ -370,17 +378,25 @@ def export(
             if fetched.origin is not None:  # the branch may move while the inputs are learned
                 opening = replace(opening, revision=fetched.origin.revision)
         with _inputs(local, store, asked, opening, run) as known:
-            if known is not None and to.read_options(asked).recipe.size is not None:
-                asked = replace(asked, sensitivity=known.sensitivity(store, overwrite=overwrite))
-            return export_opened(
-                open_exported(given, opening),
-                store,
-                target,
-                options=asked,
-                max_shard_bytes=most_bytes,
-                run=run if known is None else replace(run, check=known.check_source),
-                inputs=known,
+            exported = open_exported(given, opening)
+            inputs: KnownInputs | None = known
+            if known is not None:
+                run = replace(run, check=known.check_source)
+                if to.read_options(asked).recipe.size is not None:
+                    asked = replace(asked, sensitivity=known.sensitivity(store, overwrite=overwrite))
+            elif (file := path_of(asked.imatrix)) is not None:
+                from pqweights.calibrate.imatrix import FileInputs
+
+                inputs = FileInputs.of(file, exported.checkpoint)
+            report = export_opened(
+                exported, store, target, options=asked, max_shard_bytes=most_bytes, run=run, inputs=inputs
             )
+            if known is not None and (file := path_of(asked.save_imatrix)) is not None:
+                from pqweights.calibrate.imatrix import write_imatrix
+
+                known.prepare(run.progress)
+                write_imatrix(file, known, exported.checkpoint, str(asked.calibrate))
+            return report
 
 
 @contextmanager

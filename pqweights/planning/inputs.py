@@ -21,7 +21,7 @@ class InputVector:
     size: K, its number of channels
     tokens: how many rows its moments are the mean of
     held_back: how many rows are held back
-    windows: of how many windows of the sample those are
+    windows: of how many windows of the sample those are; 0 if there are only mean squares, from a file
     """
 
     size: int

@@ -176,6 +176,10 @@ class ExportOptions(RecipeOptions, SampleOptions):
     pure: bool = False
     without_tokenizer: bool = False
     name: str | None = option(_model_name, default=None)
+    imatrix: StrPath | None = option(
+        checks.location, default=None, excludes=(("calibrate",), "which measures importances itself")
+    )
+    save_imatrix: StrPath | None = option(checks.location, default=None, needs=(("calibrate",), "which measures them"))
     sensitivity: Sensitivity | None = option(
         checks.anything, default=None
     )  # measured, if `calibrate` and a size are given

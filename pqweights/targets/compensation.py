@@ -175,6 +175,8 @@ def _source(tensor: LogicalTensor, number: int, inputs: KnownInputs) -> int | st
     about = inputs.vectors[vector]
     if about.size != tensor.shape[-1]:
         return f"expected {tensor.shape[-1]} input channels, found {about.size}"
+    if not about.windows:  # a file of importances, which has no more
+        return vector
     if about.tokens < FEWEST_TOKENS or about.held_back < FEWEST_HELD_BACK or about.windows < FEWEST_WINDOWS:
         # Without what was found: the summary has a line for each reason.
         return f"fewer than {FEWEST_TOKENS} tokens, or {FEWEST_HELD_BACK} held back from {FEWEST_WINDOWS} windows"

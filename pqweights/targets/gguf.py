@@ -332,11 +332,12 @@ def _decision(choice: TypeChoice) -> PackedFormat | Stays:
 def read_options(options: ExportOptions) -> Gguf:
     """Return the format. Raises OptionError for an option that it does not have."""
     rounding = one_of(NAME, "rounding", options.rounding, allowed=(None, PLAIN, IMPORTANCE))
-    if rounding == IMPORTANCE and options.calibrate is None:
-        raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibrate` as well")
+    informed = options.calibrate is not None or options.imatrix is not None
+    if rounding == IMPORTANCE and not informed:
+        raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibrate` or `imatrix` as well")
     return Gguf(
         types=read_types(options),
-        weighed=options.calibrate is not None and rounding != PLAIN,
+        weighed=informed and rounding != PLAIN,
         without_tokenizer=options.without_tokenizer,
         name=options.name,
     )
@@ -395,6 +396,8 @@ TARGET = ExportTarget(
         "rounding",
         "calibrate",
         "calibration_tokens",
+        "imatrix",
+        "save_imatrix",
     ),
     account=("rules", "imatrix", "embeds"),
     read_options=read_options,

@@ -146,7 +146,7 @@ def is_compensated(options: ExportOptions) -> bool:
     if options.rounding is not None:
         return options.rounding in (GPTQ, IMPORTANCE)
     return (
-        options.calibrate is not None
+        (options.calibrate is not None or options.imatrix is not None)
         and options.qparams != MINMAX
         and options.mode in (None, "affine")
         and options.format in (None, "w4a16", "w8a16")
