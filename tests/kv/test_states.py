@@ -113,3 +113,17 @@ def test_cropped_stores_go_on(spec, kept):
 
 
 # --- memory ---
+
+
+def test_quantizers_without_kernels_say_so():
+    quantizer = store("polar", SIZE).quantizer
+    assert quantizer is not None and not quantizer.can_score() and not quantizer.can_weigh()
+    for call in (quantizer.scores, quantizer.weighted):
+        with pytest.raises(NotImplementedError):
+            call(gaussian(1, 1, 1, SIZE), {}, {})
+
+
+def test_cropping_an_empty_store_does_nothing():
+    held = store("polar", SIZE)
+    held.crop(3)
+    assert held.decoded() is None and held.tokens == 0
