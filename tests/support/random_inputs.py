@@ -45,6 +45,9 @@ class RandomInputs:
     def prepare(self, progress: Progress) -> None:
         pass
 
+    def check_source(self) -> None:
+        pass
+
     def parts_of(self, name: str) -> Array:
         """The moments of what a matrix reads."""
         (vector,) = self.weights[name].vectors
