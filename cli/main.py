@@ -19,8 +19,7 @@ from .printable import printable
 
 # The first line of the help of each command; the module of its name is imported when it is run.
 COMMANDS = {
-    "quantize": "Quantize a checkpoint into a master: packed codes and block norms, nearly lossless at 5.125 bits per "
-    "weight.",
+    "quantize": "Quantize a checkpoint into a master: packed codes and block norms, by default 5.125 bits per weight.",
     "plan": "Show what quantize would do with each tensor: action, codec, bits, bytes and reason.",
     "recipes": "List the built-in recipes, or print one, to use it or to begin a recipe of your own.",
     "inspect": "Show what a finished folder holds: tensors, bits, relative errors, sizes and totals.",
@@ -87,7 +86,7 @@ def _made(*names: str) -> typer.Typer:
     made = typer.Typer(
         cls=Commands,
         name="pqweights",
-        help="Quantize a checkpoint into a nearly lossless 5.125-bit master, and export it to what runtimes load.",
+        help="Quantize a checkpoint into what runtimes load, or into a master of 5.125 bits per weight.",
         no_args_is_help=True,
         pretty_exceptions_show_locals=False,  # they may include a token
         context_settings={"help_option_names": ["-h", "--help"]},

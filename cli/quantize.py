@@ -51,7 +51,7 @@ def command(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Quantize a checkpoint into a master: packed codes and block norms, nearly lossless at 5.125 bits per weight.
+    """Quantize a checkpoint into a master: packed codes and block norms, by default 5.125 bits per weight.
 
     If the run is interrupted, the same command continues it. Memory does not grow with the size of the model.
     """
