@@ -347,6 +347,7 @@ class Storage:
         if self._on_hub is not None:
             limit, threads = (LOW_DISK_FILES, 1) if self.low_disk else (len(self._files), DOWNLOADS_AT_ONCE)
             self._folder = folder
+            self._ranges = RangeCache(self._request, self._size_of)  # what the plan was made of is let go
             # The attribute stays: threads that still read get what is there, or TransferStopped.
             files = {file: count for file, count in files.items() if file not in self._made}
             self._fetcher = FileFetcher(self._fetch_ahead, files, limit=limit, threads=threads)

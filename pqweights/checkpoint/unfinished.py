@@ -17,15 +17,17 @@ COMMANDS = {"master": "pqweights quantize", "export": "pqweights export"}
 def journal_line(folder: Path) -> bytes | None:
     """Return the first line of the journal that an unfinished run left in a folder on this machine.
 
-    It is empty if there is only the work folder, or no way to read the journal; None without a work folder.
+    Of a journal that is empty, or that cannot be read, it is a line without content. It is empty if the work folder has
+    no journal; None without a work folder.
     """
     if not (folder / WORK_FOLDER).exists():
         return None
+    path = folder / WORK_FOLDER / JOURNAL_FILE
     try:
-        with open(folder / WORK_FOLDER / JOURNAL_FILE, "rb") as journal:
-            return journal.readline()
+        with open(path, "rb") as journal:
+            return journal.readline() or b"\n"
     except OSError:
-        return b""
+        return b"\n" if path.exists() else b""
 
 
 def is_interrupted(folder: Path) -> bool:

@@ -113,7 +113,7 @@ class RemoteFolder(Remote):
         journal, found = f"{WORK_FOLDER}/{JOURNAL_FILE}", self.files(WORK_FOLDER)
         if journal not in found:
             return b"" if found else None
-        return self.read(journal, 0, min(found[journal].byte_count, MOST_FIRST_LINE_BYTES)).partition(b"\n")[0]
+        return self.read(journal, 0, min(found[journal].byte_count, MOST_FIRST_LINE_BYTES)).partition(b"\n")[0] or b"\n"
 
     def files(self, below: str = "", *, recursive: bool = True) -> dict[str, FileState]:
         """List all files, by their path from this folder, in sorted order; an empty dict if there is no such folder.
