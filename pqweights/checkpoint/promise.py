@@ -22,7 +22,7 @@ from pqweights.common.threads import Progress
 from pqweights.models import text_config, text_model
 from pqweights.models.conventions import EMBEDDINGS_OF, HEADS
 from pqweights.models.description import stated_or_default
-from pqweights.models.names import is_embedding, role_name
+from pqweights.models.names import is_embedding, is_leftover, role_name
 
 TIED = "tie_word_embeddings"
 # So much is looked at in each of so many places; then it is read in runs.
@@ -86,7 +86,7 @@ def checked_config(storage: Storage, tensors: Sequence[LogicalTensor], config: C
     differing = [pair for pair in pairs if not same_values(pair, everywhere=not is_elsewhere)]
     unproven = [pair for pair in pairs if is_elsewhere and pair not in differing and not _places(pair).are_all]
     changed, remarks = with_differing(config, differing)
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    shapes = {t.name: t.shape for t in tensors if not is_leftover(t.name, t.dtype, t.shape)}
     return CheckedConfig(changed, (*remarks, *differences(shapes, changed)), tuple(unproven))
 
 

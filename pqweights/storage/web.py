@@ -114,8 +114,12 @@ class WebFolder(Remote):
                 return float(requests.FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
             raise failed(error, address, "read", f"{self.address.scheme}://{_host(self.address)}") from None
 
+        from httpx2 import InvalidURL
+
         try:
             return repeated(fetch, pause)
+        except InvalidURL:
+            raise SourceError(f"{address}: expected an address that can be one, as http(s)://SERVER/PATH") from None
         except requests.expected_errors() as error:
             if optional and status_and_code(error)[0] in MISSING:
                 return None

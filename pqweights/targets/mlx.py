@@ -6,6 +6,7 @@ tensors are those of mlx_lm.convert, byte for byte. mlx is imported when an expo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import math
@@ -115,7 +116,7 @@ class MlxFormat:
         Raises MissingDependencyError without mlx or mlx-lm, ExportError if mlx-lm cannot take the model.
         """
         _check_packages()
-        model = self._model(checkpoint)
+        model = self._with_or_without_head(checkpoint)
         outputs = _outputs(model)
         text = text_model(checkpoint.config)
         fused_with = _fused_with_kept(model, text, checkpoint.weights)
@@ -139,6 +140,17 @@ class MlxFormat:
                 *fused_warnings({k: [t for t in outputs if t.name in names] for k, names in fused_with.items()}),
             ),
         )
+
+    def _with_or_without_head(self, checkpoint: Checkpoint) -> MlxModel:
+        """Return the model that mlx-lm makes of the checkpoint; without its head where it has no place for one."""
+        try:
+            return self._model(checkpoint)
+        except ExportError:
+            others = tuple(t for t in checkpoint.tensors if t.name not in {f"{head}.weight" for head in HEADS})
+            if len(others) < len(checkpoint.tensors):
+                with contextlib.suppress(ExportError):
+                    return self._model(replace(checkpoint, tensors=others))
+            raise
 
     def _model(self, checkpoint: Checkpoint) -> MlxModel:
         """Return the model that mlx-lm makes of the checkpoint."""
@@ -305,9 +317,10 @@ def _check_head(checkpoint: Checkpoint, used: Set[str]) -> None:
     config = checkpoint.config or {}
     pair = differing_head(checkpoint.tensors, config)
     if pair is not None and pair[0] not in used:
+        file = next(tensor.parts[0].file for tensor in checkpoint.tensors if tensor.name == pair[0])
         raise ExportError(
-            f"tensor {pair[0]!r}: mlx-lm's model of type {config.get('model_type')!r} computes with {pair[1]!r} in its "
-            f"place, and their values differ; {other_targets(MLX_TARGET, config)}"
+            f"{file}: tensor {pair[0]!r}: mlx-lm's model of type {config.get('model_type')!r} computes with "
+            f"{pair[1]!r} in its place, and their values differ; {other_targets(MLX_TARGET, config)}"
         )
 
 

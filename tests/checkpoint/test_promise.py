@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import families
+import gguf_cases
 import numpy as np
 import packed_cases
 import pytest
 import torch
 import transformers
-from commands import answer, done
+from commands import answer, done, invoke, refused
 from gguf_files import without_tokenizer, write_gguf
 from helpers import bf16, folder_bytes, gaussian, read_all, write_checkpoint
 from memory_storage import put
@@ -98,6 +99,69 @@ def test_a_head_that_differs_from_tied_embeddings_reaches_every_target(target: s
         assert config_of(tmp_path / "out")["tie_word_embeddings"] is False
         found = read_values(tmp_path / "out", target)[HEAD]
     assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("tied", [True, None])
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "cohere", "cohere2"])
+def test_mlx_refuses_a_head_for_which_its_model_has_the_embeddings(
+    name: str, tied: bool | None, tmp_path: Path
+) -> None:
+    """The models of mlx-lm have no head, whatever is said of it."""
+    gguf_cases.saved(gguf_cases.CASES[name], tmp_path / "model")
+    said = {} if tied is None else {"tie_word_embeddings": tied}
+    source = changed(tmp_path / "model", tmp_path / "src", other_head, **said)
+    if tied is None:
+        config = config_of(source)
+        config.pop("tie_word_embeddings", None)
+        (source / "config.json").write_text(json.dumps(config))
+    done("quantize", source, tmp_path / "m", "--bits", 8)
+    for given in (source, tmp_path / "m"):
+        file = next(given.glob("*.safetensors")).name
+        line = refused("export", given, tmp_path / "out", "-t", "mlx", "--format", "q8").splitlines()[-1]
+        assert HEAD in line and file in line and EMBEDDING in line
+    same = changed(tmp_path / "model", tmp_path / "same", same_head, **said)
+    done("export", same, tmp_path / "other", "-t", "mlx", "--format", "q8")
+    assert not any(name.startswith("lm_head.") for name in read_all(tmp_path / "other"))
+
+
+SIBLINGS: dict[str, tuple[str, Callable[[dict[str, Any]], object], dict[str, Any], str]] = {
+    "fewer layers stored": (
+        "llama-tied",
+        lambda t: [t.pop(name) for name in [*t] if ".layers.1." in name],
+        {},
+        "model.layers.1.",
+    ),
+    "a bias that is not declared": (
+        "llama-tied",
+        lambda t: t.update(
+            {"model.layers.0.mlp.up_proj.bias": torch.ones(len(t["model.layers.0.mlp.up_proj.weight"]))}
+        ),
+        {"mlp_bias": False},
+        "model.layers.0.mlp.up_proj.bias",
+    ),
+    "a bias that is declared": ("llama-tied", lambda t: None, {"mlp_bias": True}, "bias"),
+    "another width": ("llama-tied", lambda t: None, {"intermediate_size": 384}, "mlp."),
+    "layers behind the last": ("llama-tied", lambda t: None, {"num_hidden_layers": 1}, "model.layers.1."),
+    "kinds of layers": ("llama-tied", lambda t: None, {"layer_types": ["full_attention"]}, "model.layers.1."),
+}
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_mlx_refuses_files_that_are_not_what_config_says(name: str, base: Path, tmp_path: Path) -> None:
+    family, change, config, named = SIBLINGS[name]
+    source = changed(families.model(base, family), tmp_path / "src", change, **config)
+    result = invoke("export", source, tmp_path / "out", "-t", "mlx", "--format", "q8")
+    assert result.exit_code == 1 and named in result.stderr
+
+
+@pytest.mark.parametrize("name", ["k_scale", "rotary_emb.inv_freq"])
+def test_leftovers_of_one_layer_are_no_difference(name: str, base: Path, tmp_path: Path) -> None:
+    """transformers has no place for them in any layer."""
+
+    def add(tensors: dict[str, Any]) -> None:
+        tensors[f"model.layers.0.self_attn.{name}"] = torch.ones((8,) if "inv" in name else ())
+
+    assert not open_local(changed(families.model(base, "llama-tied"), tmp_path / "src", add)).remarks
 
 
 def gguf_tensors(master: Path) -> dict[str, Any]:

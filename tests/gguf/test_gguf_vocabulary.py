@@ -426,3 +426,11 @@ def test_tokenizers_that_cannot_be_mapped_are_refused_in_one_line(
     with pytest.raises((SourceError, ExportError), match=f"^{start}.*{message}") as raised:
         converted(changed(tmp_path, **parts))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("content", ["[[1]]", '"{{ messages }}"', "{"])
+def test_a_file_of_a_template_that_holds_none_is_named(content: str, tmp_path: Path) -> None:
+    folder = folder_with(trained.KINDS["gpt2"](), tmp_path)
+    (folder / "chat_template.json").write_text(content)
+    with pytest.raises(SourceError, match=r"^chat_template\.json"):
+        converted(folder)

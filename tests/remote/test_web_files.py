@@ -135,6 +135,11 @@ def test_what_fails_ends_in_a_line_without_secrets(
     assert said in line and "SECRET" not in line
 
 
+@pytest.mark.parametrize("given", ["https://[::1/x.gguf", "http://127.0.0.1:x/x.gguf", "http://127.0.0.1:1:2/x.gguf"])
+def test_an_address_that_is_none_is_refused(given: str) -> None:
+    assert given in refused("plan", given)
+
+
 def test_nothing_is_written_to_a_web_server(server: WebServer, model: Path) -> None:
     assert "http" in refused("quantize", model, f"{server.url}/out", code=2)
 

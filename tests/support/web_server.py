@@ -36,7 +36,7 @@ class WebServer:
 
 @contextmanager
 def web_server() -> Iterator[WebServer]:
-    server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server: Any = _Server(("127.0.0.1", 0), _Handler)
     server.files_of = WebServer(server.server_port)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -46,6 +46,11 @@ def web_server() -> Iterator[WebServer]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that hang up, on the standard error of the code under test."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

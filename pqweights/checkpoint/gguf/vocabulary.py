@@ -314,6 +314,7 @@ def _add_ends(ids: dict[str, int], ends: list[Any], tokens: Sequence[str]) -> tu
 def _write_files(storage: Storage, config: Mapping[str, Any], folder: Path) -> None:
     """Write what SpecialVocab reads into a folder."""
     files = storage.files()
+    read_json(storage, TEMPLATES[1])  # which refuses another thing than an object
     for name in (FAST, *TEMPLATES, *(file for file in files if file.startswith(MORE_TEMPLATES))):
         if name in files:
             (folder / name).parent.mkdir(exist_ok=True)
