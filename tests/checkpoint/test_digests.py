@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 from blake3 import blake3
+from damage import flip, stored_in
+from helpers import safetensors_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,11 +17,16 @@ from pqweights.checkpoint.digests import (
     PART_BYTES,
     PIECE_BYTES,
     READ_BYTES,
+    CheckedReads,
     PieceHasher,
     digests_of_pieces,
     hash_of_pieces,
     parts_of,
 )
+from pqweights.checkpoint.storage import Storage
+from pqweights.errors import MasterError
+
+SIZES = {"large": 5 * PIECE_BYTES + 77, "exact": 2 * PIECE_BYTES, "small": 1000, "empty": 0}
 
 
 def content(size: int) -> np.ndarray:
@@ -28,6 +36,24 @@ def content(size: int) -> np.ndarray:
 def by_the_page(data: bytes) -> str:
     """BLAKE3 of the digests of the pieces of 131,072 bytes."""
     return blake3(b"".join(blake3(data[at : at + 131072]).digest() for at in range(0, len(data), 131072))).hexdigest()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tensors = {name: ("U8", content(size)) for name, size in SIZES.items()}
+    (tmp_path / "a.safetensors").write_bytes(safetensors_bytes(tensors))
+    return tmp_path
+
+
+def reads_of(folder: Path) -> CheckedReads:
+    digests = {name: by_the_page(content(size).tobytes()) for name, size in SIZES.items()}
+    return CheckedReads(Storage(folder), stored_in(folder).values(), digests=digests)
+
+
+def read(reads: CheckedReads, folder: Path, name: str, begin: int, end: int) -> bytes:
+    tensor, buffer = stored_in(folder)[name], np.empty(end - begin, dtype=np.uint8)
+    reads.read_into(tensor.file, tensor.offset + begin, buffer)
+    return buffer.tobytes()
 
 
 HASHED_SIZES = (0, 1, 1000, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES + 77, READ_BYTES + 3, PART_BYTES + 9)
@@ -56,3 +82,15 @@ def test_spans_in_any_order_that_overlap(seed: int) -> None:
         assert begin % PIECE_BYTES == 0 and (end % PIECE_BYTES == 0 or end == size) and begin < end
         hasher.add(begin, data[begin:end])
     assert hasher.is_whole and hasher.hexdigest() == by_the_page(data.tobytes())
+
+
+@pytest.mark.parametrize("name", ["large", "exact", "small"])
+def test_the_last_byte_tells(name: str, folder: Path) -> None:
+    place, size = flip(folder, name, at=3), SIZES[name]
+    reads = reads_of(folder)
+    read(reads, folder, name, 0, size - 1)
+    read(reads, folder, name, 0, size - 1)
+    with pytest.raises(MasterError, match=place):
+        read(reads, folder, name, size - 1, size)
+    with pytest.raises(MasterError, match=place):  # it stays so
+        reads.finish()
