@@ -22,6 +22,7 @@ from pqweights.checkpoint.positions import (
     stated_once,
     windows,
 )
+from pqweights.errors import ExportError
 from pqweights.models.rotary import WINDOWS_EVERYWHERE, WITHOUT
 from pqweights.models.table import MODELS
 
@@ -224,3 +225,26 @@ def test_alpha_of_hunyuan_gives_another_base_at_every_length() -> None:
     expected = (1e4 * 1000 ** (32 / 30)) ** (-np.arange(0, 32, 2) / 32)
     for length in (1, 5000):
         assert each_near(frequencies(parameters, 32, length=length, most=512).inverse, expected, F64_SUM)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("value", ["yarn", 3, [1]])
+def test_what_is_not_an_object_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(ExportError, match=key):
+        rope_parameters({"model_type": "llama", key: value})
+
+
+TYPES_OF_WINDOWS = "qwen2 gemma3_text smollm3 mimo_v2_flash step3p5 mistral4 minimax_m2 modernbert afmoe"
+KEYS_OF_WINDOWS = """
+num_hidden_layers layer_types sliding_window sliding_window_pattern max_window_layers no_rope_layers
+no_rope_layer_interval head_dim rotary_dim rope_theta partial_rotary_factors global_attn_every_n_layers
+"""
+
+
+@pytest.mark.parametrize("value", ["x", -1, 1e308, [1], {"a": 1}, None, 2**70, True])
+@pytest.mark.parametrize("model_type", [*TYPES_OF_WINDOWS.split(), 7, [1], None])
+def test_values_of_other_types_raise_nothing_else(model_type: Any, value: Any) -> None:
+    for key in KEYS_OF_WINDOWS.split():
+        config = {"model_type": model_type, **SIZES, "use_sliding_window": True, key: value}
+        rope_parameters(config)
+        assert len(windows(config)) <= 512
