@@ -25,7 +25,7 @@ from pqweights.models.llama_cpp import (
     gate_and_up_rows,
     layer_count,
 )
-from pqweights.models.settings import Settings
+from pqweights.models.settings import Settings, unused_positions
 from pqweights.models.tensor_names import NO_GROUPS, Names, below
 
 UNUSED = "not needed for the vectors of tokens"
@@ -64,8 +64,14 @@ _DISTILBERT = replace(
     _BERT, settings=(Setting("token_type_count", 1),), needed=("token_embd_norm.weight", "position_embd.weight"),
     values={"activation": ("gelu",), "layer_norm_eps": (1e-12,)},
 )  # fmt: skip
+
+
 # Positions are numbered from that of padding on.
-_ROBERTA = replace(_BERT, first_position="pad_token_id")
+def _positions(settings: Settings) -> dict[str, int]:
+    return {"max_position_embeddings": settings.number("max_position_embeddings") - unused_positions(settings)}
+
+
+_ROBERTA = replace(_BERT, first_position="pad_token_id", derived=_positions)
 _JINA_V3 = replace(
     _BERT, name="JINA_BERT_V3", shapes={}, needed=("token_embd_norm.weight", "token_types.weight"), rope=Rope(DEFAULT),
     values=_GELU,

@@ -70,6 +70,13 @@ _EMBEDDING = replace(
     classes=("TextModel",), encoder=True, checks=(_divides_queries(None),),
     values={**_GEMMA3.values, "use_bidirectional_attention": (True,)},
 )  # fmt: skip
+
+
+def _full_layers(settings: Settings) -> dict[str, Any]:
+    keys = ("num_key_value_heads", "head_dim")
+    return {f"global_{key}": settings.get(key) for key in keys if settings.get(f"global_{key}") is None}
+
+
 # Keys and values of layers with full attention have sizes of their own; the last layers take those of others.
 _GEMMA4 = Architecture(
     name="GEMMA4",
@@ -92,7 +99,7 @@ _GEMMA4 = Architecture(
     ),
     shapes=dict.fromkeys(("ATTN_Q", "ATTN_K", "ATTN_V", "ATTN_OUT", "FFN_GATE", "FFN_UP", "FFN_DOWN"), (None, None)),
     rope=Rope(frozenset({"default", "proportional"}), rotated="global_head_dim", partial=True),
-    windows=Windows(period=6, listed=True), gate_and_up=JOINED,
+    windows=Windows(period=6, listed=True), gate_and_up=JOINED, derived=_full_layers,
     values={"hidden_activation": TANH_GELU, "use_bidirectional_attention": (None, False, "vision")},
 )  # fmt: skip
 # llama.cpp uses the keys and values of 20 layers, but wants those of all, as published files have them. The first 10

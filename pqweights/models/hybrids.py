@@ -40,11 +40,22 @@ from pqweights.models.mlx_lm import MlxDifferences
 from pqweights.models.settings import Settings
 from pqweights.models.tensor_names import ROUTED, Names, below
 
+
 # LFM2: short convolutions.
+def _lfm2_width(settings: Settings) -> dict[str, int]:
+    """Return the width of the MLP, of which the configuration may state 3/2, before it is rounded up."""
+    if not settings.get("block_auto_adjust_ff_dim"):
+        return {}
+    stated = settings.number("block_ff_dim" if settings.get("block_ff_dim") else "intermediate_size")
+    multiple = settings.number("block_multiple_of")
+    width = int(settings.real("block_ffn_dim_multiplier") * int(2 * stated / 3))
+    return {"intermediate_size": -(-width // multiple) * multiple}
+
+
 _LFM2 = Architecture(
     name="LFM2", settings=(SOME_HEADS, Setting("shortconv_l_cache", "conv_L_cache")),
     needed=("token_embd_norm.weight",), layer_types=frozenset({FULL, "conv"}), free_head_dim=False,
-    values={"conv_bias": (False, None)},
+    derived=_lfm2_width, values={"conv_bias": (False, None)},
 )  # fmt: skip
 _LFM2_MOE = replace(
     _LFM2, name="LFM2MOE",
@@ -114,6 +125,16 @@ def _publish_jamba(config: dict[str, Any], held: Set[str]) -> None:
         first = of.index(True) if True in of else len(of)
         second = of.index(True, first + 1) if True in of[first + 1 :] else first + len(of)
         config |= {f"{name}_layer_period": max(second - first, first + 1), f"{name}_layer_offset": first}
+
+
+def _jamba_differs(config: Mapping[str, Any]) -> str:
+    experts, chosen = config.get("num_experts", 16), config.get("num_experts_per_tok", 2)
+    if not isinstance(experts, int) or experts < 2 or experts == chosen:
+        return ""
+    return (
+        "mlx-lm weighs the experts of a jamba by a softmax over those that are chosen, and the model over all "
+        f"{experts}"
+    )
 
 
 # Nemotron-H: attention, Mamba 2, and MLPs or experts, each a layer.
@@ -239,7 +260,7 @@ ROWS: dict[str, Row] = {
         },
     ),
     "jamba": Row(
-        llama_cpp=_JAMBA, restate=_restate_jamba, publish=_publish_jamba,
+        llama_cpp=_JAMBA, restate=_restate_jamba, publish=_publish_jamba, mlx=MlxDifferences(differs=_jamba_differs),
         names=Names(
             class_name="JambaForCausalLM", outside=_FINAL_NORM,
             layers=parts.ATTENTION + parts.FEED_FORWARD + " pre_ff_layernorm feed_forward.router"

@@ -66,7 +66,8 @@ def _windows_of_exaone(settings: Settings) -> str:
     return f"llama.cpp has sliding windows for 64 layers only, and it has {layers}"
 
 
-def _restate_exaone(values: dict[str, Any]) -> None:
+def restate_exaone(values: dict[str, Any]) -> None:
+    """State the period of windows as a number."""
     if isinstance(pattern := values.get("sliding_window_pattern"), str) and "G" in pattern:  # LLLG
         values["sliding_window_pattern"] = 1 + pattern.index("G")
 
@@ -90,7 +91,7 @@ ROWS: dict[str, Row] = {
             name="EXAONE4", rope=Rope(EVERY_LLAMA), windows=Windows(period=4, own_base=False, scaled=True),
             values=SILU_ONLY, checks=(_windows_of_exaone,),
         ),
-        restate=_restate_exaone, always=_OLMO_PARTS, names=Names(class_name="Exaone4ForCausalLM"),
+        restate=restate_exaone, always=_OLMO_PARTS, names=Names(class_name="Exaone4ForCausalLM"),
         defaults=sizes(4096, 16384, 32, 32, 2048) | LIKE_LLAMA | {"num_key_value_heads": 32, "rms_norm_eps": 1e-05},
     ),
     "ministral3": Row(

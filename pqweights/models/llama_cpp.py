@@ -217,6 +217,7 @@ class Architecture:
         for layers that predict further tokens; None if it has not. Without any, the names are those of a layer
     values: for keys of the configuration, the values with which the model computes what llama.cpp does
     equal: keys that must be equal
+    derived: returns keys that follow from others
     checks: what else must hold
     notes: return what the user should know of its files
     """
@@ -253,6 +254,7 @@ class Architecture:
     drafts: Mapping[str, str] | None = None
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     equal: tuple[tuple[str, str], ...] = ()
+    derived: Callable[[Any], dict[str, Any]] = lambda settings: {}
     checks: tuple[Check, ...] = ()
     notes: tuple[Callable[[Any], str], ...] = ()
 

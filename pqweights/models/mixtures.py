@@ -8,7 +8,7 @@ from typing import Any
 from pqweights.models import tensor_names as parts
 from pqweights.models.description import LIKE_LLAMA, SILU, TIED, sizes
 from pqweights.models.description import ModelDescription as Row
-from pqweights.models.llama import HUNYUAN_ROPE, LLAMA
+from pqweights.models.llama import HUNYUAN_ROPE, LLAMA, restate_exaone
 from pqweights.models.llama_cpp import (
     ALTERNATING,
     DEFAULT,
@@ -148,7 +148,7 @@ ROWS: dict[str, Row] = {
         names=Names(
             class_name="ExaoneMoeForCausalLM", layers=parts.SHARED + " mlp.e_score_correction_bias", drafts=MTP,
         ),
-        mlx=MlxDifferences(computed=_exaone_moe_mlx),
+        restate=restate_exaone, mlx=MlxDifferences(computed=_exaone_moe_mlx),
         defaults=sizes(4096, 16384, 32, 32, 2048) | LIKE_LLAMA | {
             "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "num_experts": 64, "num_experts_per_tok": 8, "n_group": 1,
             "topk_group": 1, "moe_intermediate_size": 1024, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,

@@ -25,6 +25,7 @@ class MlxDifferences:
     rope_names: keys, and the keys in rope_parameters under which transformers 5 writes them
     constants: settings that it requires, and that are a matter of course for transformers
     computed: returns settings that transformers 5 writes under other names; a KeyError means that it did not
+    differs: returns what it computes otherwise with a configuration of the text model, if it does
     """
 
     module: str | None = None
@@ -36,6 +37,7 @@ class MlxDifferences:
     rope_names: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     computed: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    differs: Callable[[Mapping[str, Any]], str] = lambda config: ""
 
 
 # How experts are chosen by DeepSeek V3, and by many since.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -62,18 +61,14 @@ def _restate_images(values: dict[str, Any]) -> None:
 
 
 # Gated DeltaNet in three of four layers. Queries have a gate beside them.
-_INTERVAL = 4
-
-
 def _restate_linear(values: dict[str, Any]) -> None:
     """State the kinds of layers, and the period in which one has full attention, each from the other."""
-    types = values.get("layer_types")
-    if isinstance(types, list):
-        first = types.index(FULL) if FULL in types else len(types)
-        values.setdefault("full_attention_interval", first + 1)
-    if values.get("full_attention_interval") is None:
-        values["full_attention_interval"] = _INTERVAL
-    every = values["full_attention_interval"]
+    types, every = values.get("layer_types"), values.get("full_attention_interval")
+    if every is None:
+        every = 4
+        if isinstance(types, list):
+            every = types.index(FULL) + 1 if FULL in types else len(types) + 1
+        values["full_attention_interval"] = every
     if not types and isinstance(every, int) and every > 0:
         numbers = range(1, layer_count(values) + 1)
         values["layer_types"] = [LINEAR_ATTENTION if number % every else FULL for number in numbers]
@@ -84,10 +79,6 @@ def _has_period(settings: Settings) -> str:
     linear = [kind == LINEAR_ATTENTION for kind in settings.get("layer_types") or ()]
     alike = linear == all_but_each(settings, every)
     return "" if alike else f"llama.cpp has full attention in every {every}th layer only"
-
-
-def _publish_linear(config: dict[str, Any], held: Set[str]) -> None:
-    config.setdefault("linear_value_head_dim", config["linear_key_head_dim"])
 
 
 def _keys(n: Numbers) -> int:
@@ -206,7 +197,7 @@ ROWS: dict[str, Row] = {
     "qwen3_vl_moe": replace(_QWEN3_VL_MOE_ROW, mlx=MlxDifferences(layout=AS_PUBLISHED, head_in_text=True)),
     "qwen3_vl_moe_text": replace(_QWEN3_VL_MOE_ROW, mlx=MlxDifferences(constants={"norm_topk_prob": True})),
     "qwen3_next": Row(
-        traits=_ZERO_CENTRED, llama_cpp=_QWEN3_NEXT, restate=_restate_linear, publish=_publish_linear,
+        traits=_ZERO_CENTRED, llama_cpp=_QWEN3_NEXT, restate=_restate_linear,
         always=_MOE_PARTS + parts.HEAD_NORMS + _SHARED_PARTS + _LINEAR_PARTS, names=_NEXT_NAMES,
         defaults=sizes(2048, 5632, 48, 16, 32768) | LIKE_LLAMA | _LINEAR | {
             "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
@@ -215,7 +206,7 @@ ROWS: dict[str, Row] = {
     ),
     "qwen3_5": Row(defaults=sizes(4096, 16, 4, 256), traits=_ZERO_CENTRED),
     "qwen3_5_text": Row(
-        traits=_ZERO_CENTRED, llama_cpp=_QWEN3_5, restate=_restate_linear, publish=_publish_linear,
+        traits=_ZERO_CENTRED, llama_cpp=_QWEN3_5, restate=_restate_linear,
         always=_QWEN3_PARTS + _LINEAR_PARTS, names=_3_5_NAMES, mlx=MlxDifferences(module="qwen3_5"),
         defaults=sizes(4096, 12288, 32, 16, 32768) | LIKE_LLAMA | _LINEAR | {"num_key_value_heads": 4},
     ),
@@ -223,7 +214,7 @@ ROWS: dict[str, Row] = {
         defaults=sizes(2048, 16, 2, 256), traits=_ZERO_CENTRED, mlx=MlxDifferences(layout=STACKED),
     ),
     "qwen3_5_moe_text": Row(
-        traits=_ZERO_CENTRED, llama_cpp=_QWEN3_5_MOE, restate=_restate_linear, publish=_publish_linear,
+        traits=_ZERO_CENTRED, llama_cpp=_QWEN3_5_MOE, restate=_restate_linear,
         always=_MOE_PARTS + parts.HEAD_NORMS + _SHARED_PARTS + _LINEAR_PARTS,
         names=replace(_3_5_NAMES, class_name="Qwen3_5MoeForCausalLM"),
         mlx=MlxDifferences(module="qwen3_5_moe", layout=STACKED),

@@ -140,6 +140,11 @@ def is_positive(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
+def unused_positions(settings: Settings) -> int:
+    """Return how many rows of the embeddings of positions come before that of the first token."""
+    return 1 + settings.number(settings.architecture.first_position)
+
+
 def all_but_each(settings: Settings, period: int) -> list[bool]:
     """True for all layers but the last of each period."""
     return [(layer + 1) % period != 0 for layer in range(settings.number("num_hidden_layers"))]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from pqweights.models import (
     deepseek,
@@ -24,6 +26,13 @@ from pqweights.models.description import ModelDescription as Row
 from pqweights.models.mlx_lm import UNPREFIXED, UNWRAPPED, MlxDifferences
 from pqweights.models.traits import TYPES_WITH
 
+
+def _minicpm3_differs(config: Mapping[str, Any]) -> str:
+    if config.get("tie_word_embeddings") is not True:
+        return ""
+    return "mlx-lm does not scale the logits of a minicpm3 whose head is its embedding (tie_word_embeddings)"
+
+
 # Types of which little more is known than their traits in TYPES_WITH.
 _OTHERS: dict[str, Row] = {
     "apertus": Row(mlx=MlxDifferences(constants={"mlp_bias": False, "post_norm": False, "qk_norm": True})),
@@ -32,6 +41,7 @@ _OTHERS: dict[str, Row] = {
     "gpt_neox": Row(
         mlx=MlxDifferences(rope_names={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"})
     ),
+    "minicpm3": Row(mlx=MlxDifferences(differs=_minicpm3_differs)),
     "laguna": Row(in_memory={r"\.shared_expert\.": ".shared_experts."}),
     "solar_open": Row(
         mlx=MlxDifferences(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pqweights.errors import ExportError
-from pqweights.models import has_trait, text_config
+from pqweights.models import described, has_trait, text_config
 from pqweights.models.conventions import TOWERS
 from pqweights.models.traits import Trait
 
@@ -51,17 +51,8 @@ def check_architecture(target: str, config: Mapping[str, Any] | None) -> None:
 def check_computed(config: Mapping[str, Any]) -> None:
     """Raise ExportError for a model that mlx-lm would load, and compute otherwise."""
     text = text_config(config)
-    if text.get("model_type") == "minicpm3" and text.get("tie_word_embeddings") is True:
-        raise ExportError(
-            "config.json: mlx-lm does not scale the logits of a minicpm3 whose head is its embedding "
-            f"(tie_word_embeddings); {other_targets(MLX, config)}"
-        )
-    experts, chosen = text.get("num_experts", 16), text.get("num_experts_per_tok", 2)
-    if text.get("model_type") == "jamba" and isinstance(experts, int) and experts > 1 and experts != chosen:
-        raise ExportError(
-            "config.json: mlx-lm weighs the experts of a jamba by a softmax over those that are chosen, and the model "
-            f"over all {experts}; {other_targets(MLX, config)}"
-        )
+    if differs := described(text.get("model_type")).mlx.differs(text):
+        raise ExportError(f"config.json: {differs}; {other_targets(MLX, config)}")
     if text.get("use_bidirectional_attention") is True:
         raise ExportError(
             "config.json: mlx-lm's models attend to what comes before alone, and this one attends both ways "

@@ -131,6 +131,16 @@ def test_a_roberta_with_its_configuration_beside_it_stays_one(name: str, tmp_pat
         open_source(file, Access())
 
 
+def test_an_mt5_with_its_configuration_beside_it_stays_one(tmp_path: Path) -> None:
+    """Alone, its file becomes a T5."""
+    encoder_cases.saved(ANSWERING["mt5"], tmp_path / "model")
+    file = alone(write_gguf(tmp_path / "model", "F32"), tmp_path / "src")
+    shutil.copy(tmp_path / "model" / "config.json", file.parent)
+    source = open_source(file, Access())
+    assert source.config is not None and source.config["model_type"] == "mt5"
+    check_tensors(source, tmp_path / "model", set())
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["t5", "t5 untied", "mt5", "umt5"])
 def test_a_head_that_is_not_the_embeddings(name: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from gguf_files import (
 )
 
 from pqweights.checkpoint.gguf.model import MetadataEntry
+from pqweights.checkpoint.gguf.settings import restated
 from pqweights.models.llama_cpp import SETTINGS, Architecture, Size, keys_of
 from pqweights.models.settings import OTHER_NAMES
 from pqweights.models.table import MODELS
@@ -143,6 +144,11 @@ def test_bounds_of_yarn_that_llama_cpp_must_be_told_are_said(tmp_path: Path) -> 
     assert model.notes == (
         "llama.cpp computes the YaRN of this model only if it is told: run it with --yarn-beta-fast 1",
     )
+
+
+@pytest.mark.parametrize("model_type", ["exaone4", "exaone_moe"])
+def test_a_pattern_of_windows_is_read_as_their_period(model_type: str) -> None:
+    assert restated({"model_type": model_type, "sliding_window_pattern": "LLLG"})["sliding_window_pattern"] == 4
 
 
 @pytest.mark.parametrize("name", ["glm dsa", "deepseek v3.2"])

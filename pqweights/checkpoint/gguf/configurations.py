@@ -236,23 +236,23 @@ def _leading_dense(contents: GgufContents) -> int:
 
 def _solve_list(contents: GgufContents, of: Setting, numbers: list[Any], values: dict[str, Any]) -> None:
     """State the keys of a hyper-parameter that layers of two kinds have otherwise."""
-    kinds = _kinds_of_windows(contents, len(numbers)) if of.other else []
-    if of.only.endswith("shared") and numbers and numbers[0]:  # the last layers, which are wider
-        values |= {of.other: numbers[0], "mlp_widening": numbers[-1] // numbers[0]}
-    elif kinds:
-        for key, is_key in ((of.key, True), (of.other, False)):
-            own = {n for n, kind in zip(numbers, kinds, strict=True) if bool(re.fullmatch(of.only, kind)) == is_key}
-            if len(own) == 1:
-                solve(key, own.pop(), values)
-    elif len(own := {*numbers} - ({0} if of.only else set())) == 1:
-        solve(of.key, own.pop(), values)
-
-
-def _kinds_of_windows(contents: GgufContents, layers: int) -> list[str]:
-    """Return the kinds of layers of a file that lists which have a window; nothing of others."""
-    windows = _value(contents, "attention.sliding_window_pattern")
-    fits = isinstance(windows, list) and len(windows) == layers
-    return [SLIDING if windowed else FULL for windowed in windows] if fits else []
+    if not of.other:
+        own = {*numbers} - ({0} if of.only else set())
+        if len(own) == 1:
+            solve(of.key, own.pop(), values)
+        return
+    windows, shared = _value(contents, "attention.sliding_window_pattern"), values.get("num_kv_shared_layers") or 0
+    if not isinstance(windows, list) or len(windows) != len(numbers):
+        windows = [False] * len(numbers)
+    kinds = [
+        f"{SLIDING if windowed else FULL}{'' if layer < len(windows) - shared else ' shared'}"
+        for layer, windowed in enumerate(windows)
+    ]
+    # What most layers have is known before what follows from it.
+    for key, is_key in ((of.other, False), (of.key, True)):
+        own = {n for n, kind in zip(numbers, kinds, strict=True) if bool(re.fullmatch(of.only, kind)) == is_key}
+        if len(own) == 1:
+            solve(key, own.pop(), values)
 
 
 def shortest(value: Any) -> Any:

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.gguf.drafts import name_behind
 from pqweights.checkpoint.gguf.regrouped import of_layer, rows_of_parts
-from pqweights.checkpoint.gguf.settings import unused_positions
 from pqweights.checkpoint.gguf.tensors import NUMBERS, known_name, tensor_in_file
 from pqweights.checkpoint.gguf.views import (
     ConstantTensor,
@@ -37,7 +36,7 @@ from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.errors import SourceError
 from pqweights.models.conventions import LAYER, STACKED_EXPERTS
 from pqweights.models.llama_cpp import Cut, first_class
-from pqweights.models.settings import Settings
+from pqweights.models.settings import Settings, unused_positions
 from pqweights.models.traits import Trait
 
 

@@ -58,10 +58,7 @@ def read_settings(config: Mapping[str, Any] | None, *, pooling: str | None = Non
     _check_types(settings, config)
     _check_values(settings, config)
     values |= _sizes_of_heads(settings)
-    if settings.get("block_auto_adjust_ff_dim"):
-        values["intermediate_size"] = _adjusted_width(settings)
-    if run.first_position:
-        values["max_position_embeddings"] = settings.number("max_position_embeddings") - unused_positions(settings)
+    values |= run.derived(settings)
     return settings
 
 
@@ -92,30 +89,16 @@ def restated(config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def unused_positions(settings: Settings) -> int:
-    """Return how many rows of the embeddings of positions come before that of the first token."""
-    return 1 + settings.number(settings.architecture.first_position)
-
-
 def _sizes_of_heads(settings: Settings) -> dict[str, int]:
     """Return those that the configuration leaves out. Raises ExportError if llama.cpp takes no others than these."""
     heads = settings.number("num_attention_heads")
     width = settings.number("hidden_size") // heads
     computed = {"num_key_value_heads": heads, "head_dim": width}
-    computed |= {f"global_{key}": settings.get(key) or value for key, value in computed.items()}
     if not settings.architecture.free_head_dim and width * heads != settings.number("hidden_size"):
         raise settings.refusal(f"hidden_size {settings.number('hidden_size')} is not a multiple of the {heads} heads")
     if not settings.architecture.free_head_dim and settings.get("head_dim") not in (None, width):
         raise settings.refusal(f"llama.cpp computes it with head_dim {width} only, found {settings.get('head_dim')}")
     return {key: value for key, value in computed.items() if settings.get(key) is None}
-
-
-def _adjusted_width(settings: Settings) -> int:
-    """Return the width of LFM 2's MLP, of which the configuration states 3/2, before it is rounded up."""
-    stated = settings.number("block_ff_dim" if settings.get("block_ff_dim") else "intermediate_size")
-    multiple = settings.number("block_multiple_of")
-    width = int(settings.real("block_ffn_dim_multiplier") * int(2 * stated / 3))
-    return -(-width // multiple) * multiple
 
 
 def _check_types(settings: Settings, config: Mapping[str, Any]) -> None:

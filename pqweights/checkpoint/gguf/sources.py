@@ -29,7 +29,7 @@ from pqweights.checkpoint.gguf.mixes import INTEGERS
 from pqweights.checkpoint.gguf.model import architecture_name
 from pqweights.checkpoint.gguf.pooling import DENSE, MODULES, RANK, computes_dense, module_files
 from pqweights.checkpoint.gguf.rope import Factors, add_rope
-from pqweights.checkpoint.gguf.settings import read_settings, unused_positions
+from pqweights.checkpoint.gguf.settings import read_settings
 from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
 from pqweights.checkpoint.gguf.tokenizer_files import tokenizer_files
 from pqweights.checkpoint.gguf.tokens import FAST
@@ -52,7 +52,7 @@ from pqweights.kernels.workers import scratch
 from pqweights.models.description import ModelDescription
 from pqweights.models.llama_cpp import JOINED
 from pqweights.models.qwen import OF_IMAGES, TEXT_PARTS
-from pqweights.models.settings import Settings
+from pqweights.models.settings import Settings, unused_positions
 from pqweights.models.table import MODELS
 from pqweights.models.wholes import Whole
 

@@ -25,7 +25,6 @@ from pqweights.checkpoint.gguf.regrouped import (
     with_tiled_heads,
 )
 from pqweights.checkpoint.gguf.rope import Factors
-from pqweights.checkpoint.gguf.settings import unused_positions
 from pqweights.checkpoint.gguf.views import (
     ConstantTensor,
     DecayTensor,
@@ -44,7 +43,7 @@ from pqweights.errors import ExportError
 from pqweights.models.conventions import LAYER, TEXT_PREFIXES
 from pqweights.models.llama_cpp import SHAPES, SLIDING
 from pqweights.models.names import is_leftover, predicts_further, tower_of
-from pqweights.models.settings import Settings, layer_kinds
+from pqweights.models.settings import Settings, layer_kinds, unused_positions
 from pqweights.models.traits import Trait
 
 SUFFIXES = (".weight", ".bias", ".scale")
