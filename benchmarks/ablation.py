@@ -18,17 +18,14 @@ from typing import Any, NamedTuple
 import comparison_codecs
 
 import pqweights
-from pqweights.convert.task import RunOptions
 from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.formats import get_codec
-from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import Recipe
 from pqweights.results.inspect import inspect
 from pqweights.runtime.models import Model, open_model
 from pqweights.runtime.packages import package
 from pqweights.runtime.protocol import Estimate, Scores, Windows, compare, perplexity_change
 from pqweights.runtime.texts import Ids
-from pqweights.targets.exporting import export, open_exported
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from weight_errors import relative_mse
@@ -153,10 +150,6 @@ class Ablation:
     def _master(self) -> Path:
         return self.work / "master"
 
-    @property
-    def _run(self) -> RunOptions:
-        return RunOptions(threads=self.threads, overwrite=True)
-
     def _folders(self) -> Iterator[Made]:
         """Yield each folder, which exists until the next one is asked for."""
         integers = self._has_torchao()
@@ -191,15 +184,10 @@ class Ablation:
     def _integers(self, bits: float | None, original: Path | None) -> Iterator[Made]:
         """Yield torchao INT4 by each rule: of the master, or of the original if it is given."""
         for rule, name in RULES.items():
-            options = ExportOptions(packing="plain", group_size=128, qparams=rule)
+            exported, out = original or self._master, self.work / "int4"
+            options: dict[str, Any] = {"packing": "plain", "group_size": 128, "qparams": rule}
             try:
-                export(
-                    open_exported(original or self._master),
-                    self.work / "int4",
-                    "torchao",
-                    options=options,
-                    run=self._run,
-                )
+                pqweights.export(exported, out, "torchao", **options, threads=self.threads, overwrite=True)
             except ExportError as error:
                 self.absent["INT4"] = str(error)
                 continue

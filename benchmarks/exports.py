@@ -30,23 +30,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import peers
 from harness import Cell, Document, argument_parser, gigabytes, machine, now, publish, table
 from safetensors.numpy import save_file
 
+import pqweights
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import MissingDependencyError, SourceError
-from pqweights.planning.options import ExportOptions
-from pqweights.planning.recipe import load_recipe
 from pqweights.results.inspect import inspect
 from pqweights.runtime.models import open_model
 from pqweights.runtime.protocol import Loss, Windows, change, compare, perplexity
 from pqweights.runtime.texts import Ids, tokenize
-from pqweights.targets.exporting import export, open_exported
-from pqweights.targets.master import quantize
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from export_decoders import export_weight
@@ -57,7 +54,13 @@ WINDOWS = Windows(size=256, stride=128, score_first=True, count=40)
 WIDTHS = (6, 5, 4)
 TARGETS = ("torchao", "mlx", "vllm")
 # what the weights are taken from, and the rule for scales and offsets
-WAYS = (("q5", "minmax"), ("q5", "best"), ("q6", "best"), (SOURCE, "minmax"), (SOURCE, "best"))
+WAYS: tuple[tuple[str, Literal["best", "minmax"]], ...] = (
+    ("q5", "minmax"),
+    ("q5", "best"),
+    ("q6", "best"),
+    (SOURCE, "minmax"),
+    (SOURCE, "best"),
+)
 # (weights, target, source of the weights) -> the most that relative MSE may be, over that of torchao's rule on the
 # original
 GOALS = {
@@ -79,7 +82,7 @@ class Made:
 
     name: str
     weights_from: str
-    rule: str | None
+    rule: Literal["best", "minmax"] | None
     folder: Path
     measured: Path
     seconds: float
@@ -102,9 +105,9 @@ class Bench:
         for bits in WIDTHS:
             start = time.monotonic()
             master, plain = self.work / f"q{bits}", self.work / f"q{bits}-bf16"
-            quantize(self.source, master, load_recipe(f"q{bits}"))
+            pqweights.quantize(self.source, master, f"q{bits}")
             seconds = time.monotonic() - start
-            export(open_exported(master), plain, "bf16")
+            pqweights.export(master, plain, "bf16")
             yield Made(
                 name=f"master q{bits}", weights_from=SOURCE, rule=None, folder=plain, measured=master, seconds=seconds
             )
@@ -117,11 +120,10 @@ class Bench:
             for number, (weights_from, rule) in enumerate(WAYS):
                 start = time.monotonic()
                 out = self.work / f"{target}-{number}"
-                exported = open_exported(self.source if weights_from == SOURCE else self.work / weights_from)
+                source = self.source if weights_from == SOURCE else self.work / weights_from
                 try:
                     packing = "plain" if target == "torchao" else None  # tiles leave narrow layers in BF16
-                    options = ExportOptions(qparams=rule, packing=packing)
-                    export(exported, out, target, options=options)
+                    pqweights.export(source, out, target, qparams=rule, packing=packing)
                 except MissingDependencyError as error:
                     self.absent.add(str(error))
                     break

@@ -29,6 +29,7 @@ from quality import remembering
 
 from pqweights.calibrate.options import TextOptions
 from pqweights.calibrate.sensitivity import measured
+from pqweights.convert.convert import convert
 from pqweights.convert.task import RunOptions, usable_cores
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS, SELF, QuantizeOptions, RecipeOptions
@@ -41,7 +42,8 @@ from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import Model, open_model
 from pqweights.runtime.protocol import Windows, compare, perplexity
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
-from pqweights.targets.master import Learned, plan_quantize, quantize
+from pqweights.storage import open_store
+from pqweights.targets.master import Learned, plan_quantize
 
 UNIFORM = (2, 3, 4, 5, 6)
 TARGETS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
@@ -140,7 +142,8 @@ class Bench:
 
     def _measure(self, recipe: Recipe, learned: Learned) -> dict[str, Any]:
         out = self.work / "master"
-        quantize(self.model, out, recipe, run=RunOptions(overwrite=True), learned=learned)
+        store, run = open_store(out), RunOptions(overwrite=True)
+        convert(plan_quantize(self.model, recipe, learned=learned, out=store, run=run), store, run)
         scores = compare(open_model(out), self.base, ids=self.ids, windows=self.windows)
         assert scores.change is not None and scores.divergence is not None
         assert scores.reference_losses is not None

@@ -66,7 +66,7 @@ def _show_folder(folder: Path | Storage, *, summary: bool | None, json: bool) ->
         tensors = _tensor_lines(inspection.manifest, summary)
         learned = _learned_lines(inspection.manifest.made_by)
         output.show(*tensors, "", *_totals_lines(inspection), *_error_lines(inspection.manifest), *learned)
-        output.show(*(f"{output.WARNING}{remark}" for remark in inspection.manifest.identity.remarks))
+        output.show(*(f"{output.WARNING}{remark}" for remark in inspection.manifest.remarks))
         for line in report.exceeding_lines(inspection.manifest.pairs):
             output.warn(line)
     return inspection
@@ -136,7 +136,7 @@ def _totals_lines(inspection: Inspection) -> list[str]:
 
 def _files(manifest: Manifest) -> str:
     """Return the format of the files that hold the weights."""
-    return "GGUF" if manifest.identity.container else "safetensors"
+    return "GGUF" if manifest.container else "safetensors"
 
 
 def _error_lines(manifest: Manifest) -> list[str]:

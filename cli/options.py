@@ -627,7 +627,7 @@ def spelled(values: Mapping[str, Any]) -> list[str]:
 def run_continues(source: str, out: str, sample: str | None) -> bool | Path:
     """Whether an interrupted run left something: in its folder or files of a repository, or where it calibrated."""
     from pqweights.calibrate.work_folder import folder_beside
-    from pqweights.convert.identity import is_under_way
+    from pqweights.convert.journal import is_under_way
     from pqweights.errors import PqweightsError
     from pqweights.storage import open_store
 

@@ -31,7 +31,7 @@ from .report import (
 )
 
 if TYPE_CHECKING:
-    from pqweights.convert.task import ResourceNeeds
+    from pqweights.convert.needs import ResourceNeeds
     from pqweights.planning.calibration import PlannedCalibration
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import TensorPlan

@@ -6,15 +6,16 @@ examples.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.common.parameters import StrPath, text
 from pqweights.common.threads import Progress
+from pqweights.convert.convert import convert
 from pqweights.convert.distributed.engine import engine_of
 from pqweights.convert.task import RewriteReport, RunOptions, thread_count
 from pqweights.errors import OptionError
@@ -46,15 +47,16 @@ from pqweights.storage import Store, open_store
 from pqweights.storage.addresses import repository_id
 from pqweights.storage.sources import find_result, local_folder
 from pqweights.targets import get_target
-from pqweights.targets.exporting import export as export_opened
-from pqweights.targets.exporting import open_exported
-from pqweights.targets.master import Learned
-from pqweights.targets.master import quantize as quantize_source
+from pqweights.targets.exporting import open_exported, plan_export
+from pqweights.targets.master import Learned, plan_quantize
+from pqweights.targets.possible import possible_exports
 
 if TYPE_CHECKING:
     from pqweights.calibrate.sampled_inputs import SampledInputs
     from pqweights.planning.recipe import Recipe
     from pqweights.runtime.generation import Generation
+
+Opening = TypeVar("Opening", QuantizeOptions, SourceOptions)
 
 
 def plan(
@@ -246,20 +248,19 @@ def quantize(
     )
     chosen, store = choose_recipe(asked.recipe, asked), open_store(located("out", out))
     where = located("source", source)
-    learns = asked.calibrate is not None or asked.awq is not None
-    if learns:
+    if learns := asked.calibrate is not None or asked.awq is not None:
         check_calibration(asked)
-    with _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run:
-        if not learns:
-            return quantize_source(where, store, chosen, options=asked, run=run)
-        from pqweights.calibrate.learning import learned
+    with contextlib.ExitStack() as kept:
+        run = kept.enter_context(_run(ray, threads, overwrite=overwrite, progress=progress, tell=tell))
+        known = Learned()
+        if learns:
+            from pqweights.calibrate.learning import learned
 
-        fetched = local_folder(where, asked.access, progress=run.progress)
-        if fetched.origin is not None:  # the branch may move while the model is calibrated
-            asked = replace(asked, revision=fetched.origin.revision)
-        show = calibration_progress or _ignore
-        with learned(fetched.path, store, chosen, asked, run=run, progress=show) as (found, checked):
-            return quantize_source(where, store, chosen, options=asked, run=checked, learned=found)
+            folder, asked = _fetched(where, asked, run)
+            show = calibration_progress or _ignore
+            known, run = kept.enter_context(learned(folder, store, chosen, asked, run=run, progress=show))
+        conversion = plan_quantize(where, chosen, asked, known, out=store, run=run)
+        return replace(convert(conversion, store, run), exports=possible_exports(conversion.checkpoint))
 
 
 def export(
@@ -370,51 +371,45 @@ def export(
     most_bytes = None if max_shard_size is None else shard_bytes(max_shard_size)
     given = located("source", source)
     store = open_store(located("out", out))
-    with _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run:
-        local = given
+    with contextlib.ExitStack() as kept:
+        run = kept.enter_context(_run(ray, threads, overwrite=overwrite, progress=progress, tell=tell))
+        known: SampledInputs | None = None
         if calibrate is not None:
-            fetched = local_folder(given, opening.access, progress=run.progress)
-            local = fetched.path
-            if fetched.origin is not None:  # the branch may move while the inputs are learned
-                opening = replace(opening, revision=fetched.origin.revision)
-        with _inputs(local, store, asked, opening, run) as known:
-            exported = open_exported(given, opening)
-            inputs: KnownInputs | None = known
-            if known is not None:
-                run = replace(run, check=known.check_source)
-                if to.read_options(asked).recipe.size is not None:
-                    asked = replace(asked, sensitivity=known.sensitivity(store, overwrite=overwrite))
-            elif (file := path_of(asked.imatrix)) is not None:
-                from pqweights.calibrate.imatrix import FileInputs
+            from pqweights.calibrate.sampled_inputs import inputs_of
 
-                inputs = FileInputs.of(file, exported.checkpoint)
-            report = export_opened(
-                exported, store, target, options=asked, max_shard_bytes=most_bytes, run=run, inputs=inputs
+            folder, opening = _fetched(given, opening, run)
+            store.check_apart(folder)
+            local = SourceOptions(
+                adapter=opening.adapter, leave_out=opening.leave_out, allow_pickle=opening.allow_pickle
             )
-            if known is not None and (file := path_of(asked.save_imatrix)) is not None:
-                from pqweights.calibrate.imatrix import write_imatrix
+            known = kept.enter_context(inputs_of(folder, open_exported(folder, local)[0], store, asked, run.threads))
+            run = replace(run, check=known.check_source)
+        opened = open_exported(given, opening)
+        inputs: KnownInputs | None = known
+        if known is not None and to.read_options(asked).recipe.size is not None:
+            asked = replace(asked, sensitivity=known.sensitivity(store, overwrite=overwrite))
+        elif known is None and (file := path_of(asked.imatrix)) is not None:
+            from pqweights.calibrate.imatrix import FileInputs
 
-                known.prepare(run.progress)
-                write_imatrix(file, known, exported.checkpoint, str(asked.calibrate))
-            return report
+            inputs = FileInputs.of(file, opened[0])
+        conversion = plan_export(
+            given, opened, store, target, options=asked, max_shard_bytes=most_bytes, run=run, inputs=inputs
+        )
+        report = convert(conversion, store, run)
+        if known is not None and (file := path_of(asked.save_imatrix)) is not None:
+            from pqweights.calibrate.imatrix import write_imatrix
+
+            known.prepare(run.progress)
+            write_imatrix(file, known, opened[0], str(asked.calibrate))
+        return report
 
 
-@contextmanager
-def _inputs(
-    source: str | Path, store: Store, asked: ExportOptions, opening: SourceOptions, run: RunOptions
-) -> Iterator[SampledInputs | None]:
-    """Yield what is learned of the inputs of the weights that are rounded, if `calibrate` is given."""
-    if asked.calibrate is None:
-        yield None
-        return
-    from pqweights.calibrate.sampled_inputs import inputs_of
-
-    folder = Path(source)
-    store.check_apart(folder)
-    local = SourceOptions(adapter=opening.adapter, leave_out=opening.leave_out, allow_pickle=opening.allow_pickle)
-    checkpoint = open_exported(folder, local)
-    with inputs_of(folder, checkpoint.checkpoint, store, asked, run.threads) as inputs:
-        yield inputs
+def _fetched(source: str | Path, options: Opening, run: RunOptions) -> tuple[Path, Opening]:
+    """Fetch a model that is to be run, and return its folder, and the options with the commit that was fetched."""
+    fetched = local_folder(source, options.access, progress=run.progress)
+    if fetched.origin is None:
+        return fetched.path, options
+    return fetched.path, replace(options, revision=fetched.origin.revision)  # the branch may move meanwhile
 
 
 def verify(
@@ -527,7 +522,7 @@ def _hub(revision: str | None, token: str | None, tell: Tell | None) -> HubOptio
     return HubOptions(revision=revision, token=token, tell=tell)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _run(
     ray: str | None, threads: int | None, *, overwrite: bool, progress: Progress | None, tell: Tell | None
 ) -> Iterator[RunOptions]:

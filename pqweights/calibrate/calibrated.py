@@ -22,7 +22,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,9 @@ from pqweights.calibrate.layer_statistics import InputMoments, LayerStatistics, 
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.common.threads import Progress
+from pqweights.convert.distributed.engine import RayEngine
+from pqweights.convert.distributed.worker import ClusterWork
 from pqweights.convert.ready import CodeMeasures, write_ready
-from pqweights.convert.shard import LocalEngine
-from pqweights.convert.task import ClusterWork, Engine
 from pqweights.errors import SourceChangedError, SourceError
 from pqweights.formats.column_encoding import (
     InputFactors,
@@ -124,7 +124,7 @@ class LayerwiseCalibration:
     states: of the trellis
     threads: that encode
     seed: of the labels that are drawn
-    engine: what has layers encoded
+    engine: the cluster on whose nodes layers are encoded; None for this process
     files: those of the checkpoint, which a node must see, each with its size
     check: see LayerPasses
     """
@@ -140,7 +140,7 @@ class LayerwiseCalibration:
     threads: int = 1
     seed: int = 0
     progress: Progress = lambda done, total, what: None
-    engine: Engine = field(default_factory=LocalEngine)
+    engine: RayEngine | None = None
     files: tuple[tuple[Path, int], ...] = ()
     check: Callable[[], None] = lambda: None
 
@@ -375,7 +375,7 @@ class LayerwiseCalibration:
         left = [layer for layer, path in files.items() if not path.exists()]
         work = self._layer_work(step, files)
         try:
-            for count, (layer, _) in enumerate(self.engine.each(work, left, self._task_bytes), last + 2 - len(left)):
+            for count, layer in enumerate(self._encoded_layers(work, left), last + 2 - len(left)):
                 self.check()
                 self._done(2, count, f"encoding layer {layer}")
         except SourceChangedError:
@@ -384,10 +384,19 @@ class LayerwiseCalibration:
             raise
         return folder, sum(8.0 * part.nbytes for path in files.values() for part in load_file(path).values())
 
+    def _encoded_layers(self, work: LayerWork, layers: Sequence[int]) -> Iterator[int]:
+        """Encode layers, here or on a cluster, and yield the number of each that is done."""
+        if self.engine is not None:
+            yield from (layer for layer, _ in self.engine.each(work, layers, self._task_bytes))
+            return
+        for layer in layers:
+            work.make(layer)
+            yield layer
+
     def _layer_work(self, step: float, files: Mapping[int, Path]) -> LayerWork:
         """Return the work of which a task encodes a layer: on its own, since the states before it are known."""
-        threads = self.engine.threads or self.threads
-        own = replace(self, engine=LocalEngine(), progress=_unseen, check=_nothing, threads=threads)
+        threads = self.threads if self.engine is None else self.engine.threads
+        own = replace(self, engine=None, progress=_unseen, check=_nothing, threads=threads)
         shared = files[0].parent
         return LayerWork(out=f"{shared}", files=self.files, shared=shared, calibration=own, step=step, codes=files)
 

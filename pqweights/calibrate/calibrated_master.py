@@ -23,7 +23,6 @@ from pqweights.checkpoint.readers import element_count
 from pqweights.common.threads import Progress
 from pqweights.convert.distributed.engine import local_files
 from pqweights.convert.ready import FinishedWeights, ReadyWeights
-from pqweights.convert.shard import LocalEngine
 from pqweights.convert.task import RunOptions
 from pqweights.formats.hadamard_trellis import HadamardTrellis
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
@@ -78,7 +77,7 @@ def calibrated_codes(
             by_tensor=asked.rate == BY_TENSOR,
             threads=run.threads,
             seed=SEED,
-            engine=run.engine or LocalEngine(),
+            engine=run.engine,
             files=tuple(local_files(checkpoint.storage, checkpoint.weight_files)),
             progress=progress,
             check=sample.check_source,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.convert.identity import is_under_way
+from pqweights.convert.journal import is_under_way
 from pqweights.convert.manifest import Manifest, parse_manifest
 from pqweights.errors import OutputError
 from pqweights.storage import Store
@@ -30,7 +30,7 @@ def finished_account(out: Store, what: str, key: str, *, overwrite: bool) -> dic
     manifest = finished_manifest(out, overwrite=overwrite)
     if manifest is None:
         return None
-    stated = manifest.identity.made_by.get(what)
+    stated = manifest.made_by.get(what)
     if what == "fit" and isinstance(stated, dict):
         stated = stated.get("sensitivity")
     if not isinstance(stated, dict) or stated.get("identity") != key:

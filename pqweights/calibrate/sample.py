@@ -22,6 +22,7 @@ from pqweights.calibrate.sample_text import is_data_set, sample_text
 from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, described_folder
 from pqweights.common.threads import slow_step, told_steps
+from pqweights.convert.convert import convert
 from pqweights.convert.task import RunOptions
 from pqweights.errors import EvaluationError
 from pqweights.planning.options import MIXTURE, SELF, QuantizeOptions
@@ -30,7 +31,8 @@ from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import check_loaded
 from pqweights.runtime.packages import Refused, quiet
 from pqweights.runtime.texts import check_vocabulary, encode, has_tokenizer, with_bos
-from pqweights.targets.master import quantize
+from pqweights.storage import open_store
+from pqweights.targets.master import plan_quantize
 
 # Tokens of a window of the sample, unless the model takes fewer.
 WINDOW = 256
@@ -139,7 +141,8 @@ class SampleOf:
                 adapters = [adapter.given for adapter in self.checkpoint.adapters]
                 opened = QuantizeOptions(allow_pickle=self.allow_pickle, leave_out=self.leave_out, adapter=adapters)
                 run = RunOptions(threads=threads, overwrite=True)  # what lies there is of this content
-                quantize(self.source, folder, load_recipe(DRAFT_RECIPE), options=opened, run=run)
+                recipe, out = load_recipe(DRAFT_RECIPE), open_store(folder)
+                convert(plan_quantize(self.source, recipe, opened, out=out, run=run), out, run)
             with Refused(f"{self.source}: transformers cannot run this model"), quiet():
                 loaded = load(folder, **options)
             model = loaded.model.eval()

@@ -118,7 +118,7 @@ class SampledInputs:
     def sensitivity(self, out: Store, *, overwrite: bool) -> Sensitivity:
         """Measure how much the loss rises with errors of each weight, or read what a finished result says of it."""
         manifest = finished_manifest(out, overwrite=overwrite)
-        stated = None if manifest is None else manifest.identity.made_by.get("sensitivity")
+        stated = None if manifest is None else manifest.made_by.get("sensitivity")
         if isinstance(stated, dict) and stated.get("identity") == self.identity:
             return Sensitivity.read(stated)
         sizes = block_sizes(self.sample.checkpoint, load_recipe(DEFAULT_RECIPE))

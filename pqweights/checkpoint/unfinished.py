@@ -10,7 +10,7 @@ from typing import Any
 
 from pqweights.checkpoint.names import JOURNAL_FILE, MANIFEST_FILE, WORK_FOLDER
 
-# The commands that make each kind of result (RunIdentity.kind).
+# The commands that make each kind of result (Manifest.kind).
 COMMANDS = {"master": "pqweights quantize", "export": "pqweights export"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,15 +11,17 @@ from pqweights.checkpoint.config import original_of
 from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.storage import Storage
-from pqweights.checkpoint.writer import DiskNeed
+from pqweights.checkpoint.storage import Storage, read_bytes
+from pqweights.checkpoint.writer import COPY_BYTES, DiskNeed
+from pqweights.common.strict_json import json_pieces
 from pqweights.common.threads import Progress
-from pqweights.convert.identity import Journal, RunIdentity, RunStatement, key_of
 from pqweights.convert.jobs import Job
+from pqweights.convert.journal import Journal
+from pqweights.convert.manifest import Manifest
 from pqweights.convert.records import TensorRecord
 from pqweights.errors import SourceError
 from pqweights.planning.fit import Fit
-from pqweights.planning.plan import Container, Plan, ShardPlan, TensorPlan, in_making_order
+from pqweights.planning.plan import Container, Plan, ShardPlan, TensorPlan, in_making_order, index_json
 
 # What manifests call the two kinds of results.
 MASTER, EXPORT = "master", "export"
@@ -51,7 +53,7 @@ class Conversion:
 
     kind: what manifests call the result: MASTER or EXPORT
     made_by: what they say of how it is made: a recipe, or a target with its options; equal ones turn the same plan into
-        the same bytes (identity.py)
+        the same bytes
     checkpoint: what is read, with the tensors as the result holds them
     plan: every name, shape, dtype, byte and file of the result
     encode: returns the first pass over a tensor of the plan
@@ -65,7 +67,7 @@ class Conversion:
     found: what else its report says, by key
     memory_bytes: what it holds in memory, whatever the number of threads
     disk_bytes: what waits on the disk beside the result: what comes by columns, of the largest weights
-    model, master: what the result descends from, see RunIdentity
+    model, master: what the result descends from, see Manifest
     """
 
     kind: str
@@ -87,10 +89,10 @@ class Conversion:
     master: dict[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
-    def identity(self) -> RunIdentity:
-        """What makes another run the same as this one."""
+    def manifest(self) -> Manifest:
+        """What the manifest will state, without what is measured."""
         plan, adapters = self.plan, [adapter.describe() for adapter in self.checkpoint.adapters]
-        return RunIdentity(
+        return Manifest(
             kind=self.kind,
             made_by=self.made_by | ({"adapters": adapters} if adapters else {}),
             source_bytes=plan.source_bytes,
@@ -106,28 +108,40 @@ class Conversion:
         )
 
     @functools.cached_property
-    def statement(self) -> RunStatement:
-        """The files that a run reads and writes, for its journal."""
-        plan, identity, storage = self.plan, self.identity, self.checkpoint.storage
+    def journal(self) -> Journal:
+        """What a run states before it begins: the files that it reads and writes."""
+        plan, storage = self.plan, self.checkpoint.storage
         others = [name for name in (CONFIG_FILE, CARD_FILE) if name in storage.files()]
-        made_of = _states(storage, [*self.checkpoint.weight_files, *others])
+        read = _states(storage, [*self.checkpoint.weight_files, *others, *plan.companions])
         for option, other in self._beside.items():
-            made_of |= _states(other.storage, other.weight_files, f"{option} ")
-        work, origin = identity.digest(), identity.origin
+            read |= _states(other.storage, other.weight_files, f"{option} ")
         written = [*(shard.file for shard in plan.shards), *plan.companions, *self.small_files(plan.shards)]
         written += [] if plan.container.index_file is None else [plan.container.index_file]
         written += [MANIFEST_FILE] if self.config is None else [CONFIG_FILE, MANIFEST_FILE]
-        journal = Journal(
-            work=work,
-            origin=origin,
-            source=made_of | _states(storage, plan.companions),
+        return Journal(
+            work=self.manifest.digest(),
+            origin=storage.origin,
+            source=read,
             outputs=tuple(written),
-            replaces=(),
-            kind=identity.kind,
-            target=str(identity.made_by.get("target", "")),
+            kind=self.kind,
+            target=str(self.made_by.get("target", "")),
         )
-        shards = {shard.file: shard.file_bytes for shard in plan.shards}
-        return RunStatement(journal=journal, shards=shards, key=key_of(work, origin, made_of))
+
+    def contents(self, records: Sequence[TensorRecord]) -> dict[str, Callable[[], Iterable[bytes]]]:
+        """Return the files without tensors by name: companions, index, configuration, and those that the target adds.
+
+        A call returns the content, in pieces. records: what was measured
+        """
+        plan = self.plan
+        contents: dict[str, Callable[[], Iterable[bytes]]] = {
+            name: functools.partial(_pieces, self.checkpoint, name) for name in plan.companions
+        }
+        if plan.container.index_file is not None:
+            contents[plan.container.index_file] = lambda: json_pieces(index_json(plan.shards))
+        if (config := self.config) is not None:
+            contents[CONFIG_FILE] = lambda: json_pieces(config(self.checkpoint, plan.tensors, records))
+        added = self.small_files(plan.shards)
+        return contents | {name: functools.partial(_whole, content) for name, content in added.items()}
 
     @property
     def in_making_order(self) -> list[LogicalTensor]:
@@ -202,6 +216,18 @@ def make_plan(
         remarks=(*checkpoint.remarks, *(pair.seems for pair in checkpoint.unproven)),
     )
     return replace(plan, original=original_of(checkpoint.storage)) if plan.already_quantized else plan
+
+
+def _pieces(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
+    """Yield the content of a companion."""
+    size = checkpoint.storage.files()[name].byte_count
+    for offset in range(0, max(size, 1), COPY_BYTES):  # an empty file is read, too, which checks that it is there
+        yield read_bytes(checkpoint.storage, name, offset, min(COPY_BYTES, size - offset))
+    checkpoint.storage.release(name)
+
+
+def _whole(content: Callable[[], bytes]) -> Iterator[bytes]:
+    yield content()
 
 
 def _states(storage: Storage, names: Iterable[str], before: str = "") -> dict[str, tuple[int, str]]:

@@ -7,7 +7,7 @@ a weight, in one or more passes over its chunks, until its coder is satisfied.
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from pqweights.checkpoint.source import find_non_finite
 from pqweights.common.dtypes import DTYPE_BITS, item_bytes, to_float32
 from pqweights.common.strict_json import rounded
 from pqweights.convert.records import TensorRecord
+from pqweights.convert.sink import Sink
 from pqweights.errors import SourceError
 from pqweights.formats.protocol import VALUE_DTYPES, Bytes, Measures, Part, PassResult, State
 from pqweights.formats.weight import PassTotals, block_count, encode_chunk
@@ -28,31 +29,6 @@ CHUNK_WEIGHTS = 1 << 20
 COPY_MARGIN = 1 << 12
 
 
-class Sink(Protocol):
-    """Where a job's output goes."""
-
-    def memory(self, purpose: str, stored_name: str, offset: int, byte_count: int) -> Bytes:
-        """Return memory from which `write` of the same place makes no copy, contents undefined.
-
-        It is valid until the thread asks for the same purpose again.
-        """
-        ...
-
-    def write(self, stored_name: str, offset: int, data: Bytes) -> None:
-        """Write data at `offset` bytes from the start of a stored tensor, in any order and from any thread.
-
-        Each byte is written once. The caller may change `data` afterwards.
-        """
-        ...
-
-    def write_columns(self, stored_name: str, offset: int, data: Bytes) -> None:
-        """Write columns of a stored tensor, [its rows, bytes], at `offset` bytes from the start of each row.
-
-        In any order and from any thread; they are put together to rows when the job is finished.
-        """
-        ...
-
-
 class Job(Protocol):
     """One pass over one tensor."""
 
@@ -61,75 +37,75 @@ class Job(Protocol):
         """The number of chunks; 0 for an empty tensor."""
         ...
 
-    def run(self, chunk: int, sink: Sink) -> Any:
-        """Read, transform and write one chunk. Called once for each chunk, in any thread."""
-        ...
-
-    def collect(self, result: Any) -> None:
-        """Take what `run` returned. Called in the order of the chunks, in one thread at a time."""
-        ...
-
-    def finish(self, sink: Sink) -> TensorRecord | Job:
-        """Write what is still to be written, and return what was measured, or the next pass over the tensor.
-
-        The record has no digests yet: whoever owns the sink adds them.
-        """
-        ...
-
-
-@runtime_checkable
-class ReadingJob(Job, Protocol):
-    """A pass whose chunks several jobs over the same tensor may read together: `run` writes what `read` returns."""
-
     @property
     def reads(self) -> object:
-        """What is equal for jobs that read the same chunks of the same tensor."""
+        """What jobs have in common that read the same chunks of the same tensor; None for one that reads alone."""
         ...
 
-    def read(self, chunk: int) -> Any:
-        """Return the values of a chunk, valid until the thread reads the next one."""
+    def read(self, chunk: int, sink: Sink) -> Any:
+        """Return the values of one chunk, valid until the thread reads the next one. Called in any thread."""
         ...
 
     def write(self, chunk: int, values: Any, sink: Sink) -> Any:
-        """Transform and write a chunk, given its values, which it does not change; returns what `run` does."""
+        """Transform and write one chunk, given its values, which it does not change. Called in the same thread."""
+        ...
+
+    def collect(self, result: Any) -> None:
+        """Take what `write` returned. Called in the order of the chunks, in one thread at a time."""
+        ...
+
+    def finish(self) -> TensorRecord | Job:
+        """Return what was measured, without the digests, or the next pass over the tensor."""
         ...
 
 
 class CopyJob:
-    """The job that stores a tensor plainly, in the dtype that the plan gives it."""
+    """The job that stores a tensor plainly, in the dtype that the plan gives it, or several that are stored already."""
 
-    def __init__(self, planned: TensorPlan, tensor: LogicalTensor) -> None:
-        (self._spec,) = planned.stored
-        self._tensor = tensor
-        self._weights = math.prod(self._spec.shape)
-        self._chunk_weights = whole_blocks(tensor, CHUNK_WEIGHTS)
+    reads = None
 
-    @property
-    def chunks(self) -> int:
-        """The number of chunks."""
-        return -(-self._weights // self._chunk_weights)
+    def __init__(self, planned: TensorPlan, *tensors: LogicalTensor, record: TensorRecord | None = None) -> None:
+        """Prepare the job.
 
-    def run(self, chunk: int, sink: Sink) -> None:
-        """Copy one chunk."""
-        start = chunk * self._chunk_weights
-        count = min(self._chunk_weights, self._weights - start)
-        bits = DTYPE_BITS[self._spec.dtype]
-        offset, byte_count = start * bits // 8, count * bits // 8
+        tensors: what each stored tensor of the plan is read from
+        record: what is known of the tensor; by default nothing
+        """
+        self._record = TensorRecord(name=planned.name) if record is None else record
+        self._ranges = [
+            (spec, tensor, start, min(step, weights - start))
+            for spec, tensor in zip(planned.stored, tensors, strict=True)
+            for weights, step in [(math.prod(spec.shape), whole_blocks(tensor, CHUNK_WEIGHTS))]
+            for start in range(0, weights, step)
+        ]
+        self.chunks = len(self._ranges)
+
+    def read(self, chunk: int, sink: Sink) -> Bytes:
+        """Read one chunk into memory from which it is written."""
+        spec, tensor, start, count = self._ranges[chunk]
+        bits = DTYPE_BITS[spec.dtype]
+        byte_count = count * bits // 8
         # A few more bytes than needed, in which encoded tensors can decode whole blocks.
-        buffer = sink.memory("copied", self._spec.name, offset, byte_count + COPY_MARGIN)
-        self._tensor.read(start, count, self._spec.dtype, buffer)
-        sink.write(self._spec.name, offset, buffer[:byte_count])
+        buffer = sink.memory("copied", spec.name, start * bits // 8, byte_count + COPY_MARGIN)
+        tensor.read(start, count, spec.dtype, buffer)
+        return buffer[:byte_count]
+
+    def write(self, chunk: int, values: Bytes, sink: Sink) -> None:
+        """Write one chunk."""
+        spec, _, start, _ = self._ranges[chunk]
+        sink.write(spec.name, start * DTYPE_BITS[spec.dtype] // 8, values)
 
     def collect(self, result: None) -> None:
         """Do nothing: a copy has no errors."""
 
-    def finish(self, sink: Sink) -> TensorRecord:
-        """Return a record without measures."""
-        return TensorRecord(name=self._spec.name)
+    def finish(self) -> TensorRecord:
+        """Return the record."""
+        return self._record
 
 
 class EncodeJob:
     """One pass over one weight."""
+
+    reads = None
 
     def __init__(
         self,
@@ -158,20 +134,31 @@ class EncodeJob:
         block_size = self._coder.block_size
         self._chunk_weights = max(1, CHUNK_WEIGHTS // block_size) * block_size
         self._totals = PassTotals(self._state)
+        self.chunks = -(-self._weights // self._chunk_weights)
 
-    @property
-    def chunks(self) -> int:
-        """The number of chunks."""
-        return -(-self._weights // self._chunk_weights)
+    def read(self, chunk: int, sink: Sink) -> Bytes:
+        """Read one chunk, scaled if the weight is; the padding to whole blocks is undefined."""
+        start, count = self._range(chunk)
+        whole = block_count(count, self._coder.block_size) * self._coder.block_size
+        values = scratch("weights", whole * item_bytes(self._dtype))
+        self._tensor.read(start, count, self._dtype, values)
+        if self._factors is not None:
+            with np.errstate(over="ignore"):  # the encoder reports infinities
+                numbers = values.view(np.float32)[:count]
+                multiply_scales(numbers, self._factors, start=start, shape=self._planned.shape)
+        return values
 
-    def run(self, chunk: int, sink: Sink) -> Measures:
+    def _range(self, chunk: int) -> tuple[int, int]:
+        """Return the first weight of a chunk, and how many it has."""
+        start = chunk * self._chunk_weights
+        return start, min(self._chunk_weights, self._weights - start)
+
+    def write(self, chunk: int, values: Bytes, sink: Sink) -> Measures:
         """Encode one chunk, and write its parts.
 
         Raises SourceError if a weight is not finite.
         """
-        start = chunk * self._chunk_weights
-        count = min(self._chunk_weights, self._weights - start)
-        values = self._read(start, count)
+        start, count = self._range(chunk)
         if chunk == 0 and self._awq is not None:
             sink.write(awq_name(self._planned.name), 0, self._awq)
         first_block = start // self._coder.block_size
@@ -183,18 +170,6 @@ class EncodeJob:
         for part, data in zip(self._coder.parts, parts, strict=True):
             sink.write(self._planned.name + part.suffix, first_block * part.bytes_per_block, data.reshape(-1))
         return measures
-
-    def _read(self, start: int, count: int) -> Bytes:
-        """Read elements [start, start + count), scaled if the weight is; the padding to whole blocks is undefined."""
-        dtype = self._dtype
-        whole = block_count(count, self._coder.block_size) * self._coder.block_size
-        values = scratch("weights", whole * item_bytes(dtype))
-        self._tensor.read(start, count, dtype, values)
-        if self._factors is not None:
-            with np.errstate(over="ignore"):  # the encoder reports infinities
-                numbers = values.view(np.float32)[:count]
-                multiply_scales(numbers, self._factors, start=start, shape=self._planned.shape)
-        return values
 
     def _memory(self, part: Part, sink: Sink, first_block: int, blocks: int) -> Bytes:
         """Return memory for a part of some blocks: [blocks, bytes per block]."""
@@ -221,7 +196,7 @@ class EncodeJob:
         """Add up what was measured of a chunk."""
         self._totals.add(result)
 
-    def finish(self, sink: Sink) -> TensorRecord | Job:
+    def finish(self) -> TensorRecord | Job:
         """Return the record of the weight, or another pass if the coder asks for one."""
         history = (*self._history, self._totals.result())
         following = self._coder.next_state(history)

@@ -63,7 +63,7 @@ def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
     left_out = {name: REASONS.get(name, NOT_LISTED) for name in others} | dict.fromkeys(listed - there, GONE)
     return replace(
         checkpoint,
-        remarks=tuple(dict.fromkeys((*manifest.identity.remarks, *checkpoint.remarks))),
+        remarks=tuple(dict.fromkeys((*manifest.remarks, *checkpoint.remarks))),
         companions=tuple(sorted(name for name in listed & there if is_inside(name))),
         left_out=dict(sorted(left_out.items())),
     )

@@ -6,12 +6,15 @@ everywhere. docs/format.md, section "pqweights.json", has the format.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, field
+import msgspec
+from msgspec import Meta
 
 from pqweights.checkpoint.companions import leads_outside, outside, top_level_files
 from pqweights.checkpoint.config import known_facts
@@ -23,7 +26,6 @@ from pqweights.checkpoint.storage import Origin, Storage, read_file
 from pqweights.checkpoint.unfinished import describe_interrupted
 from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_document
 from pqweights.common.strict_json import json_pieces, parse_json
-from pqweights.convert.identity import RunIdentity
 from pqweights.convert.manifest_entries import TensorEntry, damaged, parse_tensor, tensor_json
 from pqweights.convert.records import TensorRecord, error_totals, exceeds
 from pqweights.errors import MasterError, SourceError
@@ -39,6 +41,9 @@ from pqweights.planning.plan import (
 from pqweights.storage.store import FileRecord
 
 MANIFEST_VERSION = 1
+# The first version that makes the same bytes as this one: a run is continued, and a finished result left alone, only by
+# a version that agrees. To be raised with every change of what a codec, a recipe or an export writes.
+SAME_BYTES_SINCE = "0.3.0"
 # Of a manifest; that of a model with a million tensors has fewer.
 MOST_BYTES = 4_000_000_000
 # The key of a transform's account of itself (Transform.account) that tells which kind of result it makes.
@@ -82,7 +87,7 @@ class ManifestFile(ClosedDocument, frozen=True, kw_only=True):
     relative_mse: Number | None = None
     total_mse: Number | None = None
     master_mse: Number | None = None
-    metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
+    metadata: dict[str, str] = msgspec.field(default_factory=lambda: DEFAULT_METADATA)
     container: _Container | None = None
     left_out: dict[str, str] = {}
     remarks: tuple[str, ...] = ()
@@ -93,38 +98,71 @@ class ManifestFile(ClosedDocument, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of pqweights.json.
+    """The content of pqweights.json; of a result that is not made yet, what it will state without what is measured.
 
-    identity: what made the result
+    kind: the kind of the result: "master" or "export"
+    made_by: how it is made: a recipe, or a target with its options
+    source_bytes: size of the weight files that are read
+    max_shard_bytes: data bytes after which a new output file begins
+    tensors: what becomes of each tensor
+    origin: the Hub repository that is read, with its commit; None for a local folder
+    metadata: the `__metadata__` of the safetensors files
+    container: what there is to say of another format of the files (Container.to_json)
+    left_out: tensors that are not carried over, each with the reason
+    remarks: where the files and config.json of the source do not say the same (Checkpoint.remarks)
+    model: what is known of the original model (checkpoint.config.model_facts)
+    master: for an export, what the master's manifest states about the master
+    same_bytes_since: the first version that makes the same bytes
     source_fingerprint: that of the checkpoint that was read (Checkpoint.fingerprint)
-    records: what was measured of each tensor, in the order of identity.tensors
+    records: what was measured of each tensor, in the order of `tensors`
     files: the files without tensors, by name
     """
 
-    identity: RunIdentity
-    source_fingerprint: str
-    records: tuple[TensorRecord, ...]
-    files: dict[str, FileRecord]
-
-    @property
-    def kind(self) -> str:
-        """The kind of the result: "master" or "export"."""
-        return self.identity.kind
+    kind: str
+    made_by: dict[str, Any]
+    source_bytes: int
+    max_shard_bytes: int
+    tensors: tuple[TensorPlan, ...]
+    origin: Origin | None = None
+    metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
+    container: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    model: dict[str, Any] = field(default_factory=dict)
+    master: dict[str, Any] = field(default_factory=dict)
+    same_bytes_since: str = field(default_factory=lambda: SAME_BYTES_SINCE)
+    source_fingerprint: str = ""
+    records: tuple[TensorRecord, ...] = ()
+    files: dict[str, FileRecord] = field(default_factory=dict)
 
     @property
     def is_of_master(self) -> bool:
         """Whether the result was made from a master, and not from the source."""
-        return bool(self.identity.master)
+        return bool(self.master)
 
     @property
-    def made_by(self) -> dict[str, Any]:
-        """The transform's account of itself, see RunIdentity."""
-        return self.identity.made_by
+    def decisive(self) -> Manifest:
+        """What decides, together with the content of the source, every byte: two runs are the same if this is equal.
 
-    @property
-    def tensors(self) -> tuple[TensorPlan, ...]:
-        """What became of each tensor, see RunIdentity."""
-        return self.identity.tensors
+        Left out are what was measured, and every text that is written for people: why a tensor is treated as it is,
+        what a recipe is for.
+        """
+        return replace(
+            self,
+            tensors=tuple([tensor._replace(reason="") for tensor in self.tensors]),
+            left_out=dict.fromkeys(self.left_out, ""),
+            remarks=(),
+            made_by=_without_prose(self.made_by),
+            master=_without_prose(self.master),
+            source_fingerprint="",
+            records=(),
+            files={},
+        )
+
+    def digest(self) -> str:
+        """Return the sha256 over all that is decisive."""
+        # In JSON, tensors and origin are the lists of their fields.
+        return hashlib.sha256(json.dumps(vars(self.decisive), sort_keys=True).encode()).hexdigest()
 
     @property
     def pairs(self) -> list[tuple[TensorPlan, TensorRecord]]:
@@ -142,27 +180,41 @@ class Manifest:
 
     def _document(self) -> dict[str, Any]:
         """Return the JSON of the file; the tensors, of which there may be many, are made as they are asked for."""
-        identity = self.identity
-        origin = {"id": None} if identity.origin is None else identity.origin._asdict()
-        metadata = {"metadata": identity.metadata} if identity.metadata != DEFAULT_METADATA else {}
+        origin = {"id": None} if self.origin is None else self.origin._asdict()
+        metadata = {"metadata": self.metadata} if self.metadata != DEFAULT_METADATA else {}
         return {
             "manifest_version": MANIFEST_VERSION,
-            "kind": identity.kind,
+            "kind": self.kind,
             **self.made_by,
-            "source": {**origin, "bytes": identity.source_bytes, "fingerprint": self.source_fingerprint},
-            **({"model": identity.model} if identity.model else {}),
-            **({"master": identity.master} if identity.master else {}),
-            "max_shard_bytes": identity.max_shard_bytes,
-            "same_bytes_since": identity.same_bytes_since,
+            "source": {**origin, "bytes": self.source_bytes, "fingerprint": self.source_fingerprint},
+            **({"model": self.model} if self.model else {}),
+            **({"master": self.master} if self.master else {}),
+            "max_shard_bytes": self.max_shard_bytes,
+            "same_bytes_since": self.same_bytes_since,
             **error_totals(self.tensors, self.records),
             **metadata,
-            **({"container": identity.container} if identity.container else {}),
-            **({"left_out": identity.left_out} if identity.left_out else {}),
-            **({"remarks": list(identity.remarks)} if identity.remarks else {}),
+            **({"container": self.container} if self.container else {}),
+            **({"left_out": self.left_out} if self.left_out else {}),
+            **({"remarks": list(self.remarks)} if self.remarks else {}),
             "exceeding": self.exceeding,
             "tensors": map(tensor_json, self.tensors, self.records),
             "files": {name: vars(record) for name, record in sorted(self.files.items())},
         }
+
+
+def _without_prose(account: dict[str, Any]) -> dict[str, Any]:
+    """Return an account of a transform, or of a master, without what a recipe says for people."""
+    recipe = account.get("recipe")
+    if not isinstance(recipe, dict):
+        return account
+    stated = {key: value for key, value in recipe.items() if key != "description"}
+    if isinstance(rules := recipe.get("rules"), list):
+        stated["rules"] = [_without_reason(rule) for rule in rules]
+    return account | {"recipe": stated}
+
+
+def _without_reason(rule: Any) -> Any:
+    return {key: value for key, value in rule.items() if key != "reason"} if isinstance(rule, dict) else rule
 
 
 def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
@@ -170,19 +222,18 @@ def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
 
     Raises MasterError if the manifest does not describe files.
     """
-    identity = manifest.identity
-    if not identity.container:
-        return Safetensors(identity.metadata).shards(identity.tensors, identity.max_shard_bytes)
-    container = _container(as_document(identity.container, _Container, damaged))
+    if not manifest.container:
+        return Safetensors(manifest.metadata).shards(manifest.tensors, manifest.max_shard_bytes)
+    container = _container(as_document(manifest.container, _Container, damaged))
     try:
-        return container.shards(identity.tensors, identity.max_shard_bytes)
+        return container.shards(manifest.tensors, manifest.max_shard_bytes)
     except ValueError:
-        raise damaged(f"container: expected files of {len(identity.tensors)} tensors") from None
+        raise damaged(f"container: expected files of {len(manifest.tensors)} tensors") from None
 
 
 def manifest_beside(manifest: Manifest) -> str:
     """Return the name of the manifest of GGUF files in a repository in which pqweights.json is another's."""
-    return f"{manifest.identity.container.get('name', '')}.{MANIFEST_FILE}"
+    return f"{manifest.container.get('name', '')}.{MANIFEST_FILE}"
 
 
 def manifests_beside(storage: Storage) -> Iterator[tuple[str, ...]]:
@@ -278,7 +329,7 @@ def _parsed(document: dict[str, Any]) -> Manifest:
     origin = file.source
     if (origin.id is None) != (origin.revision is None):
         raise damaged("source: expected id and revision, found one of them")
-    identity = RunIdentity(
+    return Manifest(
         kind=file.kind,
         made_by=account,
         source_bytes=file.source.bytes,
@@ -292,9 +343,6 @@ def _parsed(document: dict[str, Any]) -> Manifest:
         model=file.model,
         master=file.master,
         same_bytes_since=file.same_bytes_since,
-    )
-    return Manifest(
-        identity=identity,
         source_fingerprint=file.source.fingerprint,
         records=tuple(record for _, record in entries),
         files=file.files,

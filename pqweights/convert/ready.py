@@ -1,4 +1,4 @@
-"""Weights whose codes are ready before a run: the files in which a calibration leaves them, and the job for them.
+"""Weights whose codes are ready before a run: the files in which a calibration leaves them.
 
 A file is safetensors with the stored tensors of some weights (docs/format.md, sections 10 and 12). Its metadata have a
 description: what was measured of each weight, and the hash of each of its stored tensors. So everything that a run
@@ -27,7 +27,7 @@ from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import write_whole
 from pqweights.common.documents import Document, Number, as_json, read_document
 from pqweights.common.strict_json import rounded
-from pqweights.convert.jobs import CopyJob, Sink
+from pqweights.convert.jobs import CopyJob
 from pqweights.convert.records import TensorRecord
 from pqweights.errors import OutputError, SourceError
 from pqweights.formats.columns import (
@@ -206,43 +206,17 @@ class ReadyWeights:
             stored=stored,
         )
 
-    def job(self, planned: TensorPlan) -> ReadyJob:
-        """Return the job that stores a weight, of a plan by `planned`."""
-        return ReadyJob(planned, self._parts(planned.name), self.weights[planned.name])
-
-
-class ReadyJob:
-    """The job that stores ready codes as they are."""
-
-    def __init__(self, planned: TensorPlan, parts: Sequence[PlainTensor], weight: _ReadyWeight) -> None:
-        self._planned, self._weight = planned, weight
-        pairs = zip(planned.stored, parts, strict=True)
-        copies = [CopyJob(planned._replace(stored=(spec,)), part) for spec, part in pairs]
-        self._chunks = [(copy, chunk) for copy in copies for chunk in range(copy.chunks)]
-
-    @property
-    def chunks(self) -> int:
-        """The number of chunks."""
-        return len(self._chunks)
-
-    def run(self, chunk: int, sink: Sink) -> None:
-        """Copy one chunk. Raises MasterError if it is the last of damaged codes."""
-        copy, place = self._chunks[chunk]
-        copy.run(place, sink)
-
-    def collect(self, result: None) -> None:
-        """Do nothing: everything was measured before."""
-
-    def finish(self, sink: Sink) -> TensorRecord:
-        """Return what the calibration measured."""
-        weight = self._weight
-        return TensorRecord(
-            name=self._planned.name,
+    def job(self, planned: TensorPlan) -> CopyJob:
+        """Return the job that stores a weight, of a plan by `planned`, with what the calibration measured."""
+        weight = self.weights[planned.name]
+        record = TensorRecord(
+            name=planned.name,
             state=Orientation(transposed=weight.transposed).to_json(),
             relative_mse=weight.relative_mse,
             energy=weight.energy,
             weighed_mse=weight.weighed_mse,
         )
+        return CopyJob(planned, *self._parts(planned.name), record=record)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +248,7 @@ class FinishedWeights:
     def _has(self, name: str) -> bool:
         return name in self.tensors and self.tensors[name].codec == ColumnCoding.codec
 
-    def job(self, planned: TensorPlan) -> ReadyJob:
+    def job(self, planned: TensorPlan) -> CopyJob:
         """Return the job that stores a weight, of a plan by `planned`.
 
         Raises OutputError: the result went while it was looked at.

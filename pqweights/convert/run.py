@@ -1,19 +1,28 @@
 """A run that is under way in a store: who may write, what an interrupted run left, and what may be replaced.
 
 Everything unfinished lies in the work folder: the lock, the journal, the finished shards with their marks, and what was
-fetched. When all shards are finished they get their final names, so an older result stays until the new one is
-complete; the manifest comes last, then the work folder goes.
+fetched. OUT/.pqweights/KEY/SHARD is a finished shard, and OUT/.pqweights/KEY/SHARD.json its mark: what was measured of
+its tensors. The mark is written after the shard, and so says that it is complete; it stays when the shard gets its
+final name. Whoever makes a shard under the same KEY, on any machine, makes the same bytes. When all shards are finished
+they get their final names, so an older result stays until the new one is complete; the manifest comes last, then the
+work folder goes. docs/format.md describes them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import glob
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from msgspec.structs import replace
+import msgspec
 
+from pqweights.checkpoint.ahead import Stop
+from pqweights.checkpoint.digests import KEY
 from pqweights.checkpoint.names import (
     CARD_FILE,
     EVALUATION_FILE,
@@ -23,69 +32,149 @@ from pqweights.checkpoint.names import (
 )
 from pqweights.checkpoint.writer import PARTIAL_SUFFIX, disk_errors
 from pqweights.common.threads import slow_step
-from pqweights.convert.finished_shards import FinishedShards, ShardMark
-from pqweights.convert.identity import JOURNAL, Journal, RunStatement, is_under_way, read_journal
+from pqweights.convert.conversion import Conversion
+from pqweights.convert.journal import JOURNAL, Journal, is_under_way, may_continue, read_journal
 from pqweights.convert.listed_files import files_of_result
 from pqweights.convert.manifest import parse_manifest
+from pqweights.convert.records import TensorRecord
 from pqweights.errors import OutputError, PqweightsError, StorageError
 from pqweights.storage import Store
 from pqweights.storage.local import clear
-from pqweights.storage.store import CheckLock, FileRecord
+from pqweights.storage.store import CheckLock
 
 FETCHED_FOLDER = "fetched"
+MARK_SUFFIX = ".json"
+# Small requests, and moves on a server, at once.
+REQUESTS_AT_ONCE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardMark:
+    """What is known of a finished shard.
+
+    records: what was measured of its tensors, in the order of the plan
+    fingerprints: those of files of the source that were fetched and are no longer needed, by name
+    """
+
+    records: tuple[TensorRecord, ...]
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """Return the content of the mark."""
+        records = []
+        for record in self.records:
+            stated = vars(record) | {KEY: record.digests}
+            del stated["digests"]
+            records.append(stated)
+        return json.dumps({"tensors": records, "fingerprints": dict(self.fingerprints)}).encode()
+
+    @staticmethod
+    def parse(content: bytes) -> ShardMark | None:
+        """Read a mark; None if it is not whole, so that the shard is made again."""
+        try:
+            stated = json.loads(content)
+            records = [TensorRecord(digests=record.pop(KEY), **record) for record in stated["tensors"]]
+            return ShardMark(records=tuple(records), fingerprints=dict(stated["fingerprints"]))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+
+
+def unlocked() -> None:
+    """Check nothing: the process that started this one has the lock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that has the lock of its store.
+    """A run that has the lock of its store, or a part of one on another machine. It may be pickled without its lock.
 
-    statement: what it is about to do
-    shards: its finished shards in the store
-    marks: those that were finished when it began
-    replaces: the files of earlier runs that it removes or replaces
+    store: where the result is written
+    key: a short text that runs have in common if they make the same shards
+    shards: the outputs that hold tensors, with their sizes in bytes
+    marks: those of shards that were finished when it began
+    journal: what it states of itself
+    check_lock: raises OutputError if another run has the lock by now
     follows: whether it found the journal of a run that did not reach its end
     """
 
-    statement: RunStatement
-    shards: FinishedShards
-    marks: dict[str, ShardMark]
-    replaces: Sequence[str]
-    check_lock: CheckLock
-    follows: bool
-
-    @property
-    def store(self) -> Store:
-        """Where the result is written."""
-        return self.shards.store
+    store: Store
+    key: str
+    shards: Mapping[str, int]
+    marks: Mapping[str, ShardMark]
+    journal: Journal
+    check_lock: CheckLock = unlocked
+    follows: bool = False
 
     @property
     def folder(self) -> Path:
         """Where it keeps on this machine what only this run may use."""
-        return self.store.work / self.statement.key
+        return self.store.work / self.key
 
     @property
     def fetched(self) -> Path:
         """Where fetched files of the source lie."""
         return self.folder / FETCHED_FOLDER
 
+    def name(self, shard: str) -> str:
+        """Return the name that a finished shard has until all are finished."""
+        return f"{WORK_FOLDER}/{self.key}/{shard}"
+
+    def new_path(self, shard: str) -> Path:
+        """Return where a process makes a shard: a path of its own, since a lost one may still be making the same.
+
+        What that one has made is removed; it will find that it is to end.
+        """
+        with disk_errors(self.folder):
+            self.folder.mkdir(exist_ok=True)
+            for path in self.folder.glob(f"{glob.escape(shard)}.*{PARTIAL_SUFFIX}"):
+                path.unlink(missing_ok=True)
+        return self.folder / f"{shard}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
+
+    def add(self, shard: str, path: Path, mark: ShardMark, stop: Stop) -> None:
+        """Take over the complete file of a shard, then mark it. stop: see Store.put"""
+        self.check_lock()
+        try:
+            self.store.put(self.name(shard), path, stop)
+        finally:
+            path.unlink(missing_ok=True)
+        self.store.write(self.name(shard) + MARK_SUFFIX, [mark.to_json()])
+
+    def finished(self) -> dict[str, ShardMark]:
+        """Return the mark of every shard that is complete, by name."""
+        complete = [shard for shard, (_, is_complete) in self._states().items() if is_complete]
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE, "pqweights-marks") as pool:
+            marks = dict(zip(complete, pool.map(self._mark, complete), strict=True))
+        return {shard: mark for shard, mark in marks.items() if mark is not None}
+
     def publish(self) -> None:
-        """Give all shards their final names, and remove what they replace; a killed call can be repeated."""
+        """Give all shards their final names, and remove what they replace; a killed call can be repeated.
+
+        Raises OutputError if one is not there.
+        """
         self.check_lock()
         with slow_step("moving the shards to their names"):
-            self.shards.publish(self.statement.shards)
-            self.store.remove(name for name in self.replaces if name not in self.statement.journal.outputs)
+            states = self._states()
+            for shard, (_, is_complete) in states.items():
+                if not is_complete:
+                    raise OutputError(
+                        f"{self.store}: shard {shard!r} is no longer there as this run wrote it; did another program "
+                        "remove it? Run the same command again"
+                    )
+            waiting = [shard for shard, (is_waiting, _) in states.items() if is_waiting]
+            with ThreadPoolExecutor(REQUESTS_AT_ONCE, "pqweights-marks") as pool:
+                for _ in pool.map(lambda shard: self.store.move(self.name(shard), shard), waiting):
+                    pass
+            self.store.remove(name for name in self.journal.replaces if name not in self.journal.outputs)
 
-    def complete(self, manifest: Iterable[bytes]) -> FileRecord:
+    def complete(self, manifest: Iterable[bytes]) -> None:
         """Write the manifest, which marks the result as finished, and remove all else that the run left."""
         self.check_lock()
-        record = self.store.write(MANIFEST_FILE, manifest)
+        self.store.write(MANIFEST_FILE, manifest)
         self._end()
-        return record
 
     def holds_work(self) -> bool:
         """Whether a run that continues this one would find a finished shard."""
         try:
-            return bool(self.shards.marks(self.statement.shards))
+            return bool(self.finished())
         except StorageError:  # what ended the run is more important
             return True
 
@@ -106,47 +195,64 @@ class Run:
         self.store.remove([JOURNAL])
         self.store.clear_work()
 
+    def _states(self) -> dict[str, tuple[bool, bool]]:
+        """Say of every shard whether it waits for its final name, and whether it is complete, under either name."""
+        below = self.store.files(f"{WORK_FOLDER}/{self.key}")
+        marked = {shard for shard in self.shards if self.name(shard) + MARK_SUFFIX in below}
+        published = self.store.files() if any(self.name(shard) not in below for shard in marked) else {}
+        states = {}
+        for shard, size in self.shards.items():
+            is_waiting = self.name(shard) in below
+            found = below[self.name(shard)] if is_waiting else published.get(shard)
+            states[shard] = is_waiting, shard in marked and found is not None and found.byte_count == size
+        return states
+
+    def _mark(self, shard: str) -> ShardMark | None:
+        return ShardMark.parse(self.store.read(self.name(shard) + MARK_SUFFIX) or b"")
+
 
 @contextlib.contextmanager
-def open_run(store: Store, statement: RunStatement, *, overwrite: bool) -> Iterator[Run]:
-    """Lock a store, and continue what the same run left there, or start.
+def open_run(conversion: Conversion, store: Store, *, overwrite: bool) -> Iterator[Run]:
+    """Lock a store, and continue what a run of the same conversion left there, or start.
 
     Raises OutputError if the store cannot be taken, SourceChangedError if the source is not what it was, MasterError if
     the manifest of the result to be replaced is damaged.
     """
     _check_output(store, overwrite)
-    journal: Journal | None = None
-    replaces: list[str] = []
+    ours = conversion.journal
+    theirs: Journal | None = None
     continues = False
 
     def may_take() -> None:
-        nonlocal journal, replaces, continues
-        journal = read_journal(store)
+        nonlocal ours, theirs, continues
+        theirs = read_journal(store)
         try:
             _check_output(store, overwrite)  # again: the run that held the lock may have finished in between
-            continues = statement.continues(journal, store, overwrite=overwrite)
-            replaces = _replaced_files(store, journal)
-            _refuse_foreign(store, statement.journal.outputs, replaces)
+            continues = theirs is not None and may_continue(ours, theirs, store, overwrite=overwrite)
+            ours = msgspec.structs.replace(ours, replaces=tuple(_replaced_files(store, theirs)))
+            _refuse_foreign(store, ours)
         except PqweightsError:
-            if journal is None:
+            if theirs is None:
                 clear(store.work, ())
             raise
 
+    key = ours.key
     with store.lock(may_take) as check_lock:
         check_lock()
         # First what another run left, then the journal: a kill in between leaves that run without finished shards.
-        store.clear_work(keep=(JOURNAL_FILE, statement.key) if continues else (JOURNAL_FILE,))
+        store.clear_work(keep=(JOURNAL_FILE, key) if continues else (JOURNAL_FILE,))
         check_lock()
-        store.write(JOURNAL, [replace(statement.journal, replaces=tuple(replaces)).to_json()])
-        shards = FinishedShards(store, statement.key)
+        store.write(JOURNAL, [ours.to_json()])
         run = Run(
-            statement=statement,
-            shards=shards,
-            marks=shards.marks(statement.shards) if continues else {},
-            replaces=replaces,
+            store=store,
+            key=key,
+            shards={shard.file: shard.file_bytes for shard in conversion.plan.shards},
+            marks={},
+            journal=ours,
             check_lock=check_lock,
-            follows=journal is not None,
+            follows=theirs is not None,
         )
+        run = replace(run, marks=run.finished()) if continues else run
         with disk_errors(run.folder):
             run.folder.mkdir(exist_ok=True)
         for path in run.folder.glob("*" + PARTIAL_SUFFIX):  # of processes that are gone
@@ -180,12 +286,12 @@ def _replaced_files(store: Store, journal: Journal | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _refuse_foreign(store: Store, outputs: Collection[str], ours: Collection[str]) -> None:
+def _refuse_foreign(store: Store, journal: Journal) -> None:
     """Raise OutputError if a file that no run of ours wrote has the name of an output."""
-    store.check_names(outputs)
+    store.check_names(journal.outputs)
     there = store.names() | store.files().keys()
-    for name in outputs:
-        if name in there and name not in ours:
+    for name in journal.outputs:
+        if name in there and name not in journal.replaces:
             raise OutputError(
                 f"{store}: {name!r} exists, and pqweights did not write it; move it away, or choose another folder"
             )

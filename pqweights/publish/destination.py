@@ -100,7 +100,7 @@ class Pushed(NamedTuple):
     @property
     def is_folder(self) -> bool:
         """Whether it has a configuration, of which a repository has one; a GGUF file needs nothing beside it."""
-        return not self.manifest.identity.container
+        return not self.manifest.container
 
 
 def earlier_pushes(remote: Repository) -> list[Pushed]:
@@ -144,7 +144,7 @@ def _files_of(manifest: Manifest, manifest_file: str, remote: Repository) -> set
 def export_of(manifest: Manifest) -> tuple[str, str, str]:
     """Return what two pushes of one export have in common: its kind, the target, and the name of GGUF files."""
     target = manifest.made_by.get("target", "") if manifest.kind == EXPORT else ""
-    return manifest.kind, target_name(target) or str(target), str(manifest.identity.container.get("name", ""))
+    return manifest.kind, target_name(target) or str(target), str(manifest.container.get("name", ""))
 
 
 def check_room_for(ours: Manifest, others: Sequence[Pushed], remote: Repository) -> None:
@@ -155,7 +155,7 @@ def check_room_for(ours: Manifest, others: Sequence[Pushed], remote: Repository)
     Raises HubError.
     """
     folder = next((pushed for pushed in others if pushed.is_folder), None)
-    if folder is not None and not ours.identity.container:
+    if folder is not None and not ours.container:
         kind, target, _ = export_of(folder.manifest)
         raise HubError(
             f"{remote.id}: holds {f'an export for {target[:40]}' if target else f'a {kind}'}, which this one would "

@@ -129,7 +129,7 @@ def push(folder: Path, repository: str, access: Access, *, options: PushOptions 
     same = [one for one in pushed if export_of(one.manifest) == export_of(manifest)]
     others = [one for one in pushed if one not in same]
     check_room_for(manifest, others, remote)
-    if not manifest.identity.container:
+    if not manifest.container:
         check_weights(remote, {name for one in pushed for name in one.files} | stamps.keys())
     card_options = CardOptions(repository=remote.id, revision=card_branch(branch), base_model=options.base_model)
     beside = [one.manifest for one in others]

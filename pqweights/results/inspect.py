@@ -70,7 +70,7 @@ class Inspection:
             "kind": self.manifest.kind,
             **self.manifest.made_by,
             "totals": self.totals.to_json() | measured,
-            "warnings": list(self.manifest.identity.remarks),
+            "warnings": list(self.manifest.remarks),
             "tensors": [tensor.to_json() for tensor in self.tensors],
         }
 
@@ -82,7 +82,7 @@ def inspect(result: Path | Storage) -> Inspection:
     """
     manifest = read_manifest(result)
     output_bytes = sum(shard.file_bytes for shard in shards_of(manifest))
-    source_bytes = manifest.identity.source_bytes
+    source_bytes = manifest.source_bytes
     return Inspection(manifest, total(manifest.tensors, source_bytes=source_bytes, output_bytes=output_bytes))
 
 

@@ -12,7 +12,8 @@ from pqweights.checkpoint.readers import file_uses, most_fetched
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import LOW_DISK_FILES
 from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
-from pqweights.convert.task import PossibleExport, ResourceNeeds, RunOptions, resource_needs
+from pqweights.convert.needs import ResourceNeeds, resource_needs
+from pqweights.convert.task import PossibleExport, RunOptions
 from pqweights.planning.calibration import PlannedCalibration, check_calibration, planned_calibration
 from pqweights.planning.fit import Fit
 from pqweights.planning.options import MemoryOptions, QuantizeOptions

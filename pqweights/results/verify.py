@@ -205,7 +205,7 @@ def _check_index(storage: Storage, manifest: Manifest, shards: tuple[ShardPlan, 
 
 def _check_files(storage: Storage, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Check the files without tensors; yield what is wrong with each of them."""
-    if not manifest.identity.container and INDEX_FILE not in manifest.files:
+    if not manifest.container and INDEX_FILE not in manifest.files:
         yield INDEX_FILE, f"{MANIFEST_FILE}: does not list {INDEX_FILE}"
     for name, record in manifest.files.items():
         size = _size_of(storage, name)

@@ -24,7 +24,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import View
 from pqweights.common.strict_json import rounded
 from pqweights.common.threads import ProcessLock
-from pqweights.convert.jobs import Job, Sink
+from pqweights.convert.jobs import Job
 from pqweights.convert.records import TensorRecord
 from pqweights.formats.gguf_blocks import BlockRule
 from pqweights.formats.packing import RoundingRule
@@ -203,9 +203,9 @@ class _InformedJob(IntegerJob, abc.ABC):
         super().__init__(*arguments, **keywords)
         self._compensation, self._sources = compensation, compensation.sources[self._tensor.name]
 
-    def finish(self, sink: Sink) -> TensorRecord | Job:
+    def finish(self) -> TensorRecord | Job:
         """Return the record, with how many matrices were rounded how."""
-        record = super().finish(sink)
+        record = super().finish()
         assert isinstance(record, TensorRecord)
         reasons = Counter(source for source in self._sources if isinstance(source, str))
         summary = {"matrices": len(self._sources), **self._gains(reasons)}

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.source import Checkpoint, proven
 from pqweights.checkpoint.storage import Storage
-from pqweights.convert.conversion import MASTER
-from pqweights.convert.convert import convert
+from pqweights.convert.conversion import MASTER, Conversion
 from pqweights.convert.listed_files import open_result
 from pqweights.convert.manifest import Manifest, find_manifest
 from pqweights.convert.records import total_relative_mse
-from pqweights.convert.task import RewriteReport, RunOptions
+from pqweights.convert.task import RunOptions
 from pqweights.planning.decisions import with_weights, without
 from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import ExportOptions, SourceOptions
 from pqweights.planning.plan import total
-from pqweights.storage import Store, open_store
+from pqweights.storage import Store
 from pqweights.storage.sources import merged, open_source, place_apart
 from pqweights.targets import get_target
 from pqweights.targets.target import GPTQ, PLAIN, ExportSource, is_compensated
@@ -27,25 +26,12 @@ from pqweights.targets.target import GPTQ, PLAIN, ExportSource, is_compensated
 AS_IT_IS = SourceOptions()
 
 
-@dataclass(frozen=True)
-class Exported:
-    """A checkpoint that is to be exported.
-
-    source: what the user named it
-    checkpoint: the opened checkpoint, with the weights that may be rounded
-    manifest: of a master, its manifest, if it has one
-    """
-
-    source: str | Path
-    checkpoint: Checkpoint
-    manifest: Manifest | None
-
-
-def open_exported(source: str | Path, options: SourceOptions = AS_IT_IS) -> Exported:
+def open_exported(source: str | Path, options: SourceOptions = AS_IT_IS) -> tuple[Checkpoint, Manifest | None]:
     """Open whatever is to be exported: a local model, one on the Hub or at an address, in safetensors or GGUF.
 
-    A master is read through its manifest, with every byte checked. Of any other checkpoint those weights may be rounded
-    that `quantize` encodes by default.
+    Returns the checkpoint, with the weights that may be rounded, and the manifest of a master, if it has one. A master
+    is read through its manifest, with every byte checked. Of any other checkpoint those weights may be rounded that
+    `quantize` encodes by default.
 
     Raises SourceError, RecipeError, HubError, StorageError; MasterError for a damaged master.
     """
@@ -69,47 +55,49 @@ def open_exported(source: str | Path, options: SourceOptions = AS_IT_IS) -> Expo
     checkpoint = merged(checkpoint, options.adapter, options.access_to_main)
     if options.leave_out:
         checkpoint = without(checkpoint, options.leave_out)
-    return Exported(source, with_weights(checkpoint), manifest if checkpoint.is_master else None)
+    return with_weights(checkpoint), manifest if checkpoint.is_master else None
 
 
-def export(
-    exported: Exported,
-    out: str | Path | Store,
+def plan_export(
+    source: str | Path,
+    out: Store,
     target: str,
     *,
     options: ExportOptions = ExportOptions(),
+    opening: SourceOptions = AS_IT_IS,
     max_shard_bytes: int | None = None,
     run: RunOptions = RunOptions(),
     inputs: KnownInputs | None = None,
-) -> RewriteReport:
-    """Write a checkpoint into `out` as a target loads it, continuing an interrupted run of the same call.
+) -> Conversion:
+    """Open a checkpoint or a master, and plan what a target loads.
 
-    out: a folder or an address in object storage, new, empty, or written by an earlier run
     target: a key of EXPORTS, or of ALIASES
+    opening: how the source is opened
     max_shard_bytes: after how many bytes of data a new file begins; None for what is usual for the target
+    run: how to show progress of what is read before
     inputs: what is known of the inputs of its weights
+
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, StorageError or MissingDependencyError.
     """
     to = get_target(target)
     options = to.with_recipe(options)
     settings = to.read_options(options)
-    store, manifest = open_store(out), exported.manifest
-    opened = with_weights(proven(exported.checkpoint, run.progress))
-    place = place_apart(exported.source, opened, store)
-    source = ExportSource(
-        where=str(place.resolve() if isinstance(place, Path) else exported.source),
-        checkpoint=opened,
+    checkpoint, manifest = open_exported(source, opening)
+    checkpoint = with_weights(proven(checkpoint, run.progress))
+    place = place_apart(source, checkpoint, out)
+    exported = ExportSource(
+        where=str(place.resolve() if isinstance(place, Path) else source),
+        checkpoint=checkpoint,
         manifest=manifest,
         inputs=inputs,
         rounding=GPTQ if is_compensated(options) else PLAIN,
         max_shard_bytes=max_shard_bytes or to.max_shard_bytes,
     )
-    conversion = replace(
-        to.plan(source, settings),
-        model=model_facts(opened.storage) if manifest is None else manifest.identity.model,
+    return replace(
+        to.plan(exported, settings),
+        model=model_facts(checkpoint.storage) if manifest is None else manifest.model,
         master={} if manifest is None else _about_master(manifest),
     )
-    return convert(conversion, store, run)
 
 
 def _about_master(manifest: Manifest) -> dict[str, Any]:

@@ -353,7 +353,7 @@ def _name_of(source: ExportSource) -> str | None:
     """Return the repository of a model, else the name of its folder, if that names a model."""
     # The manifest of a master may say anything; the name stands in names of files and in the Modelfile.
     manifest = source.manifest
-    model_id = "" if manifest is None else manifest.identity.model.get("id", "")
+    model_id = "" if manifest is None else manifest.model.get("id", "")
     if is_repository_id(model_id, namespace=False):
         return str(model_id)
     origin = source.checkpoint.storage.origin

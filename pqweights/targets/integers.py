@@ -21,8 +21,9 @@ from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.common.strict_json import rounded
 from pqweights.convert import jobs
 from pqweights.convert.conversion import SmallFiles
-from pqweights.convert.jobs import Job, Sink
+from pqweights.convert.jobs import Job
 from pqweights.convert.records import TensorRecord
+from pqweights.convert.sink import Sink
 from pqweights.errors import SourceError
 from pqweights.formats.packing import PackedFormat, RoundingRule
 from pqweights.kernels import Doubles, load_backend
@@ -146,14 +147,7 @@ class IntegerJob:
         """The tensor of which it reads so many rows at a time."""
         return id(self._source), self._rows_per_chunk
 
-    def run(self, chunk: int, sink: Sink) -> RoundedChunk:
-        """Round one chunk of rows, and write its pieces.
-
-        Raises SourceError if a weight or a scale is not finite.
-        """
-        return self.write(chunk, self.read(chunk), sink)
-
-    def read(self, chunk: int) -> npt.NDArray[np.float32]:
+    def read(self, chunk: int, sink: Sink) -> npt.NDArray[np.float32]:
         """Read one chunk of whole rows as float32."""
         first, rows = self._rows_of(chunk)
         count = rows * self._columns
@@ -168,7 +162,10 @@ class IntegerJob:
         return matrix * self._rows + part * self._rows_per_chunk, count
 
     def write(self, chunk: int, values: npt.NDArray[np.float32], sink: Sink) -> RoundedChunk:
-        """Round the values of one chunk, and write its pieces."""
+        """Round the values of one chunk, and write its pieces.
+
+        Raises SourceError if a weight or a scale is not finite.
+        """
         matrix, (first, count) = chunk // self._per_matrix, self._rows_of(chunk)
         carried = None if self._grid is None else self._grid.groups(self._rounding, first, values)
         groups, about = self._round(matrix, values) if carried is None else (carried, None)
@@ -210,7 +207,7 @@ class IntegerJob:
         load_backend("cpu").add_in_order(self._sums, *result.measures)
         self._rounded_chunks += not result.is_carried
 
-    def finish(self, sink: Sink) -> TensorRecord | Job:
+    def finish(self) -> TensorRecord | Job:
         """Return the record with the errors as far as they are known."""
         energy, error = self._sums.tolist()
         own = error / energy if energy else 0.0

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,10 @@ from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.threads import Progress
 from pqweights.convert.conversion import MASTER, Conversion, make_plan
-from pqweights.convert.jobs import CopyJob, Job, Sink
+from pqweights.convert.jobs import CopyJob, Job
 from pqweights.convert.master_config import master_config
 from pqweights.convert.records import TensorRecord
+from pqweights.convert.sink import Sink
 from pqweights.convert.task import RunOptions
 from pqweights.errors import SourceChangedError, SourceError
 from pqweights.formats.native import Native, bits_of, item_width
@@ -188,43 +189,41 @@ def encode(planned: TensorPlan, tensor: LogicalTensor, *, lengths: Mapping[str, 
 class LosslessJob:
     """The job that stores a weight in the source's own numbers."""
 
+    reads = None
+
     def __init__(self, planned: TensorPlan, tensor: SourceTensor, lengths: Mapping[str, Lengths]) -> None:
-        self._planned, self._lengths = planned, lengths
+        self._name, self._lengths = planned.name, lengths
         coded = [part for part in tensor.parts if part.name in lengths]
         self._ends = {part.name: np.append(0, np.cumsum(lengths[part.name], dtype=np.int64)) for part in coded}
+        self._runs = [run for part in coded for run in runs_of(tensor.storage, part)]
         others = [part for part in tensor.parts if part.name not in lengths]
-        copies = [
-            CopyJob(planned._replace(stored=(TensorSpec(*part[:3]),)), PlainTensor.of(tensor.storage, part))
-            for part in others
-        ]
-        self._work: list[tuple[CopyJob, int] | ChunkRun] = [
-            run for part in coded for run in runs_of(tensor.storage, part)
-        ]
-        self._work += [(copy, chunk) for copy in copies for chunk in range(copy.chunks)]
+        self._copied = CopyJob(
+            planned._replace(stored=tuple(TensorSpec(*part[:3]) for part in others)),
+            *(PlainTensor.of(tensor.storage, part) for part in others),
+        )
+        self.chunks = len(self._runs) + self._copied.chunks  # runs of chunks, and chunks of what is copied
 
-    @property
-    def chunks(self) -> int:
-        """The number of runs of chunks, and of chunks of what is copied."""
-        return len(self._work)
+    def read(self, chunk: int, sink: Sink) -> Any:
+        """Read and code one, or read what is copied."""
+        copied = chunk - len(self._runs)
+        return self._runs[chunk].code() if copied < 0 else self._copied.read(copied, sink)
 
-    def run(self, chunk: int, sink: Sink) -> None:
-        """Code or copy one. Raises SourceChangedError if chunks are not as they were when they were measured."""
-        work = self._work[chunk]
-        if not isinstance(work, ChunkRun):
-            copy, place = work
-            copy.run(place, sink)
+    def write(self, chunk: int, values: Any, sink: Sink) -> None:
+        """Write one. Raises SourceChangedError if chunks are not as they were when they were measured."""
+        if (copied := chunk - len(self._runs)) >= 0:
+            self._copied.write(copied, values, sink)
             return
-        coded, lengths = work.code()
-        name, first, last = work.stored.name, work.first, work.first + len(lengths)
+        run, (coded, lengths) = self._runs[chunk], values
+        name, first, last = run.stored.name, run.first, run.first + len(lengths)
         if not np.array_equal(lengths, self._lengths[name][first:last]):
-            raise SourceChangedError(f"{work.stored.file}: tensor {name!r} changed while it was read; run it again")
-        stream, table = (spec.name for spec in coded_specs(TensorSpec(*work.stored[:3]), 0))
+            raise SourceChangedError(f"{run.stored.file}: tensor {name!r} changed while it was read; run it again")
+        stream, table = (spec.name for spec in coded_specs(TensorSpec(*run.stored[:3]), 0))
         sink.write(stream, int(self._ends[name][first]), coded)
         sink.write(table, 4 * first, lengths.view(np.uint8))
 
     def collect(self, result: None) -> None:
         """Do nothing: nothing is measured."""
 
-    def finish(self, sink: Sink) -> TensorRecord:
+    def finish(self) -> TensorRecord:
         """Return the record of a weight without an error."""
-        return TensorRecord(name=self._planned.name, state={}, relative_mse=0.0)
+        return TensorRecord(name=self._name, state={}, relative_mse=0.0)

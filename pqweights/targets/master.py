@@ -1,4 +1,4 @@
-"""The target `master`: a source checkpoint into packed codes and norms, the conversion behind `quantize`."""
+"""The target `master`: the plan of packed codes and norms for a source checkpoint, behind `quantize`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.header import TensorSpec
@@ -13,13 +14,12 @@ from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, proven
 from pqweights.convert.conversion import MASTER, Conversion, accept_any, make_plan
-from pqweights.convert.convert import convert
 from pqweights.convert.jobs import CopyJob, EncodeJob, Job
 from pqweights.convert.master_config import master_config
 from pqweights.convert.ready import FinishedWeights, ReadyWeights
 from pqweights.convert.records import TensorRecord, exceeds
 from pqweights.convert.scales import AwqScales
-from pqweights.convert.task import RewriteReport, RunOptions
+from pqweights.convert.task import RunOptions
 from pqweights.errors import SourceError, StrictError
 from pqweights.formats import get_codec, nearest_rate
 from pqweights.models import text_model
@@ -29,10 +29,9 @@ from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import KEEP, QUANTIZE, Safetensors, TensorPlan, stored_bytes
 from pqweights.planning.recipe import Recipe, SizeTarget
 from pqweights.planning.sensitivity import Sensitivity
-from pqweights.storage import Store, open_store
+from pqweights.storage import Store
 from pqweights.storage.sources import merged, open_source, place_apart
 from pqweights.targets.lossless import plan_lossless
-from pqweights.targets.possible import possible_exports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,48 +48,25 @@ class Learned:
     sensitivity: Sensitivity | None = None
 
 
-def quantize(
-    source: str | Path,
-    out: str | Path | Store,
-    recipe: Recipe,
-    *,
-    options: QuantizeOptions = QuantizeOptions(),
-    run: RunOptions = RunOptions(),
-    learned: Learned = Learned(),
-) -> RewriteReport:
-    """Turn a checkpoint into a master in `out`, continuing an interrupted run of the same call.
-
-    source: a folder or a file; a string may also be a repository on the Hub, whose files are fetched during the run,
-        or an address in object storage
-    out: a folder or an address in object storage, new, empty, or written by an earlier run
-    recipe: which codec encodes which tensor
-    learned: what was learned of this source
-
-    Raises SourceError, RecipeError, OutputError, HubError or StorageError.
-    """
-    store = open_store(out)
-    conversion = plan_quantize(source, recipe, options, learned, run=run, surely=True)
-    place_apart(source, conversion.checkpoint, store)
-    report = convert(replace(conversion, model=model_facts(conversion.checkpoint.storage)), store, run)
-    return replace(report, exports=possible_exports(conversion.checkpoint))
-
-
 def plan_quantize(
     source: str | Path,
     recipe: Recipe,
     options: QuantizeOptions = QuantizeOptions(),
     learned: Learned = Learned(),
     *,
+    out: Store | None = None,
     run: RunOptions = RunOptions(),
-    surely: bool = False,
 ) -> Conversion:
-    """Open a source, and decide what quantizing it would do: from its headers alone, but for `lossless`.
+    """Open a source, and decide what quantizing it does: from its headers alone, but for `lossless`.
 
+    source: a folder or a file; a string may also be a repository on the Hub, whose files are fetched during the run,
+        or an address in object storage
+    recipe: which codec encodes which tensor
     learned: what was learned of the source; without scales, all matrices are planned with them if `awq` asks for some
+    out: where the result is made; all values that decide are then read, as what is done with them cannot be undone
     run: with how many threads to find out how small weights become without loss, and how to show progress
-    surely: whether to read all values that decide, as what is done with them cannot be undone
 
-    Raises SourceError, RecipeError, OptionError or HubError.
+    Raises SourceError, RecipeError, OptionError or HubError; OutputError for an output that overlaps the source.
     """
     checkpoint = open_source(
         source,
@@ -100,13 +76,18 @@ def plan_quantize(
         include=options.include_files,
     )
     checkpoint = merged(checkpoint, options.adapter, options.access_to_main)
-    if surely:
+    if out is not None:
         checkpoint = proven(checkpoint, run.progress)
     if options.leave_out:
         checkpoint = without(checkpoint, options.leave_out)
-    refuse_master(checkpoint)
+    if checkpoint.is_master:
+        raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
+    model: dict[str, Any] = {}
+    if out is not None:
+        place_apart(source, checkpoint, out)
+        model = model_facts(checkpoint.storage)
     if options.lossless:
-        return plan_lossless(checkpoint, options.max_shard_bytes, run)
+        return replace(plan_lossless(checkpoint, options.max_shard_bytes, run), model=model)
     ready, awq, fitted = learned.ready, learned.awq, None
     # A size leaves room for scales of all matrices: the search is for the widths that are chosen.
     matrices = frozenset(tensor.name for tensor in checkpoint.tensors if len(tensor.shape) in (2, 3))
@@ -135,13 +116,8 @@ def plan_quantize(
         warnings=partial(_of_calibration, () if ready is None else ready.warnings),
         fit=fitted,
         found={} if awq is None else {"awq": {**awq.about, "weights": awq.reports}},
+        model=model,
     )
-
-
-def refuse_master(checkpoint: Checkpoint) -> None:
-    """Raise SourceError for a checkpoint that is a master."""
-    if checkpoint.is_master:
-        raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
 
 
 def rate_planner(checkpoint: Checkpoint, recipe: Recipe, scaled: frozenset[str] = frozenset()) -> RatePlanner:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,8 @@ import numpy.typing as npt
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor, element_count, whole_blocks
 from pqweights.convert import jobs
-from pqweights.convert.jobs import Job, Sink
+from pqweights.convert.jobs import Job
+from pqweights.convert.sink import Sink
 from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.groups import FloatRule
 from pqweights.kernels.workers import scratch
@@ -107,6 +107,8 @@ def of_unit(rounding: PackedFormat, unit: float) -> PackedFormat:
 class UnitJob:
     """The pass that looks for the largest magnitude of some weights."""
 
+    reads = None
+
     def __init__(self, tensors: Sequence[LogicalTensor], then: Callable[[float], Job]) -> None:
         """Prepare the pass. then: returns the next one, given that magnitude"""
         self._then, self._largest = then, 0.0
@@ -122,18 +124,21 @@ class UnitJob:
         """The number of chunks."""
         return len(self._ranges)
 
-    def run(self, chunk: int, sink: Sink) -> float:
-        """Return the largest magnitude of one chunk."""
+    def read(self, chunk: int, sink: Sink) -> npt.NDArray[np.float32]:
+        """Read one chunk as float32."""
         tensor, start, count = self._ranges[chunk]
         raw = scratch("values", count * 4)
         tensor.read(start, count, "F32", raw)
-        values = raw.view(np.float32)
+        return raw.view(np.float32)
+
+    def write(self, chunk: int, values: npt.NDArray[np.float32], sink: Sink) -> float:
+        """Return the largest magnitude of one chunk."""
         return float(max(values.max(), -values.min()))
 
     def collect(self, result: float) -> None:
         """Take what is larger; a NaN is refused by the next pass."""
         self._largest = max(self._largest, result)
 
-    def finish(self, sink: Sink) -> Any:
+    def finish(self) -> Job:
         """Return the next pass."""
         return self._then(self._largest)

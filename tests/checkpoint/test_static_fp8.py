@@ -91,7 +91,7 @@ def test_master_and_export_load_without_the_scales_of_activations(layout: str, t
     source, names = static_fp8(tmp_path / "src", layout)
     quantize(source, tmp_path / "master", load_recipe("q8"), threads=1)
     assert verify(tmp_path / "master", threads=1).ok
-    assert read_manifest(tmp_path / "master").identity.left_out == dict.fromkeys(names, NOT_A_WEIGHT)
+    assert read_manifest(tmp_path / "master").left_out == dict.fromkeys(names, NOT_A_WEIGHT)
     model = pqweights.load_model(tmp_path / "master", dtype=torch.bfloat16)
     export(tmp_path / "master", tmp_path / "bf16", "bf16", threads=1)
     plain, info = transformers.LlamaForCausalLM.from_pretrained(
@@ -130,7 +130,7 @@ def test_tensors_of_these_names_are_kept_in_sources_that_are_not_quantized(tmp_p
     source = write_checkpoint(tmp_path / "src", {name: f32(np.ones(4)) for name in names}, config={})
     quantize(source, tmp_path / "out", load_recipe("q4"), threads=1)
     assert read_all(tmp_path / "out").keys() == names
-    assert not read_manifest(tmp_path / "out").identity.left_out
+    assert not read_manifest(tmp_path / "out").left_out
 
 
 # By the name of a scale in a module: what uses it, and the name of a scale of activations beside it.

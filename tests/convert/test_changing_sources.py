@@ -17,7 +17,7 @@ from helpers import folder_bytes, run_command
 from memory_storage import put
 
 from pqweights.checkpoint import file_reader
-from pqweights.convert.finished_shards import FinishedShards
+from pqweights.convert.run import Run
 from pqweights.errors import MasterError, SourceChangedError, SourceError, SourceReadError
 from pqweights.planning.recipe import load_recipe
 from pqweights.storage.store import Store
@@ -122,7 +122,7 @@ def test_no_tensor_of_a_changed_file_is_recorded(
     most: so many shards are recorded at most before the run is killed, and cannot notice the change at its end
     """
     status, data = (own_source / file).stat(), (own_source / file).read_bytes()
-    out, add = tmp_path / "out", FinishedShards.add
+    out, add = tmp_path / "out", Run.add
 
     def add_or_die(*given: Any) -> None:
         add(*given)
@@ -130,7 +130,7 @@ def test_no_tensor_of_a_changed_file_is_recorded(
             raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FinishedShards, "add", add_or_die)
+        patch.setattr(Run, "add", add_or_die)
         with pytest.raises((SourceChangedError, Killed)):
             run_command(command(own_source, progress=once(lambda: in_place(own_source / file), at)), out)
     (own_source / file).write_bytes(data)

@@ -10,7 +10,7 @@ import pytest
 from converting import SHARD_BYTES, command, interrupt, marks
 from helpers import folder_bytes, run_command
 
-from pqweights.convert import identity
+from pqweights.convert import manifest
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import OutputError
 from pqweights.planning.decisions import RatePlanner
@@ -58,17 +58,17 @@ def test_result_of_a_version_with_other_bytes_does_not_count_as_done(
 ) -> None:
     out, others = tmp_path / "out", r"another version of pqweights \(same bytes since "
     with monkeypatch.context() as patch:
-        patch.setattr(identity, "SAME_BYTES_SINCE", "0.2.0")
+        patch.setattr(manifest, "SAME_BYTES_SINCE", "0.2.0")
         run_command(command(source), out)
-        patch.setattr(identity, "SAME_BYTES_SINCE", "0.9.0")
+        patch.setattr(manifest, "SAME_BYTES_SINCE", "0.9.0")
         with pytest.raises(OutputError, match=rf"{others}0\.2\.0, this one 0\.9"):
             run_command(command(source), out)
         run_command(command(source, overwrite=True), out)
         assert run_command(command(source), out).already_done
-        assert read_manifest(out).identity.same_bytes_since == "0.9.0"
+        assert read_manifest(out).same_bytes_since == "0.9.0"
         assert "same_bytes_since" not in read_manifest(out).made_by
         assert verify(out, threads=1).ok
-    with pytest.raises(OutputError, match=rf"{others}0\.9\.0, this one {identity.SAME_BYTES_SINCE}"):
+    with pytest.raises(OutputError, match=rf"{others}0\.9\.0, this one {manifest.SAME_BYTES_SINCE}"):
         run_command(command(source), out)
     run_command(command(source, overwrite=True), out)
     assert folder_bytes(out) == undisturbed
@@ -98,7 +98,7 @@ def test_key_of_shards_changes_with_everything_that_changes_their_bytes(
     works += [export | {"target": "bf16", "dtype": dtype} for dtype in ("bf16", "source")]
     keys = [key(work) for work in works]
     with monkeypatch.context() as patch:
-        patch.setattr(identity, "SAME_BYTES_SINCE", "0.9.0")
+        patch.setattr(manifest, "SAME_BYTES_SINCE", "0.9.0")
         keys.append(key(command(source)))
     assert len(set(keys)) == len(keys)
     assert [key(command(source, **same)) for same in ({"strict": True}, {"overwrite": True})] == keys[:1] * 2

@@ -24,16 +24,16 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from helpers import run_command, small_chunks
-from pqweights.convert.finished_shards import FinishedShards
+from pqweights.convert.run import Run
 small_chunks()
-add, seen = FinishedShards.add, []
+add, seen = Run.add, []
 def stand_still(self, shard, *given):
     if len(seen) == 2:
         print("holding", flush=True)
         sys.stdin.read()
     seen.append(shard)
     add(self, shard, *given)
-FinishedShards.add = stand_still
+Run.add = stand_still
 run_command({"quantize": sys.argv[2], "max_shard_bytes": int(sys.argv[3])}, Path(sys.argv[4]))
 """
     arguments = [str(Path(helpers.__file__).parent), str(source), str(SHARD_BYTES), str(tmp_path / "out")]

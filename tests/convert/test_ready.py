@@ -11,6 +11,7 @@ import column_writer
 import numpy as np
 import numpy.typing as npt
 import pytest
+from calls import quantize
 from closeness import F32_FEW, F32_SOLVED, approx
 from commands import done
 from converting import killed_after
@@ -26,7 +27,7 @@ from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify
-from pqweights.targets.master import Learned, quantize
+from pqweights.targets.master import Learned
 
 CODEC = "hadamard-trellis-columns"
 ATTENTION = "model.layers.0.self_attn."

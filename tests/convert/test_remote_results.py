@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import quantize
 from commands import answer, done, refused
 from converting import SHARD_BYTES, command
 from helpers import folder_bytes, run_command
@@ -20,7 +21,7 @@ from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.storage import open_store
 from pqweights.storage.store import Store
-from pqweights.targets.master import plan_quantize, quantize
+from pqweights.targets.master import plan_quantize
 
 OUT = "memory://results/model"
 

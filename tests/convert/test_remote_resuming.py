@@ -12,7 +12,7 @@ from converting import TENSORS, Killed, command, watched
 from helpers import folder_bytes
 from memory_storage import Kill, Operation, each_operation, objects, put, run_into, staged_tensors, visible
 
-from pqweights.convert.finished_shards import FinishedShards
+from pqweights.convert.run import Run
 from pqweights.errors import OutputError
 from pqweights.storage.bucket import RemoteFolder
 from pqweights.storage.store import Store
@@ -124,7 +124,7 @@ def test_shard_of_an_older_result_is_not_taken_for_a_published_one(
     assert objects(OUT) == objects("memory://resumed/wanted")
 
 
-@pytest.mark.parametrize(("owner", "method"), [(FinishedShards, "add"), (RemoteFolder, "move"), (Store, "remove")])
+@pytest.mark.parametrize(("owner", "method"), [(Run, "add"), (RemoteFolder, "move"), (Store, "remove")])
 @pytest.mark.parametrize("machine", ["same", "other"])
 def test_run_that_another_one_replaces_ends_unless_it_runs_on_this_machine(
     machine: str, owner: type, method: str, source: Path, final: dict[str, bytes], tmp_path: Path, scratch: Path

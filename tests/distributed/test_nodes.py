@@ -36,8 +36,8 @@ def run(ray: RayHere, tmp_path: Path) -> Callable[[], object]:
 
 
 def work(**needs: Any) -> bytes:
-    shards = SimpleNamespace(store=SimpleNamespace(work=Path("/out/.pqweights")))
-    defaults = {"out": "/out", "conversion": None, "shards": shards, "groups": (), "threads": 1, "files": ()}
+    run = SimpleNamespace(store=SimpleNamespace(work=Path("/out/.pqweights")))
+    defaults = {"out": "/out", "conversion": None, "run": run, "groups": (), "threads": 1, "files": ()}
     defaults |= {"shared": None, "room": 0}
     return pickle.dumps(ShardWork(**(defaults | needs)))
 
@@ -68,8 +68,8 @@ def test_folders_and_files_that_a_node_does_not_see(tmp_path: Path, monkeypatch:
             source.write_bytes(data)
         assert problem(work(files=((source, 5),))).startswith(f"does not see {source} as the driver does; give")
     scratch = SimpleNamespace(store=SimpleNamespace(work=tmp_path / "result"))
-    assert problem(work(files=((source, 4),), shards=scratch, room=1)) is None
-    said = problem(work(shards=scratch, room=1 << 59), 2)
+    assert problem(work(files=((source, 4),), run=scratch, room=1)) is None
+    said = problem(work(run=scratch, room=1 << 59), 2)
     assert f"bytes free in {tmp_path}, but its tasks may need {1 << 60}; free some space, set" in said
     monkeypatch.setattr(worker.time, "sleep", lambda seconds: (tmp_path / "late").touch())
     assert problem(work(shared=tmp_path / "late")) is None

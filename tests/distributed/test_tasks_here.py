@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tasks_here import use_tasks_here
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
 from pqweights.convert.distributed import worker
-from pqweights.convert.finished_shards import FinishedShards
+from pqweights.convert.run import Run
 from pqweights.errors import OutputError, PqweightsError, SourceChangedError, StrictError
 from pqweights.targets import master
 
@@ -161,9 +160,9 @@ def test_a_source_that_changes_between_tasks_ends_the_run(
     shutil.copytree(base / "source", tmp_path / "source")
     shutil.copytree(base / "source", tmp_path / "former")
     use_tasks_here(monkeypatch)
-    path, add, added = tmp_path / "source" / file, FinishedShards.add, []
+    path, add, added = tmp_path / "source" / file, Run.add, []
 
-    def changing(self: FinishedShards, shard: str, *given: Any) -> None:
+    def changing(self: Run, shard: str, *given: Any) -> None:
         add(self, shard, *given)
         added.append(shard)
         if len(added) == 2:
@@ -173,7 +172,7 @@ def test_a_source_that_changes_between_tasks_ends_the_run(
             target.rename(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FinishedShards, "add", changing)
+        patch.setattr(Run, "add", changing)
         with pytest.raises(SourceChangedError, match=file):
             quantize(tmp_path, tmp_path / "out", "here")
     assert not (tmp_path / "out/pqweights.json").exists()
@@ -190,14 +189,14 @@ def test_tasks_continue_in_a_bucket_and_a_lost_shard_is_made_again(
     put(out, {})
     monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path / "scratch"))
     killed_after(monkeypatch, 2, lambda: pqweights.quantize(base / "source", out, max_shard_size=SHARD, threads=1))
-    ran, publish = use_tasks_here(monkeypatch).made, FinishedShards.publish
+    ran, publish = use_tasks_here(monkeypatch).made, Run.publish
 
-    def after_a_loss(shards: FinishedShards, sizes: Mapping[str, int]) -> None:
-        shards.store.remove([shards.name(next(iter(sizes)))])
-        publish(shards, sizes)
+    def after_a_loss(run: Run) -> None:
+        run.store.remove([run.name(next(iter(run.shards)))])
+        publish(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FinishedShards, "publish", after_a_loss)
+        patch.setattr(Run, "publish", after_a_loss)
         with pytest.raises(OutputError, match=r"shard .* is no longer there as this run"):
             pqweights.quantize(base / "source", out, max_shard_size=SHARD, ray="here")
     assert "pqweights.json" not in objects(out)

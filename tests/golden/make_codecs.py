@@ -26,6 +26,7 @@ import independent_reader
 import native_decoder
 import numpy as np
 import trellis_decoder
+from calls import quantize
 from commands import done
 from golden.make import HERE, mixed_scales, weights, write_by_command, write_golden
 from independent_reader import Stored, Tensor
@@ -35,7 +36,7 @@ from pqweights.convert.task import RunOptions
 from pqweights.formats.hadamard_trellis import HadamardTrellis
 from pqweights.formats.lloyd_max import HadamardLloydMax
 from pqweights.planning.recipe import parse_recipe
-from pqweights.targets.master import Learned, quantize
+from pqweights.targets.master import Learned
 
 Sources = dict[str, helpers.Tensor]
 

@@ -40,7 +40,6 @@ from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import QuantizeOptions, RecipeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.targets.master import Learned
-from pqweights.targets.master import quantize as quantize_source
 
 SHARD = "model-00001-of-00002.safetensors"
 LAST_SHARD = "model-00002-of-00002.safetensors"
@@ -82,7 +81,7 @@ def _made_of_codes(weights: dict[str, Stored], *coded: str, transposed: tuple[st
     def make(folder: Path) -> None:
         write(folder, {FILE: stored(weights | {GATE: WEIGHT, NORM: VECTOR}), CONFIG: {"model_type": "llama"}})
         write_codes(folder / "src", folder / "ready", coded, rate=2.0, transposed=transposed)
-        quantize_source(
+        quantize(
             folder / "src",
             folder / "master",
             load_recipe("q5"),
@@ -99,7 +98,7 @@ def _make_native_master(folder: Path) -> None:
     weights = {UP: normal(23, 90, 800), DOWN: normal(24, 40, 128), NORM: VECTOR}
     write(folder, {FILE: stored(weights), CONFIG: {"model_type": "llama"}})
     options = QuantizeOptions(lossless=True)
-    quantize_source(folder / "src", folder / "master", load_recipe("q5"), options=options)
+    quantize(folder / "src", folder / "master", load_recipe("q5"), options=options)
     shutil.rmtree(folder / "src")
 
 

@@ -29,13 +29,13 @@ def foreign_name(folder: Path) -> None:
 
 def interrupted(folder: Path) -> None:
     """What a run leaves that is interrupted before its first shard is finished."""
-    from pqweights.convert.finished_shards import FinishedShards
+    from pqweights.convert.run import Run
 
-    def die(self: FinishedShards, *given: object) -> None:
+    def die(self: Run, *given: object) -> None:
         raise RuntimeError
 
     write(folder, GOOD_SRC)
-    with mock.patch.object(FinishedShards, "add", die), contextlib.suppress(RuntimeError):
+    with mock.patch.object(Run, "add", die), contextlib.suppress(RuntimeError):
         run_quantize(folder / "src", folder / "master")
 
 

@@ -27,7 +27,7 @@ from loopback_faults import Fault, Request, Run, Stall
 from loopback_hub import LoopbackHub
 
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.convert.jobs import Sink
+from pqweights.convert.sink import Sink
 from pqweights.targets.master import EncodeJob
 
 # The official client's upload of large files.
@@ -375,7 +375,9 @@ def most_files(out: Path) -> Iterator[list[int]]:
         stop.set()
 
 
-@pytest.mark.parametrize("slow", [(EncodeJob, "run"), (Checkpoint, "file_fingerprint")], ids=["encoding", "releasing"])
+@pytest.mark.parametrize(
+    "slow", [(EncodeJob, "write"), (Checkpoint, "file_fingerprint")], ids=["encoding", "releasing"]
+)
 def test_low_disk_holds_two_files_at_most(
     slow: tuple[Any, str], hub: LoopbackHub, client: Client, tmp_path: Path
 ) -> None:
@@ -439,7 +441,7 @@ def test_cache_and_result_on_one_disk_need_room_together(client: Client, source:
 def test_fetched_file_that_changes_while_it_is_read_ends_the_run(
     low_disk: bool, hub: LoopbackHub, client: Client, source: Path, tmp_path: Path
 ) -> None:
-    run, out, changed = EncodeJob.run, tmp_path / "out", list[Path]()
+    write, out, changed = EncodeJob.write, tmp_path / "out", list[Path]()
     folder, files = (out / ".pqweights", "*/fetched") if low_disk else (client.home / "hub", "models--*/blobs")
     first = hashlib.sha256((source / SHARDS[0]).read_bytes()).hexdigest()
     asked, ended = threading.Event(), threading.Event()
@@ -448,8 +450,8 @@ def test_fetched_file_that_changes_while_it_is_read_ends_the_run(
         asked.set()
         ended.wait()
 
-    def changing(job: EncodeJob, chunk: int, sink: Sink) -> Any:
-        done = run(job, chunk, sink)
+    def changing(job: EncodeJob, chunk: int, values: Any, sink: Sink) -> Any:
+        done = write(job, chunk, values, sink)
         if not changed:
             assert not low_disk or asked.wait(20)  # the next file is being fetched
             (path,) = (path for path in folder.glob(f"{files}/{first[:15]}*") if path.suffix != ".partial")
@@ -458,7 +460,7 @@ def test_fetched_file_that_changes_while_it_is_read_ends_the_run(
             changed.append(path)
         return done
 
-    client.patch.setattr(EncodeJob, "run", changing)
+    client.patch.setattr(EncodeJob, "write", changing)
     client.patch.setattr("pqweights.checkpoint.ahead.STOP_SECONDS", 0.01)
     if low_disk:
         hub.inject(Fault(Run(stall), "GET", f"resolve/.*{SHARDS[1]}", after=1))

@@ -12,6 +12,7 @@ import column_writer
 import families
 import numpy as np
 import pytest
+from calls import quantize
 from closeness import assert_near
 from restated import restate_hashes
 
@@ -20,7 +21,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.convert.ready import ReadyWeights
 from pqweights.errors import MasterError
 from pqweights.planning.recipe import load_recipe
-from pqweights.targets.master import Learned, quantize
+from pqweights.targets.master import Learned
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -11,6 +11,7 @@ from typing import Any
 from pqweights.calibrate import sensitivity as measuring
 from pqweights.calibrate.options import EvaluationOptions
 from pqweights.convert.conversion import Conversion
+from pqweights.convert.convert import convert
 from pqweights.convert.scales import AwqScales
 from pqweights.convert.task import RewriteReport, RunOptions
 from pqweights.planning.options import ExportOptions, QuantizeOptions, SourceOptions
@@ -20,6 +21,7 @@ from pqweights.publish import card
 from pqweights.publish.options import CardOptions
 from pqweights.runtime import evaluation
 from pqweights.runtime.report import EvaluationReport
+from pqweights.storage import open_store
 from pqweights.targets import exporting, master
 
 
@@ -36,10 +38,11 @@ def quantize_options(keywords: dict[str, Any]) -> QuantizeOptions:
 
 
 def quantize(source: str | Path, out: str | Path, recipe: Recipe, **keywords: Any) -> RewriteReport:
-    learned = keywords.pop("learned", master.Learned())
-    options, run = quantize_options(keywords), options_of(RunOptions, keywords)
+    learned, options = keywords.pop("learned", master.Learned()), keywords.pop("options", None)
+    run = keywords.pop("run", None) or options_of(RunOptions, keywords)
+    options, store = options or quantize_options(keywords), open_store(out)
     assert not keywords, keywords
-    return master.quantize(source, out, recipe, options=options, run=run, learned=learned)
+    return convert(master.plan_quantize(source, recipe, options, learned, out=store, run=run), store, run)
 
 
 def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> Conversion:
@@ -52,9 +55,9 @@ def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> Conver
 def export(
     source: Path, out: str | Path, target: str, options: ExportOptions = ExportOptions(), **keywords: Any
 ) -> RewriteReport:
-    opened = exporting.open_exported(source, options_of(SourceOptions, keywords))
-    run = options_of(RunOptions, keywords)
-    return exporting.export(opened, out, target, options=options, run=run, **keywords)
+    opening, run, store = options_of(SourceOptions, keywords), options_of(RunOptions, keywords), open_store(out)
+    planned = exporting.plan_export(source, store, target, options=options, opening=opening, run=run, **keywords)
+    return convert(planned, store, run)
 
 
 def make_card(

@@ -39,7 +39,7 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> No
 def set_model(folder: Path, about: dict[str, Any]) -> None:
     """Change the manifest to that of a run whose source had a model card with these facts."""
     manifest = read_manifest(folder)
-    changed = replace(manifest, identity=replace(manifest.identity, model=about))
+    changed = replace(manifest, model=about)
     (folder / "pqweights.json").write_bytes(b"".join(changed.to_pieces()))
 
 

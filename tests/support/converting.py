@@ -12,7 +12,7 @@ import pytest
 import safetensors
 from helpers import folder_bytes, killed_runs, run_command
 
-from pqweights.convert.finished_shards import FinishedShards, ShardMark
+from pqweights.convert.run import Run, ShardMark
 from pqweights.convert.task import RewriteReport
 from pqweights.targets import master
 
@@ -30,15 +30,15 @@ def command(source: Path, **options: Any) -> dict[str, Any]:
 
 def killed_after(monkeypatch: pytest.MonkeyPatch, shards: int, run: Callable[[], object]) -> None:
     """Kill a run when it has finished some shards."""
-    left, add = iter(range(shards)), FinishedShards.add
+    left, add = iter(range(shards)), Run.add
 
-    def add_or_die(self: FinishedShards, *given: Any) -> None:
+    def add_or_die(self: Run, *given: Any) -> None:
         if next(left, None) is None:
             raise Killed
         add(self, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FinishedShards, "add", add_or_die)
+        patch.setattr(Run, "add", add_or_die)
         with pytest.raises(Killed):
             run()
 

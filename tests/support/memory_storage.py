@@ -13,7 +13,7 @@ from converting import Killed
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers import folder_bytes, run_command
 
-from pqweights.convert.finished_shards import ShardMark
+from pqweights.convert.run import ShardMark
 from pqweights.convert.task import RewriteReport
 
 CHANGES = ("pipe_file", "put_file", "cp_file", "rm_file")

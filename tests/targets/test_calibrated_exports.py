@@ -11,6 +11,7 @@ import language_models
 import numpy as np
 import numpy.typing as npt
 import pytest
+from calls import quantize
 from closeness import ROUNDED_ONCE_MORE, approx
 from commands import done
 from export_decoders import export_weight
@@ -19,7 +20,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.convert.manifest import read_manifest
 from pqweights.convert.ready import ReadyWeights
 from pqweights.planning.recipe import load_recipe
-from pqweights.targets.master import Learned, quantize
+from pqweights.targets.master import Learned
 
 Floats = npt.NDArray[np.float32]
 HEAD_SIZE = 64

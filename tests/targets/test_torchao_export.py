@@ -78,7 +78,7 @@ def test_torchao_int4_metadata_lists_every_name_that_transformers_uses(
     write_checkpoint(tmp_path / "src", {f"{stored}.weight": bf16(gaussian(64, 256))}, config=config)
     run_command({"quantize": str(tmp_path / "src")}, tmp_path / "master")
     run_command({"export": str(tmp_path / "master"), "target": "torchao"}, tmp_path / "out")
-    metadata = read_manifest(tmp_path / "out").identity.metadata
+    metadata = read_manifest(tmp_path / "out").metadata
     names = [f"{name}.weight" for name in (stored, *also)]
     assert json.loads(metadata["tensor_names"]) == names
     assert len({metadata[name] for name in names}) == 1

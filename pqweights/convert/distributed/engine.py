@@ -11,13 +11,14 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import check_room, disk_errors
+from pqweights.common.threads import Progress
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.distributed.cluster import (
     MOST_RETRIES,
@@ -28,19 +29,10 @@ from pqweights.convert.distributed.cluster import (
     last_line,
     nodes_of,
 )
-from pqweights.convert.distributed.worker import MAKE, TIDY, VERSIONS, Done, ShardWork, remote_call
-from pqweights.convert.finished_shards import ShardMark
-from pqweights.convert.run import Run
-from pqweights.convert.task import (
-    ClusterWork,
-    Engine,
-    RunOptions,
-    fetched_bytes_of,
-    resource_needs,
-    result_need,
-    room_for_shards,
-    usable_cores,
-)
+from pqweights.convert.distributed.worker import MAKE, TIDY, VERSIONS, ClusterWork, Done, ShardWork, remote_call
+from pqweights.convert.needs import fetched_bytes_of, resource_needs, result_need, room_for_shards
+from pqweights.convert.run import Run, ShardMark, unlocked
+from pqweights.convert.task import usable_cores
 from pqweights.errors import ClusterError, MasterError, PqweightsError, SourceError
 from pqweights.planning.plan import ShardPlan, in_groups
 
@@ -80,8 +72,8 @@ def engine_of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayEngine(Engine):
-    """An Engine of tasks on a cluster.
+class RayEngine:
+    """Has tasks done on a cluster.
 
     ray: the library, connected
     threads: how many threads a task has
@@ -93,7 +85,7 @@ class RayEngine(Engine):
     tell: Callable[[str], None]
 
     def check(self, conversion: Conversion, run: Run) -> None:
-        """Find out whether all nodes can do their part, see Engine."""
+        """Find out whether all nodes can do their part. Raises ClusterError if not, OutputError without room."""
         pickled, memory_bytes = self._work(conversion, run, ())
         used = self._rooms(memory_bytes)
         disk_needs = conversion.fetch_needs
@@ -117,10 +109,10 @@ class RayEngine(Engine):
             raise ClusterError(f"no node has what a task needs: {needs}; pass fewer `threads`")
         return used
 
-    def make(
-        self, conversion: Conversion, run: Run, shards: Sequence[ShardPlan], options: RunOptions
+    def make_shards(
+        self, conversion: Conversion, run: Run, shards: Sequence[ShardPlan], progress: Progress
     ) -> dict[str, ShardMark]:
-        """Make shards, the largest first, see Engine."""
+        """Make shards, a group in each task, the largest first; see convert.shard.make_shards."""
         if not shards:
             return {}
         groups = in_groups(shards)
@@ -128,23 +120,28 @@ class RayEngine(Engine):
         pickled, memory_bytes = self._work(conversion, run, groups)
         total, left = _source_bytes(conversion, conversion.plan.shards), _source_bytes(conversion, shards)
         marks = dict[str, ShardMark]()
-        options.progress(total - left, total, f"0 of {len(shards)} files")
+        progress(total - left, total, f"0 of {len(shards)} files")
         with contextlib.closing(self._each(pickled, range(len(groups)), memory_bytes)) as made:
-            for number, result in made:
+            for number, (of_group, bytes_read) in made:
                 run.check_lock()
-                marks |= result.marks
-                for mark in result.marks.values():
+                marks |= of_group
+                for mark in of_group.values():
                     conversion.checkpoint.restore_fingerprints(dict(mark.fingerprints))
-                conversion.checkpoint.storage.bytes_read += result.bytes_read
+                conversion.checkpoint.storage.bytes_read += bytes_read
                 left -= _source_bytes(conversion, groups[number])
-                options.progress(total - left, total, f"{len(marks)} of {len(shards)} files")
+                progress(total - left, total, f"{len(marks)} of {len(shards)} files")
         if run.store.is_elsewhere:
             called = call_nodes(self.ray, TIDY, pickled, dict.fromkeys(nodes_of(self.ray), 0))
             self.ray.wait(list(called), num_returns=len(called), timeout=END_SECONDS)
         return marks
 
     def each(self, work: ClusterWork, numbers: Sequence[int], memory_bytes: int) -> Iterator[tuple[int, Any]]:
-        """Look at the nodes, and do tasks; see Engine."""
+        """Look at the nodes, do the tasks with these numbers, and yield each number with what the task returned.
+
+        memory_bytes: the most that one needs
+
+        Raises what a task raises, ClusterError if the tasks cannot be done.
+        """
         pickled = pickle.dumps(work)
         check_nodes(self.ray, pickled, self._rooms(memory_bytes))
         return self._each(pickled, numbers, memory_bytes)
@@ -175,7 +172,7 @@ class RayEngine(Engine):
             ShardWork(
                 out=str(run.store),
                 conversion=conversion,
-                shards=run.shards,
+                run=replace(run, marks={}, check_lock=unlocked),
                 groups=groups,
                 threads=self.threads,
                 files=tuple(file for storage, names in read for file in local_files(storage, names)),

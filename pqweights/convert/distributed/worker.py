@@ -8,18 +8,18 @@ import os
 import pickle
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pqweights import __version__
 from pqweights.checkpoint.writer import free_bytes
 from pqweights.convert.conversion import Conversion
-from pqweights.convert.finished_shards import FinishedShards, ShardMark
-from pqweights.convert.identity import SAME_BYTES_SINCE
-from pqweights.convert.shard import SourceFiles, Workers, make_shards
-from pqweights.convert.task import ClusterWork
+from pqweights.convert.manifest import SAME_BYTES_SINCE
+from pqweights.convert.run import Run, ShardMark
+from pqweights.convert.shard import make_shards
 from pqweights.errors import ClusterError, PqweightsError
 from pqweights.planning.plan import ShardPlan
 
@@ -30,30 +30,44 @@ VERSIONS = (__version__, SAME_BYTES_SINCE)
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusterWork(ABC):
+    """What numbered tasks have in common. It is sent to each node of a cluster once, pickled.
+
+    out: the result, for messages
+    files: files that a node must be able to read, each with its size
+    shared: a file that the driver made where tasks write; None for a result that lies elsewhere
+    room: how many bytes a task takes in a folder of its node for what is then sent elsewhere; 0 if there is nothing
+    folder: that of the command, in which its relative paths begin
+    """
+
+    out: str
+    files: tuple[tuple[Path, int], ...]
+    shared: Path | None
+    room: int = 0
+    folder: Path = field(default_factory=Path.cwd)
+
+    @abstractmethod
+    def make(self, number: int) -> Any:
+        """Do the task with a number."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardWork(ClusterWork):
     """The shards of a run, of which a task makes a group.
 
-    shards: the finished shards of the run, to which a task adds some
+    run: to whose finished shards a task adds some
     groups: those that are missing, in the groups in which they are made
     threads: how many threads compute
     """
 
     conversion: Conversion
-    shards: FinishedShards
+    run: Run
     groups: Sequence[Sequence[ShardPlan]]
     threads: int
 
-    def make(self, number: int) -> ShardResult:
-        """Make the group with a number."""
+    def make(self, number: int) -> tuple[Mapping[str, ShardMark], int]:
+        """Make the group with a number; return the marks by name, and how many bytes were read from all checkpoints."""
         return _made(self, number)
-
-
-@dataclass(frozen=True)
-class ShardResult:
-    """Shards that a task has made, by name. bytes_read: from all checkpoints, meanwhile."""
-
-    marks: Mapping[str, ShardMark]
-    bytes_read: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +96,7 @@ def remote_call() -> Callable[..., tuple[str, Answer]]:
         remedy = f"run pip install 'pqweights=={versions[0]}' there"
         try:
             import pqweights
-            from pqweights.convert.identity import SAME_BYTES_SINCE
+            from pqweights.convert.manifest import SAME_BYTES_SINCE
         except ImportError as error:
             return node, f"has no pqweights ({error}); {remedy}"
         if (pqweights.__version__, SAME_BYTES_SINCE) != versions:
@@ -148,7 +162,7 @@ def _look(pickled: bytes, tasks_at_once: int) -> str | None:
     if problem is not None or not work.room:
         return problem
     assert isinstance(work, ShardWork)
-    scratch, needed = work.shards.store.work.parent, work.room * tasks_at_once
+    scratch, needed = work.run.store.work.parent, work.room * tasks_at_once
     if (free := free_bytes(scratch)) >= needed:
         return None
     return (
@@ -162,28 +176,24 @@ def _make(pickled: bytes, number: int) -> str | Done:
     return Done(work.make(number)) if problem is None else problem
 
 
-def _made(work: ShardWork, number: int) -> ShardResult:
-    conversion, store, group = work.conversion, work.shards.store, work.groups[number]
-    read_before, folder = conversion.bytes_read, store.work / work.shards.key
-    if store.is_elsewhere:
+def _made(work: ShardWork, number: int) -> tuple[Mapping[str, ShardMark], int]:
+    conversion, folder = work.conversion, work.run.folder
+    read_before = conversion.bytes_read
+    if work.run.store.is_elsewhere:
         folder.mkdir(parents=True, exist_ok=True)
-    paths, workers = [work.shards.new_path(shard.file) for shard in group], Workers(work.threads)
     # A folder of its own: other tasks on this node may fetch the same files.
     with tempfile.TemporaryDirectory(prefix="fetched-", dir=folder, ignore_cleanup_errors=True) as fetched:
-        try:
-            conversion.learn(_ignore)
-            files = SourceFiles(conversion, group)
-            with conversion.checkpoint.storage.fetching(Path(fetched), files.needed):
-                marks = make_shards(conversion, group, paths, workers, files, _ignore)
-            conversion.finish_checks()
-            for shard, path, mark in zip(group, paths, marks, strict=True):
-                work.shards.add(shard.file, path, mark, lambda: False)
-        finally:
-            for path in paths:
-                path.unlink(missing_ok=True)
-            workers.close()
-    made = {shard.file: mark for shard, mark in zip(group, marks, strict=True)}
-    return ShardResult(made, conversion.bytes_read - read_before)
+        conversion.learn(_ignore)
+        marks = make_shards(
+            conversion,
+            work.run,
+            work.groups[number],
+            threads=work.threads,
+            progress=_ignore,
+            fetched=Path(fetched),
+        )
+    conversion.finish_checks()
+    return marks, conversion.bytes_read - read_before
 
 
 def _ignore(done: int, total: int, name: str) -> None:
@@ -193,7 +203,7 @@ def _ignore(done: int, total: int, name: str) -> None:
 def _tidy(pickled: bytes, number: int) -> None:
     work = _opened(pickled)[0]
     assert isinstance(work, ShardWork)
-    work.shards.store.tidy(lambda: True)
+    work.run.store.tidy(lambda: True)
 
 
 ANSWERS: Mapping[str, Callable[[bytes, int], Answer]] = {LOOK: _look, MAKE: _make, TIDY: _tidy}

@@ -158,7 +158,7 @@ def _target(manifest: Manifest) -> ExportTarget[Any] | None:
 
 def _choose_names(manifest: Manifest, options: CardOptions, here: OldCard, there: OldCard) -> _Names:
     """Return the names of a card, from what is asked for, the manifest and the old cards."""
-    base_model, named = options.base_model, manifest.identity.model.get("id")
+    base_model, named = options.base_model, manifest.model.get("id")
     if None not in (base_model, named) and base_model != named:
         raise OutputError(f"base model {base_model}: {MANIFEST_FILE} says that it was made from {words(named)}")
     if isinstance(named, str) and is_repository_id(named, namespace=False):
@@ -186,7 +186,7 @@ def _head(
     made = ["lossless"] if figures.is_lossless(manifest) else ["quantized"]
     made += [] if bits is None or figures.is_lossless(manifest) else [f"{bits:g}-bit"]
     front_matter, written = make_front_matter(
-        manifest.identity.model,
+        manifest.model,
         before.own,
         base_model=names.base_model,
         library=library,

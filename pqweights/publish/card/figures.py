@@ -54,7 +54,7 @@ def weights(manifest: Manifest) -> list[str]:
         others = "Kept as they are:" if is_lossless(manifest) else "Not quantized:"
         lines += [others if quantized else "Stored:", _plain(plain)]
     of = "master" if manifest.is_of_master else "source"
-    for reason, items in _grouped(manifest.identity.left_out.items(), lambda item: item[1]).items():
+    for reason, items in _grouped(manifest.left_out.items(), lambda item: item[1]).items():
         names = listed([name for name, _ in items])
         lines.append(f"Left out: {counted(len(items), 'tensor')} of the {of} ({words(reason)}): {names}")
     return lines

@@ -103,15 +103,14 @@ def _adapters(manifest: Manifest) -> str:
 
 
 def _origin(manifest: Manifest, base_model: str | None) -> str:
-    identity = manifest.identity
-    model, revision = identity.model.get("id"), identity.model.get("revision")
+    model, revision = manifest.model.get("id"), manifest.model.get("revision")
     if isinstance(model, str) and is_repository_id(model, namespace=False):
         base = f"The base model is {_link(model)}" + ("." if revision is None else f" at commit {code(revision)}.")
-        if identity.origin is None or not manifest.is_of_master:
+        if manifest.origin is None or not manifest.is_of_master:
             return base
-        return f"{base} The master that it was made from is {_at(identity.origin)}."
+        return f"{base} The master that it was made from is {_at(manifest.origin)}."
     source = "master" if manifest.is_of_master else "checkpoint"
-    where = f"a local {source}" if identity.origin is None else f"the {source} {_at(identity.origin)}"
+    where = f"a local {source}" if manifest.origin is None else f"the {source} {_at(manifest.origin)}"
     made = f"It was made from {where} (fingerprint {code(manifest.source_fingerprint)})."
     if base_model is None:
         return made
@@ -198,7 +197,7 @@ def recipe(manifest: Manifest) -> list[str]:
 
 def _about_master(manifest: Manifest) -> Mapping[str, Any]:
     """Return what the manifest of a master says of it, or that of an export of its master."""
-    return manifest.made_by if manifest.kind == "master" else manifest.identity.master
+    return manifest.made_by if manifest.kind == "master" else manifest.master
 
 
 def _recipe_line(stated: Mapping[str, Any], *, fitted: bool) -> str:
@@ -233,7 +232,7 @@ def _codecs(manifest: Manifest) -> list[str]:
     """Return the names of the codecs of a master; of an export's master only the default is known."""
     if manifest.kind == "master":
         return sorted({tensor.codec for tensor in manifest.tensors if tensor.codec})
-    stated = manifest.identity.master.get("recipe")
+    stated = manifest.master.get("recipe")
     return [as_text(stated.get("codec"))] if isinstance(stated, dict) else []
 
 
@@ -241,7 +240,7 @@ def files(manifest: Manifest, manifest_sha256: str, has_records: bool) -> list[s
     """Return the section that lists the files with their sizes, the hash of the manifest, and fingerprints."""
     source = "master that it was made from" if manifest.is_of_master else "source"
     facts = [f"sha256 of {code(MANIFEST_FILE)}: {code(manifest_sha256)}"]
-    origin = manifest.identity.origin
+    origin = manifest.origin
     if origin is not None:
         facts.append(f"{source}: {code(origin.id)} at commit {code(origin.revision)}")
     facts.append(f"fingerprint of the {source}: {code(manifest.source_fingerprint)}")

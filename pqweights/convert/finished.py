@@ -1,0 +1,128 @@
+"""Whether a store holds a finished result already, and whether it is the one that is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pqweights.checkpoint.names import MANIFEST_FILE
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.convert.conversion import Conversion
+from pqweights.convert.journal import is_under_way
+from pqweights.convert.listed_files import file_problems
+from pqweights.convert.manifest import Manifest, parse_manifest
+from pqweights.errors import MasterError, OutputError
+from pqweights.storage import Store
+
+# What another value of a key in a transform's account means for the user. Of other keys, the value is named.
+OTHERS = {
+    "awq": "other scales (`awq`)",
+    "calibrated": "another calibration",
+    "calibration": "another sample (`calibrate`)",
+    "fit": "other bit widths, by other sensitivities (`calibrate`)",
+    "master_errors": "another master",
+}
+
+
+def finished_result(conversion: Conversion, store: Store) -> Manifest | None:
+    """Return the manifest of the result of a conversion, if a store holds it; None if nothing is finished there.
+
+    Raises OutputError if the store holds another one.
+    """
+    if MANIFEST_FILE not in store.names() or is_under_way(store):
+        return None
+    data = store.read(MANIFEST_FILE)
+    if data is None:
+        raise MasterError(f"{store}: {MANIFEST_FILE} was removed while it was read; run the same command again")
+    manifest = parse_manifest(data)
+    if (difference := _difference(conversion, store, manifest)) is not None:
+        raise OutputError(f"{store}: {difference}; pass `overwrite` to replace it, or choose another folder")
+    for planned, record in manifest.pairs:
+        conversion.accept(planned, record)
+    store.tidy(lambda: is_under_way(store))
+    return manifest
+
+
+def _difference(conversion: Conversion, store: Store, manifest: Manifest) -> str | None:
+    """Say how the finished result in the output folder differs from the one that is asked for; None if it is that."""
+    asked, theirs = conversion.manifest.decisive, manifest.decisive
+    if _named(theirs) != _named(asked):
+        return f"holds another result: {_named(theirs)}"
+    # The content of a commit never changes; that of a local folder may.
+    if (theirs.origin, theirs.source_bytes) != (asked.origin, asked.source_bytes) or (
+        asked.origin is None and manifest.source_fingerprint != conversion.checkpoint.fingerprint()
+    ):
+        source = "master" if asked.master else "source"
+        return f"holds another result: {_named(theirs)} made from another {source}"
+    if theirs != asked:
+        return f"holds another result: {_named(theirs)} made {_by_other_means(theirs, asked)}"
+    files = store.files()
+    problems = file_problems(files, manifest)
+    if lost := [*problems, *(f"{name} is missing" for name in manifest.files if name not in files)]:
+        return f"holds this result, but {lost[0]}"
+    contents = conversion.contents(manifest.records)
+    if contents.keys() != manifest.files.keys():
+        return "holds this result, but other files were copied to it (`include_files`)"
+    added = conversion.small_files(conversion.plan.shards)
+    newest = max(_newest(checkpoint) for checkpoint in conversion.checkpoints)
+    # A source that is newer may have changed in bytes that its fingerprint does not cover. What the target adds follows
+    # from its options, which the manifests have in common. A store may tell no times.
+    if newest > (files[MANIFEST_FILE].modified or sys.maxsize) or any(
+        _sha256_of_pieces(pieces()) != manifest.files[name].sha256
+        for name, pieces in contents.items()
+        if name not in added
+    ):
+        return "holds this result, but files of its source were changed or copied since"
+    return None
+
+
+def _newest(checkpoint: Checkpoint) -> int:
+    """Return when the last weight file was changed, in nanoseconds since 1970; those of a commit never are."""
+    storage = checkpoint.storage
+    times = (storage.files()[name].modified for name in checkpoint.weight_files)
+    return max(times, default=0) if storage.origin is None else 0
+
+
+def _named(identity: Manifest) -> str:
+    target = identity.made_by.get("target")
+    return f"a {identity.kind}" if target is None else f"an export for {_short(target)}"
+
+
+def _by_other_means(theirs: Manifest, ours: Manifest) -> str:
+    """Name the version or the options with which a result was made that differ from ours."""
+    if theirs.same_bytes_since != ours.same_bytes_since:
+        since = f"same bytes since {_short(theirs.same_bytes_since)}, this one {ours.same_bytes_since}"
+        return f"by another version of pqweights ({since})"
+    others = [
+        _other_recipe(theirs.made_by[key], ours.made_by[key])
+        if key == "recipe"
+        else OTHERS.get(key, f"{key.replace('_', ' ')} {_short(theirs.made_by.get(key))}")
+        for key in theirs.made_by.keys() | ours.made_by.keys()
+        if theirs.made_by.get(key) != ours.made_by.get(key)
+    ]
+    if theirs.max_shard_bytes != ours.max_shard_bytes:
+        others.append(f"`max_shard_size` {theirs.max_shard_bytes}")
+    return f"with {', '.join(sorted(others)) or 'other settings'}"
+
+
+def _other_recipe(theirs: Any, ours: Mapping[str, Any]) -> str:
+    if not isinstance(theirs, dict) or any(theirs.get(key) != ours.get(key) for key in ("name", "bits")):
+        stated = theirs if isinstance(theirs, dict) else {}
+        bits = "" if stated.get("bits") is None else f", {_short(stated['bits'])} bits"
+        return f"another recipe ({_short(stated.get('name'))}{bits})"
+    if theirs.get("effort") != ours.get("effort"):
+        return "the default effort" if theirs.get("effort") is None else f"`effort` {_short(theirs['effort'])}"
+    return "another codec, other rules or another target (`codec`, `keep`, `set_format`, `target_size`, `target_bpw`)"
+
+
+def _short(value: Any) -> str:
+    return str(value)[:40]
+
+
+def _sha256_of_pieces(pieces: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
