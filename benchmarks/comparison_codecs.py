@@ -129,7 +129,12 @@ class ComparisonCodec(HadamardLloydMax):
         """Return the Lloyd-Max levels of a bit width."""
         return uniform_codebook(bits) if self.uniform else lloyd_max.codebook(bits)
 
-    def encode_blocks(self, values: Bytes, dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
+    @property
+    def backend(self) -> Any:
+        """What encodes whole blocks: the codec itself."""
+        return self
+
+    def encode(self, values: Bytes, dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
         """Encode whole blocks; see kernels.Backend.encode."""
         blocks, block_bytes = len(out.codes), BLOCK_SIZE * item_bytes(dtype)
         smallest, largest, first_bad = math.inf, 0.0, -1

@@ -148,8 +148,9 @@ class _Pass:
         _, job, sink = self.parts[0]
         with workers.computing():
             for chunk in batch:
-                values = job.read(chunk, sink)
-                results = [own.write(chunk, values, to) for _, own, to in self.parts]
+                values, results = job.read(chunk, sink), []
+                for _, own, to in self.parts:
+                    results.append(own.write(chunk, values, to))
                 with self._collecting:
                     self._results[chunk] = results
                     while self.collected in self._results:

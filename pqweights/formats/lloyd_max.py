@@ -41,7 +41,7 @@ from pqweights.formats.scalar import (
     parse_rotated,
     state_after,
 )
-from pqweights.kernels import BLOCK_SIZE, BlockCoding, EncodedArrays, EncodeStats, load_backend
+from pqweights.kernels import BLOCK_SIZE, Backend, BlockCoding, EncodedArrays, load_backend
 from pqweights.kernels.codebook import Codebook, codebook_from_levels
 
 if TYPE_CHECKING:
@@ -168,9 +168,10 @@ class HadamardLloydMax(Codec):
         """Return the Lloyd-Max levels of a bit width."""
         return codebook(bits)
 
-    def encode_blocks(self, values: Bytes, dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
-        """Encode whole blocks; see kernels.Backend.encode."""
-        return load_backend("cpu").encode(values, dtype, coding, out)
+    @property
+    def backend(self) -> Backend:
+        """What encodes whole blocks."""
+        return load_backend("cpu")
 
     def coder(self, bits: float, effort: int | None = None) -> ScalarCoder:
         """Return the coder of a rate, which encodes with an effort; None for the default."""
@@ -277,7 +278,7 @@ class ScalarCoder(Coder):
         codes, norms = parts
         energies, errors = np.empty((2, len(codes)), dtype=np.float64)
         out = EncodedArrays(codes, norms.reshape(-1).view(np.uint16), energies, errors)
-        stats = self._codec.encode_blocks(values, dtype, self.coding(state), out)
+        stats = self._codec.backend.encode(values, dtype, self.coding(state), out)
         # Norms become infinite only where the exponent does not fit, of which these norms tell.
         np.minimum(out.norms, FIRST_INVALID_HALF - 1, out=out.norms)
         return Measures(
