@@ -181,8 +181,15 @@ class IntegerJob:
         return RoundedChunk((groups.energies, groups.errors), about, carried is not None)
 
     def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
-        """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights."""
-        return self._enlarged(values), None
+        """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights.
+
+        No compensation follows here: codes of few bits get the size of the weights back.
+        """
+        groups, rule = self._quantized(values), self._rounding.rule
+        if isinstance(rule, GroupRule) and np.isfinite(groups.errors).all():
+            larger = rule.enlarged(groups)
+            groups = groups if larger is groups else replace(larger, errors=_errors(values, larger, rule))
+        return groups, None
 
     def _quantized(self, values: npt.NDArray[np.float32]) -> Groups:
         """Round rows to codes, and measure their errors; a rule of the runtime's gets 16 bits, as in the runtime."""
@@ -193,14 +200,6 @@ class IntegerJob:
         groups = rule.quantize(to_float32(from_float32(values, dtype), dtype))
         energies = sums_of_squares(values.reshape(groups.codes.shape))
         return replace(groups, energies=energies, errors=_errors(values, groups, rule))
-
-    def _enlarged(self, values: npt.NDArray[np.float32]) -> Groups:
-        """Round rows that no compensation follows: codes of few bits get the size of the weights back."""
-        groups, rule = self._quantized(values), self._rounding.rule
-        if not isinstance(rule, GroupRule) or not np.isfinite(groups.errors).all():
-            return groups
-        larger = rule.enlarged(groups)
-        return groups if larger is groups else replace(larger, errors=_errors(values, larger, rule))
 
     def collect(self, result: RoundedChunk) -> None:
         """Add up the errors of a chunk."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pqweights_cli
 import pytest
-from helpers import small_checkpoint
+from language_models import babbler
 from pqweights_cli.main import _made
 
 import pqweights
@@ -21,12 +21,27 @@ class Reached(Exception):
     """A kernel is called."""
 
 
-@pytest.mark.parametrize("command", ["quantize"])
+@pytest.mark.parametrize(
+    ("command", "of_master"),
+    [
+        ("quantize", False),
+        ("export --target vllm --group-size 32", False),
+        ("export --target vllm --group-size 32", True),
+        ("export --target mlx", False),
+        ("export --target gguf --without-tokenizer", False),
+        ("export --target bf16", True),
+    ],
+)
 def test_a_kernel_is_ten_frames_below_its_command(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, of_master: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of ours, from the function of the command to the one that calls the kernel; threads count as if they were one."""
-    source = small_checkpoint(tmp_path / "model")
+    source = babbler(tmp_path / "model")
+    for file in source.glob("tokenizer*"):  # llama.cpp has none of this kind
+        file.unlink()
+    if of_master:
+        pqweights.quantize(source, tmp_path / "master")
+        source = tmp_path / "master"
 
     def reach(*given: object) -> None:
         raise Reached
