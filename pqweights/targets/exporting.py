@@ -60,19 +60,20 @@ def open_exported(source: str | Path, options: SourceOptions = AS_IT_IS) -> tupl
 
 def plan_export(
     source: str | Path,
+    opened: tuple[Checkpoint, Manifest | None],
     out: Store,
     target: str,
     *,
     options: ExportOptions = ExportOptions(),
-    opening: SourceOptions = AS_IT_IS,
     max_shard_bytes: int | None = None,
     run: RunOptions = RunOptions(),
     inputs: KnownInputs | None = None,
 ) -> Conversion:
-    """Open a checkpoint or a master, and plan what a target loads.
+    """Plan what a target loads, of a checkpoint or a master.
 
+    source: where it lies
+    opened: see open_exported
     target: a key of EXPORTS, or of ALIASES
-    opening: how the source is opened
     max_shard_bytes: after how many bytes of data a new file begins; None for what is usual for the target
     run: how to show progress of what is read before
     inputs: what is known of the inputs of its weights
@@ -82,8 +83,7 @@ def plan_export(
     to = get_target(target)
     options = to.with_recipe(options)
     settings = to.read_options(options)
-    checkpoint, manifest = open_exported(source, opening)
-    checkpoint = with_weights(proven(checkpoint, run.progress))
+    checkpoint, manifest = with_weights(proven(opened[0], run.progress)), opened[1]
     place = place_apart(source, checkpoint, out)
     exported = ExportSource(
         where=str(place.resolve() if isinstance(place, Path) else source),

@@ -56,7 +56,8 @@ def export(
     source: Path, out: str | Path, target: str, options: ExportOptions = ExportOptions(), **keywords: Any
 ) -> RewriteReport:
     opening, run, store = options_of(SourceOptions, keywords), options_of(RunOptions, keywords), open_store(out)
-    planned = exporting.plan_export(source, store, target, options=options, opening=opening, run=run, **keywords)
+    opened = exporting.open_exported(source, opening)
+    planned = exporting.plan_export(source, opened, store, target, options=options, run=run, **keywords)
     return convert(planned, store, run)
 
 
