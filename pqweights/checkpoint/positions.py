@@ -25,6 +25,8 @@ from pqweights.models.traits import Trait
 OLD_KINDS = {"su": "longrope", "none": "default", "mrope": "default"}
 # More layers than any model has: what a configuration claims is not counted further.
 MOST_LAYERS = 512
+# Types whose configurations list the layers with rotary embeddings as no_rope_layers, those with them as 1.
+LISTED = ("llama4_text", "smollm3")
 # Layers of this kind attend to the tokens of their chunk: of Llama 4, all that have rotary embeddings.
 CHUNKED = "chunked_attention"
 
@@ -395,6 +397,18 @@ def _recurrent_gemma(text: Mapping[str, Any], count: int) -> list[int | None]:
         return [None] * count
     window = _whole(text, "sliding_window" if text.get("sliding_window") else "attention_window_size", 2048)
     return [window if cycle[n % len(cycle)] == "attention" else None for n in range(count)]
+
+
+def rotated_layers(config: Mapping[str, Any]) -> list[bool] | None:
+    """Return for each layer whether it has rotary embeddings; None for types whose layers do not differ in it."""
+    text, model_type = text_config(config), model_type_of(config)
+    if model_type in LISTED:
+        return [bool(turned) for turned in _turned(text, _count(text, model_type))]
+    kinds = layer_types(config)
+    if kinds is None or not has_trait(model_type, Trait.ROTATES_WINDOWS_ONLY):
+        return None
+    every = model_type.startswith("exaone") and _window(text, model_type) is None
+    return [every or kind == SLIDING for kind in kinds]
 
 
 def _turned(text: Mapping[str, Any], count: int) -> list[Any]:

@@ -10,11 +10,11 @@ from pqweights.models import tensor_names as parts
 from pqweights.models.description import LATENT, LIKE_LLAMA, OWN_HEAD, SILU, sizes
 from pqweights.models.description import ModelDescription as Row
 from pqweights.models.llama_cpp import (
+    DEFAULT,
     DENSE_FIRST,
     EXPERT_WIDTH,
     EXPERTS,
     GROUPS,
-    LINEAR,
     NO_BIAS,
     NORMED,
     ROUTER_BIAS,
@@ -57,6 +57,8 @@ def _has_rank(settings: Settings) -> str:
 
 
 # One head of keys and values, from which each head makes its own.
+# Any scaling of its frequencies would scale attention, too.
+_ROPE = Rope(frozenset({"default", "yarn"}), rotated="qk_rope_head_dim", yarn_scales_attention=True)
 DEEPSEEK2 = Architecture(
     name="DEEPSEEK2", modules=ROUTER_BIAS,
     cuts={
@@ -77,7 +79,7 @@ DEEPSEEK2 = Architecture(
         "ATTN_Q_B": (_queries, "q_lora_rank"), "ATTN_KV_A_MQA": (_latent, "hidden_size"),
         "ATTN_OUT": ("hidden_size", lambda n: n("num_attention_heads") * n("v_head_dim")),
     },
-    rope=Rope(rotated="qk_rope_head_dim", yarn_scales_attention=True), drafts={}, checks=(_has_rank,),
+    rope=_ROPE, drafts={}, checks=(_has_rank,),
     values=SILU_ONLY | {"rope_interleave": (True, None)} | NO_BIAS,
 )  # fmt: skip
 _BY_SOFTMAX = (*(setting for setting in DEEPSEEK2.settings if setting != SIGMOID), SOFTMAX)
@@ -87,7 +89,7 @@ _DEEPSEEK_V2 = replace(
 )  # fmt: skip
 _MISTRAL4 = replace(
     DEEPSEEK2, name="MISTRAL4", settings=_BY_SOFTMAX, drafts=None, checks=(),
-    rope=Rope(rotated=_head, partial=True, yarn_scales_attention=True, yarn_mscale=1.0, temperature=True),
+    rope=_ROPE._replace(rotated=_head, partial=True, yarn_mscale=1.0, temperature=True),
 )  # fmt: skip
 _INDEXER = (
     Setting("indexer_head_count", "index_n_heads"), Setting("indexer_key_length", "index_head_dim"),
@@ -96,14 +98,12 @@ _INDEXER = (
 # Attention to the tokens that an indexer chooses.
 _GLM_DSA = replace(
     DEEPSEEK2, name="GLM_DSA", settings=(*DEEPSEEK2.settings, *_INDEXER),
-    rope=Rope(LINEAR, rotated="qk_rope_head_dim", yarn_scales_attention=True),
+    rope=_ROPE._replace(kinds=DEFAULT),
     layer_types=frozenset({"indexed_attention"}), biases=frozenset({"INDEXER_K_NORM"}),
     checks=(multiple_of(64, "index_head_dim"),), notes=(chooses("index_topk"),),
     values={**DEEPSEEK2.values, "indexer_types": ("full", None)},
 )  # fmt: skip
-_DEEPSEEK32 = replace(
-    _GLM_DSA, label="deepseek32", rope=Rope(rotated="qk_rope_head_dim", yarn_scales_attention=True, yarn_mscale=1.0)
-)
+_DEEPSEEK32 = replace(_GLM_DSA, label="deepseek32", rope=_ROPE._replace(yarn_mscale=1.0))
 _COMPRESSING = frozenset({"compressed 4", "compressed 128"})
 # Hyper-connections, and attention to compressed tokens, of which an indexer chooses some.
 _DEEPSEEK4 = Architecture(

@@ -98,7 +98,7 @@ _GEMMA4 = Architecture(
         real("final_logit_softcapping", zero=True),
     ),
     shapes=dict.fromkeys(("ATTN_Q", "ATTN_K", "ATTN_V", "ATTN_OUT", "FFN_GATE", "FFN_UP", "FFN_DOWN"), (None, None)),
-    rope=Rope(frozenset({"default", "proportional"}), rotated="global_head_dim", partial=True),
+    rope=Rope(frozenset({"proportional"}), rotated="global_head_dim", partial=True),
     windows=Windows(period=6, listed=True), gate_and_up=JOINED, derived=_full_layers,
     values={"hidden_activation": TANH_GELU, "use_bidirectional_attention": (None, False, "vision")},
 )  # fmt: skip

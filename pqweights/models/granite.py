@@ -85,7 +85,10 @@ def _publish(config: dict[str, Any], held: Set[str]) -> None:
 
 def _mlx(config: Mapping[str, Any]) -> dict[str, Any]:
     names = {LINEAR_ATTENTION: "mamba", FULL: "attention"}
-    return {"layer_types": [names.get(kind, kind) for kind in config["layer_types"]]}
+    return {
+        "layer_types": [names.get(kind, kind) for kind in config["layer_types"]],
+        "position_embedding_type": "rope" if config.get("position_embedding_type") == "rope" else "nope",
+    }
 
 
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")

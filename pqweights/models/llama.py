@@ -6,6 +6,7 @@ sizes of heads. llama.cpp's defaults for missing metadata are others.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from pqweights.models.llama_cpp import (
     LAYER_NORM,
     QKV,
     SILU_ONLY,
+    SLIDING,
     TANH_GELU,
     Architecture,
     Rope,
@@ -25,6 +27,8 @@ from pqweights.models.llama_cpp import (
     gate_and_up_rows,
     real,
 )
+from pqweights.models.mlx_lm import MlxDifferences
+from pqweights.models.rotary import DEFAULT_WINDOWS
 from pqweights.models.settings import Settings, needs_windows, unrotated_each, windowed_layers
 from pqweights.models.tensor_names import BIASED, MLP_BIASED, Names
 
@@ -60,8 +64,12 @@ _LAYER_NORMS = frozenset({"ATTN_NORM", "FFN_NORM", "OUTPUT_NORM"})
 
 
 def _windows_of_exaone(settings: Settings) -> str:
+    """Check the layers: those with full attention have rotary embeddings in models without any window alone."""
     layers = settings.number("num_hidden_layers")
-    if not any(windowed_layers(settings)) or layers == 64:
+    if not any(windowed_layers(settings)):
+        stated = settings.get("sliding_window") is not None
+        return "llama.cpp rotates layers with full attention, and sliding_window is stated" if stated else ""
+    if layers == 64:
         return ""
     return f"llama.cpp has sliding windows for 64 layers only, and it has {layers}"
 
@@ -70,6 +78,12 @@ def restate_exaone(values: dict[str, Any]) -> None:
     """State the period of windows as a number."""
     if isinstance(pattern := values.get("sliding_window_pattern"), str) and "G" in pattern:  # LLLG
         values["sliding_window_pattern"] = 1 + pattern.index("G")
+
+
+def _exaone_mlx(config: Mapping[str, Any]) -> dict[str, Any]:
+    pattern = "".join("L" if kind == SLIDING else "G" for kind in config["layer_types"])
+    has_windows = config.get("sliding_window", DEFAULT_WINDOWS["exaone4"]) is not None
+    return {"sliding_window_pattern": pattern if has_windows else None}
 
 
 ROWS: dict[str, Row] = {
@@ -91,7 +105,8 @@ ROWS: dict[str, Row] = {
             name="EXAONE4", rope=Rope(EVERY_LLAMA), windows=Windows(period=4, own_base=False, scaled=True),
             values=SILU_ONLY, checks=(_windows_of_exaone,),
         ),
-        restate=restate_exaone, always=_OLMO_PARTS, names=Names(class_name="Exaone4ForCausalLM"),
+        restate=restate_exaone, mlx=MlxDifferences(computed=_exaone_mlx), always=_OLMO_PARTS,
+        names=Names(class_name="Exaone4ForCausalLM"),
         defaults=sizes(4096, 16384, 32, 32, 2048) | LIKE_LLAMA | {"num_key_value_heads": 32, "rms_norm_eps": 1e-05},
     ),
     "ministral3": Row(

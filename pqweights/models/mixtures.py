@@ -191,6 +191,7 @@ ROWS: dict[str, Row] = {
             name="GPT_OSS", modules={"self_attn.sinks": "self_attn.sinks.weight"},
             settings=(*EXPERTS, Setting("expert_feed_forward_length", "intermediate_size")),
             rope=Rope(rounds_yarn=True), windows=Windows(period=2, scaled=True), gate_and_up=ALTERNATING,
+            no_window="max_position_embeddings",
             biases=QKV | {"ATTN_OUT", "FFN_GATE_INP", "FFN_GATE_EXP", "FFN_UP_EXP", "FFN_DOWN_EXP"},
             values=SILU_ONLY | {"swiglu_limit": (7.0, None), "swiglu_alpha": (1.702, None)},
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -37,6 +38,27 @@ from pqweights.models.traits import Trait
 TEXT_PARTS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
 OF_IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 
+# In radians.
+_NOTICEABLE = 0.1
+
+
+def _left_over(settings: Settings) -> str:
+    """Say what no section covers: time, height and width take turns until each has its number of frequencies."""
+    rope, usual = settings.get("rope_parameters") or {}, (settings.architecture.rope or Rope()).sections
+    if "rope_type" not in rope:  # by kinds of layers, of which models of images have one
+        return ""
+    sections = rope.get("mrope_section") or usual
+    rotated = int(settings.number("head_dim") * rope.get("partial_rotary_factor", 1.0))
+    left = [n for n in range(rotated // 2) if n >= 3 * [*sections, 0, 0][n % 3]]
+    length = math.ceil(_NOTICEABLE * rope["rope_theta"] ** (2 * left[0] / rotated)) if left else 0
+    if not left or length >= settings.number("max_position_embeddings"):
+        return ""
+    return (
+        f"llama.cpp does not rotate {len(left)} pairs of channels, which mrope_section leaves over, and transformers "
+        f"does: with texts of more than {length} tokens it computes something else"
+    )
+
+
 _QWEN2 = Architecture(name="QWEN2", free_head_dim=False, biases=QKV, values=SILU_ONLY)
 _QWEN2_MOE = Architecture(
     name="QWEN2MOE", settings=(*EXPERTS, EXPERT_WIDTH, SHARED_WIDTH), free_head_dim=False, own_head=True, biases=QKV,
@@ -48,7 +70,9 @@ _QWEN3_MOE = replace(
     values=SILU_ONLY | ALL_SPARSE | {"norm_topk_prob": (True,)},
 )  # fmt: skip
 _DEEPSTACK = Setting("num_deepstack_layers", "deepstack_layers", optional=True)
-_QWEN3_VL = replace(_QWEN3, name="QWEN3VL", settings=(_DEEPSTACK,), rope=Rope(sections=(24, 20, 20)))
+_QWEN3_VL = replace(
+    _QWEN3, name="QWEN3VL", settings=(_DEEPSTACK,), rope=Rope(sections=(24, 20, 20)), notes=(_left_over,)
+)
 _QWEN3_VL_MOE = replace(
     _QWEN3_VL, name="QWEN3VLMOE", settings=(*EXPERTS, EXPERT_WIDTH, _DEEPSTACK), values=SILU_ONLY | ALL_SPARSE
 )
@@ -119,6 +143,7 @@ _QWEN3_NEXT = Architecture(
 )  # fmt: skip
 _QWEN3_5_MOE = replace(
     _QWEN3_NEXT, name="QWEN35MOE", cuts={}, rope=Rope(partial=True, sections=(11, 11, 10)), values=SILU_ONLY | NO_BIAS,
+    notes=(_left_over,),
     settings=(*_QWEN3_NEXT.settings, Setting("feed_forward_length", "moe_intermediate_size")),
     tiled={
         r"linear_attn\.(in_proj_qkv|conv1d)": Tiled("linear_value_head_dim", before=_keys),

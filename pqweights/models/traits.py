@@ -19,6 +19,7 @@ class Trait(Enum):
     ZERO_CENTRED_NORMS = auto()  # norms multiply by 1 + weight
     ROTATES_NEIGHBOURS = auto()  # RoPE turns neighbouring channels, which no function of transformers' module shows
     ROTATES_WINDOWS_ONLY = auto()  # layers with full attention have no RoPE if others have a sliding window
+    NO_WINDOWS_IN_VLLM = auto()  # layers with a sliding window attend to the whole context there
     MISLABELLED_DECODER = auto()  # its configuration has is_decoder = False, although it predicts the next token
     # In a compressed-tensors checkpoint, transformers takes weights of single experts where others have stacks.
     TAKES_SINGLE_EXPERTS = auto()
@@ -46,7 +47,8 @@ class Trait(Enum):
 TYPES_WITH: dict[Trait, str] = {
     Trait.TRANSPOSED: "clvp decision_transformer gpt2 imagegpt openai-gpt",
     Trait.ROTATES_NEIGHBOURS: "codegen cohere cohere2 deepseek_v2 gptj llama4_text",
-    Trait.ROTATES_WINDOWS_ONLY: "cohere2 exaone4 exaone_moe",
+    Trait.ROTATES_WINDOWS_ONLY: "afmoe cohere2 exaone4 exaone_moe",
+    Trait.NO_WINDOWS_IN_VLLM: "qwen2_moe",
     Trait.MISLABELLED_DECODER: "gpt_neox gpt_neox_japanese",
     Trait.TAKES_SINGLE_EXPERTS: "llama4 llama4_text qwen3_5_moe qwen3_5_moe_text",
     **dict.fromkeys((Trait.EXPERTS_EITHER_WAY, Trait.VLLM_TAKES_SINGLE_EXPERTS), "qwen3_vl_moe qwen3_vl_moe_text"),

@@ -12,6 +12,7 @@ import functools
 import io
 import json
 import re
+import sys
 import tempfile
 import textwrap
 import traceback
@@ -32,6 +33,7 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
 from pqweights.models import described, text_model
+from pqweights.models.description import ModelDescription
 from pqweights.models.mlx_lm import (
     AS_PUBLISHED,
     NESTED,
@@ -41,7 +43,7 @@ from pqweights.models.mlx_lm import (
     UNWRAPPED,
     MlxDifferences,
 )
-from pqweights.models.names import tower_of
+from pqweights.models.names import predicts_further, tower_of
 from pqweights.targets.architectures import MLX, check_computed, other_targets
 from pqweights.targets.bf16 import is_weight
 from pqweights.targets.linear import kept_by_recipe
@@ -57,6 +59,7 @@ COMPUTED: dict[str, Callable[[dict[str, Any]], int]] = {
     "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
     "intermediate_size": lambda config: int(config["expand"] * config["hidden_size"]),  # Mamba2
 }
+ROUTER_BIAS = ".e_score_correction_bias"
 # What mlx-lm's own code raises for configurations and weights that it does not support, and how much of it is quoted.
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 MOST_QUOTED = 240
@@ -140,7 +143,7 @@ def read_model(
         _arrange(config, mlx)
         building = _Building(config, mlx.layout, _builder(config, mlx), tensors, dtypes)
         model, outputs = building.load()
-        warnings = position_warnings(model, of_source)
+        warnings = position_warnings(model, of_source) + _without_router_biases(tensors, outputs, known)
     kept_in = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
     kept = {
         p.removesuffix(".weight")
@@ -161,6 +164,21 @@ def read_model(
             model, stated = quantize(building.load()[0], _with_choices(predicate, chosen), plain)
         quantized, config = _quantized(model), _saved(stated, "vision_tower" in getattr(model, "model", {}))
     return MlxModel(outputs, kept_in, quantized, config, lambda: building.compute(outputs, kept_in), warnings)
+
+
+def _without_router_biases(
+    tensors: Mapping[str, LogicalTensor], outputs: Mapping[str, Traced], model: ModelDescription
+) -> tuple[str, ...]:
+    """Return a warning if mlx-lm chooses experts without what transformers adds to their scores, as of ERNIE 4.5."""
+    used, layers = {tensor.name for o in outputs.values() for tensor in o.sources}, model.layers or sys.maxsize
+    names = [name for name in tensors if name.endswith(ROUTER_BIAS) and name not in used]
+    left = [name for name in names if not predicts_further(name, layers) and mx.any(_load(tensors[name], "F32")).item()]
+    if not left:
+        return ()
+    return (
+        f"mlx-lm chooses experts without {left[0]} and {len(left) - 1} like it, which transformers adds to their "
+        "scores: it computes something else than transformers for texts of any length",
+    )
 
 
 class _Building(NamedTuple):

@@ -23,6 +23,7 @@ from pqweights.checkpoint.positions import (
     model_type_of,
     parameters_of,
     rope_parameters,
+    rotated_layers,
     windows,
     yarn_scale,
 )
@@ -51,8 +52,10 @@ def state_positions(config: dict[str, Any]) -> None:
     if not is_resolved(config):
         return
     text: dict[str, Any] = config["text_config"] if text_config(config) is not config else config
-    parameters, full = rope_parameters(config), parameters_of(config)
+    parameters, full, kinds = rope_parameters(config), parameters_of(config), layer_types(config)
     text["rope_parameters"] = parameters
+    if kinds is not None and text.get("layer_types") is None:
+        text["layer_types"] = kinds
     if not isinstance(text.get("rope_theta"), list):  # of Step 3.5, layer by layer
         text["rope_theta"] = full.get("rope_theta", DEFAULT_BASE)
     if "partial_rotary_factor" in full:
@@ -123,14 +126,14 @@ def _windows_otherwise(model: Any, config: Mapping[str, Any]) -> Iterator[str]:
     most = _most(text_config(config)) or LONG
     pairs = [pair for pair in zip(_windows_of(model), windows(config), strict=False) if pair[0] != pair[1]]
     sizes = [size for pair in pairs for size in pair if size is not None and size < most]
-    if not sizes:
-        return
     model_type = model_type_of(config)
-    if has_trait(model_type, Trait.ROTATES_WINDOWS_ONLY):  # layers with full attention do not know positions
+    if pairs and has_trait(model_type, Trait.ROTATES_WINDOWS_ONLY):  # layers with full attention do not know positions
         raise ExportError(
             f"config.json: mlx-lm does not have the sliding windows of this model ({model_type}) in the same layers, "
             f"and gives rotary embeddings to others; {other_targets(MLX, config)}"
         )
+    if not sizes:
+        return
     if any(expected is not None for _, expected in pairs):
         yield (
             f"mlx-lm attends to the whole context in {len(pairs)} layers in which the model attends to a window of "
@@ -146,14 +149,15 @@ def _windows_otherwise(model: Any, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _windows_of(model: Any) -> list[int | None]:
-    """Return the window of each layer of a model of mlx-lm, as its caches have them."""
+    """Return the window of each layer of a model of mlx-lm, as its caches or its layers have them."""
     if not hasattr(model, "make_cache"):
-        return [None] * len(model.layers)
+        window = getattr(getattr(model, "model", None), "sliding_window", None)
+        return [window if getattr(layer, "use_sliding", False) else None for layer in model.layers]
     return [getattr(cache, "max_size", None) for cache in model.make_cache()]
 
 
 def _rotary_otherwise(model: Any, config: Mapping[str, Any]) -> Iterator[str]:
-    kinds, of_mlx = layer_types(config), list(_rotary_of(model))
+    kinds, of_mlx = layer_types(config), list(_rotary_of(model, config))
     _check_rotated(config, {rotary.layer for rotary in of_mlx})
     for rotary in of_mlx:
         kind = kinds[rotary.layer] if kinds is not None and rotary.layer < len(kinds) else FULL
@@ -219,14 +223,14 @@ def _layer_otherwise(
 
 
 def _check_rotated(config: Mapping[str, Any], rotated: set[int]) -> None:
-    """Raise ExportError if mlx-lm rotates other layers than those that no_rope_layers lists with a 1."""
-    listed = text_config(config).get("no_rope_layers")
-    if not isinstance(listed, list) or not listed or model_type_of(config) not in ("smollm3", "llama4_text"):
+    """Raise ExportError if mlx-lm rotates other layers than transformers. rotated: those with a module for it"""
+    expected = rotated_layers(config)
+    if expected is None or model_type_of(config) == "cohere2":  # whose modules are there in any case
         return
-    if {layer for layer, turned in enumerate(listed) if turned} != rotated:
+    if {layer for layer, turned in enumerate(expected) if turned} != rotated:
         raise ExportError(
-            "config.json: mlx-lm has rotary embeddings in other layers than no_rope_layers says; "
-            f"{other_targets(MLX, config)}"
+            f"config.json: mlx-lm has rotary embeddings in other layers of this model ({model_type_of(config)}) than "
+            f"transformers; {other_targets(MLX, config)}"
         )
 
 
@@ -249,7 +253,7 @@ def _rotated(config: Mapping[str, Any], kind: str, parameters: Mapping[str, Any]
     return int(size * parameters.get("partial_rotary_factor", 1.0))
 
 
-def _rotary_of(model: Any) -> Iterator[Rotary]:
+def _rotary_of(model: Any, config: Mapping[str, Any]) -> Iterator[Rotary]:
     """Yield the rotary embeddings of the layers of a model of mlx-lm."""
     for path, module in model.named_modules():
         layer = LAYER.search(path)
@@ -260,6 +264,11 @@ def _rotary_of(model: Any) -> Iterator[Rotary]:
             scale = getattr(module, "mscale", getattr(module, "_scale", 1.0))
             yield Rotary(int(layer[1]), Frequencies(inverse, float(scale)))
         elif isinstance(module, nn.RoPE) or type(module).__name__ == "DynamicNTKScalingRoPE":
+            if getattr(module, "max_position_embeddings", 0) is None:
+                raise ExportError(
+                    f"config.json: mlx-lm's model of type {model_type_of(config)} fails with rope_type dynamic, as it "
+                    f"does not pass max_position_embeddings on; {other_targets(MLX, config)}"
+                )
             base: float = module.base if hasattr(module, "base") else module.original_base
             scale = module.scale if isinstance(module, nn.RoPE) else 1.0
             inverse = scale * base ** (-np.arange(0, module.dims, 2) / module.dims)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from pqweights.checkpoint.positions import model_type_of
+from pqweights.checkpoint.positions import windows as position_windows
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.strict_json import json_bytes
 from pqweights.common.units import first_names
@@ -40,7 +42,7 @@ from pqweights.formats.microscaling import (
     modelopt_files,
 )
 from pqweights.kernels.groups import FloatRule, GroupRule
-from pqweights.models import has_trait
+from pqweights.models import has_trait, text_config
 from pqweights.models.traits import Trait
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import ShardPlan
@@ -177,7 +179,8 @@ class VllmFormat:
         if stacks:
             _check_stacks(checkpoint, linear)
         quantization = self._configuration(checkpoint, linear.chosen)
-        outline = linear.outline(checkpoint, quantization=quantization, warnings=_experts_warnings(checkpoint, linear))
+        warnings = _experts_warnings(checkpoint, linear) + _window_warnings(checkpoint.config or {})
+        outline = linear.outline(checkpoint, quantization=quantization, warnings=warnings)
         if self.chosen.files is None:
             return outline
         files = {name: partial(json_bytes, content) for name, content in self.chosen.files(quantization).items()}
@@ -241,6 +244,21 @@ def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[st
     return (
         f"single experts stay plain ({first_names(plain)}): vLLM loads them; transformers (5.23) looks for packed ones "
         "alone when it stacks experts, and fails",
+    )
+
+
+def _window_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a warning of windows that vLLM does not have."""
+    windows = [window for window in position_windows(config) if window is not None]
+    longest = text_config(config).get("max_position_embeddings")
+    if not windows or not has_trait(model_type_of(config), Trait.NO_WINDOWS_IN_VLLM):
+        return ()
+    if isinstance(longest, int) and min(windows) >= longest:
+        return ()
+    return (
+        f"vLLM attends to the whole context in {len(windows)} layers in which the model attends to a window of "
+        f"{min(windows)} tokens: with texts of more than {min(windows)} tokens it computes something else than "
+        "transformers",
     )
 
 

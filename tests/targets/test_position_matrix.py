@@ -11,16 +11,17 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-import transformers
 from closeness import bound, distance
 from gguf_cases import with_gelu_table
 from gguf_files import converted, write_gguf
-from position_cases import logits_of_mlx, read_by_mlx, saved
+from helpers import run_command
+from position_cases import loader, logits_of_mlx, read_by_mlx, saved
 
 from pqweights.checkpoint.positions import stated_once
 from pqweights.errors import ExportError
@@ -29,9 +30,35 @@ from pqweights.runtime.models import open_model
 SHORT, LENGTH = 8, 24
 WINDOW = {"sliding_window": 8}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window_pattern": 2}
+FULL = {"layer_types": ["full_attention"] * 2}
 HEADS = {"head_dim": 32}
 UPPER = {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}
-# What configurations state beside rotary embeddings.
+LAYERS = {"num_hidden_layers": 4}
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+    "norm_topk_prob": True,
+}  # fmt: skip
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# Behind one layer without experts.
+ROUTED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+MLA = {
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+DELTA_NET = HEADS | LAYERS | {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+HYBRID = LOCAL_EXPERTS | MAMBA | {"shared_intermediate_size": 64, "layer_types": ["mamba", "attention"]}
+LLAMA4 = HEADS | LAYERS | {
+    "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 2,
+}  # fmt: skip
+SECTIONS = {"mrope_section": [6, 5, 5]}
+# What configurations state beside rotary embeddings, but for two keys that lie among their parameters.
+IN_ROPE = ("mrope_section", "partial_rotary_factor")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -51,7 +78,63 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3, windows": WINDOW | KINDS,
     "cohere2, windows": WINDOW | KINDS,
     "glm4": {"partial_rotary_factor": 0.5, **HEADS},
-}
+    # A part of each head.
+    "phi3, partial": {"partial_rotary_factor": 0.75, "sliding_window": None},
+    "stablelm": {"partial_rotary_factor": 0.25},
+    "phi": {"partial_rotary_factor": 0.5},
+    # Experts.
+    "mixtral": LOCAL_EXPERTS | HEADS | {"sliding_window": None},
+    "mixtral, windows": LOCAL_EXPERTS | HEADS | WINDOW,
+    "qwen2_moe": EXPERTS | {"norm_topk_prob": False},
+    "qwen2_moe, windows": EXPERTS | UPPER | {"norm_topk_prob": False, "max_window_layers": 2},
+    "qwen3_moe": EXPERTS | HEADS,
+    "qwen3_moe, windows": EXPERTS | HEADS | UPPER,
+    "olmoe": EXPERTS | {"num_key_value_heads": 4, "norm_topk_prob": False},
+    "granitemoe": LOCAL_EXPERTS,
+    "glm4_moe": ROUTED | HEADS | {"partial_rotary_factor": 0.5, "use_qk_norm": True},
+    "minimax_m2": LOCAL_EXPERTS | HEADS | {"partial_rotary_factor": 0.5, "rotary_dim": 16},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64},
+    "dots1, windows": ROUTED | UPPER | {"num_key_value_heads": 4},
+    "deepseek_v2": ROUTED | MLA,
+    "deepseek_v3": ROUTED | MLA,
+    "glm4_moe_lite": ROUTED | MLA,
+    # Sinks.
+    "gpt_oss, windows": LOCAL_EXPERTS | HEADS | WINDOW,
+    "gpt_oss, kinds": LOCAL_EXPERTS | HEADS | WINDOW | {"layer_types": ["full_attention", "sliding_attention"]},
+    "gpt_oss, full": LOCAL_EXPERTS | HEADS | WINDOW | FULL,
+    "mimo_v2_flash, windows": ROUTED | HEADS | WINDOW | KINDS | {"partial_rotary_factor": 0.5, "v_head_dim": 32},
+    # Layers without rotary embeddings.
+    "smollm3": LAYERS,
+    "smollm3, listed": LAYERS | {"no_rope_layers": [0, 1, 1, 1]},
+    "smollm3, windows": LAYERS | WINDOW | {"use_sliding_window": True},
+    "exaone4": {"sliding_window": None, "sliding_window_pattern": None, **FULL},
+    "exaone4, windows": WINDOW | LAYERS | {"layer_types": KINDS["layer_types"] * 2},
+    "exaone4, full": WINDOW | FULL,
+    "exaone_moe, windows": EXPERTS | HEADS | WINDOW | LAYERS | {"mlp_layer_types": ["dense"] + ["sparse"] * 3},
+    "exaone_moe, full": EXPERTS | HEADS | WINDOW | FULL | {"mlp_layer_types": ["dense", "sparse"]},
+    "afmoe, windows": EXPERTS | HEADS | WINDOW | KINDS | {"num_dense_layers": 1, "num_shared_experts": 1},
+    "cohere2, full": WINDOW | FULL,
+    "llama4": LLAMA4,
+    "llama4, chunks": LLAMA4 | {"attention_chunk_size": 8},
+    "llama4, listed": LLAMA4 | {"no_rope_layers": [0, 1, 1, 1]},
+    "llama4, temperature": LLAMA4 | {"floor_scale": 12, "attn_scale": 0.5},
+    "llama4_text": LLAMA4,
+    "llama4_text, chunks": LLAMA4 | {"attention_chunk_size": 8},
+    "llama4_text, listed": LLAMA4 | {"no_rope_layers": [0, 1, 1, 1]},
+    "granitemoehybrid": HYBRID | {"position_embedding_type": "rope"},
+    "granitemoehybrid, none": HYBRID,
+    # Rotary embeddings in three dimensions.
+    "qwen2_vl": SECTIONS,
+    "qwen2_vl, windows": SECTIONS | UPPER,
+    "qwen2_5_vl": SECTIONS,
+    "qwen3_vl": SECTIONS | HEADS,
+    "qwen3_vl, sections": HEADS | {"mrope_section": [3, 6, 6]},
+    "qwen3_vl_moe": SECTIONS | HEADS | EXPERTS | {"moe_intermediate_size": 96},
+    "qwen3_5_text": DELTA_NET | {"partial_rotary_factor": 0.25},
+    "qwen3_next": DELTA_NET | EXPERTS | {"partial_rotary_factor": 0.25},
+    "gemma4_text, windows": HEADS | WINDOW | KINDS
+    | {"global_head_dim": 64, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+}  # fmt: skip
 ORIGINAL = {"original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -61,28 +144,31 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "yarn": YARN,
     "yarn, exact": YARN | {"truncate": False},
     "yarn, attention": YARN | {"attention_factor": 0.7},
+    "yarn, mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
     "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
     "longrope": {"rope_type": "longrope", **ORIGINAL},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
 }
+# Those whose kinds of layers have rotary embeddings of their own.
+LAYERED = ("gemma3_text", "gemma4_text", "mimo_v2_flash", "olmo3")
 
 
 def stated(family: str, variant: str) -> dict[str, Any]:
     """A configuration as transformers 5 writes it, with the kind of rotary embeddings in layers with full attention."""
     about = FAMILIES[family]
-    rope = {"rope_theta": 500.0} | VARIANTS[variant]
+    own = {key: about[key] for key in IN_ROPE if key in about}
+    rope = {"rope_theta": 500.0} | own | VARIANTS[variant]
     if variant == "longrope":
-        count = 8 if "partial_rotary_factor" in about else 16
+        count = int(about.get("qk_rope_head_dim", 32) * about.get("partial_rotary_factor", 1)) // 2
         rope |= {"short_factor": [1.0 + n / 8 for n in range(count)], "long_factor": [1.0 + n for n in range(count)]}
-    if "partial_rotary_factor" in about:
-        rope["partial_rotary_factor"] = about["partial_rotary_factor"]
     if family.startswith("ministral3"):
         rope |= {"llama_4_scaling_beta": 0.1, **ORIGINAL}
-    if family.startswith(("gemma3_text", "olmo3")):
-        local = {"rope_type": "default", "rope_theta": 500.0}
-        rope = {"full_attention": rope, "sliding_attention": local}
+    if family.startswith(LAYERED):
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0} | own}
     length = {"max_position_embeddings": 16} if variant == "dynamic" else {}
     outer = ORIGINAL if variant == "longrope" else {}
-    return {"model_type": family.partition(",")[0], **about, **length, **outer, "rope_parameters": rope}
+    settings = {key: value for key, value in about.items() if key != "mrope_section"}
+    return {"model_type": family.partition(",")[0], **settings, **length, **outer, "rope_parameters": rope}
 
 
 def logits(model: Any, length: int) -> npt.NDArray[np.float32]:
@@ -108,11 +194,12 @@ def outcome(model: Any, said: bool, found: dict[int, npt.NDArray[np.float32]]) -
 
 
 def by_llama_cpp(model: Any, folder: Path) -> str:
-    try:
-        said = bool(converted(folder).notes)
-    except ExportError:
-        return "r"
-    path = write_gguf(folder, "F32")
+    with mock.patch("pqweights.checkpoint.gguf.model.gguf_tower", return_value=None):  # what sees is left out
+        try:
+            said = bool(converted(folder).notes)
+        except ExportError:
+            return "r"
+        path = write_gguf(folder, "F32")
     found = {length: open_model(path).logits(np.array(ids(length)), length) for length in (SHORT, LENGTH)}
     return outcome(with_gelu_table(model), said, found)
 
@@ -131,37 +218,91 @@ def by_transformers(model: Any, folder: Path) -> str:
     exported = folder.parent / "bf16"
     exported.mkdir()
     shutil.copy(folder / "model.safetensors", exported)
-    config = stated_once(json.loads((folder / "config.json").read_text()))
-    (exported / "config.json").write_text(json.dumps(config))
-    again = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    config = json.loads((folder / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps(stated_once(config)))
+    again = loader(config).from_pretrained(exported, dtype=torch.float32).eval()
     return outcome(model, False, {length: logits(again, length) for length in (SHORT, LENGTH)})
 
 
 # By the columns of VARIANTS, what mlx-lm and llama.cpp make of a model, in the letters of `outcome`; r: it is refused;
-# -: transformers does not take the configuration. What llama.cpp makes of LongRoPE depends on the size of its context.
+# -: transformers does not take the configuration, or it is not tried. What llama.cpp makes of LongRoPE depends on the
+# size of its context.
 EXPECTED: dict[str, tuple[str, str]] = {
-    #                          mlx-lm      llama.cpp
-    "llama": ("sssswssk", "ssrsrssk"),
-    "qwen2": ("sssswssk", "ssrsrsrr"),
-    "qwen2, windows": ("llllwllw", "llrlrlrr"),
-    "qwen3": ("sssswssk", "ssrsrsrr"),
-    "qwen3, windows": ("llllwllw", "llrlrlrr"),
-    "mistral": ("sssswssk", "ssrsrssk"),
-    "mistral, windows": ("llllwllw", "llrlrllw"),
-    "phi3": ("s------k", "s------k"),
-    "phi3, windows": ("l------w", "l------w"),
-    "starcoder2": ("swlwwwww", "ssrsrsrr"),
-    "starcoder2, windows": ("lwlwwwww", "llrlrlrr"),
-    "ministral3": ("sssswrsk", "ssrsrssk"),
-    "ministral3, windows": ("llllwrlw", "llrlrllw"),
-    "gemma2, windows": ("lwlwwwww", "srrrrrrr"),
-    "gemma3_text, windows": ("ssssossk", "ssrrrrrr"),
-    "olmo3, windows": ("ssssossk", "ssrsrsrr"),
-    "cohere2, windows": ("swlwwwww", "srrrrrrr"),
-    "glm4": ("swlwwwww", "ssrsrsrr"),
+    #                          mlx-lm        llama.cpp
+    "llama": ("ssssws-sk-", "ssrsrs-sk-"),
+    "qwen2": ("ssssws-sk-", "ssrsrs-rr-"),
+    "qwen2, windows": ("llllwl-lw-", "llrlrl-rr-"),
+    "qwen3": ("ssssws-sk-", "ssrsrs-rr-"),
+    "qwen3, windows": ("llllwl-lw-", "llrlrl-rr-"),
+    "mistral": ("ssssws-sk-", "ssrsrs-sk-"),
+    "mistral, windows": ("llllwl-lw-", "llrlrl-lw-"),
+    "phi3": ("s-------k-", "s-------k-"),
+    "phi3, windows": ("l-------w-", "l-------w-"),
+    "starcoder2": ("swlwww-ww-", "ssrsrs-rr-"),
+    "starcoder2, windows": ("lwlwww-ww-", "llrlrl-rr-"),
+    "ministral3": ("sssswr-sk-", "ssrsrs-sk-"),
+    "ministral3, windows": ("llllwr-lw-", "llrlrl-lw-"),
+    "gemma2, windows": ("lwlwww-ww-", "srrrrr-rr-"),
+    "gemma3_text, windows": ("ssssos-sk-", "ssrrrr-rr-"),
+    "olmo3, windows": ("ssssos-sk-", "ssrsrs-rr-"),
+    "cohere2, windows": ("swlwww-ww-", "srrrrr-rr-"),
+    "glm4": ("swlwww-ww-", "ssrsrs-rr-"),
+    "phi3, partial": ("s-------k-", "s-------k-"),
+    "stablelm": ("sw-w------", "ss-s------"),
+    "phi": ("sw-w------", "rr-r------"),
+    "mixtral": ("sw-w---w--", "ss-s---s--"),
+    "mixtral, windows": ("lw-w---w--", "ll-l---l--"),
+    "qwen2_moe": ("sw-r------", "ss-s------"),
+    "qwen2_moe, windows": ("lw-r------", "ll-l------"),
+    "qwen3_moe": ("sw-w------", "ss-s------"),
+    "qwen3_moe, windows": ("lw-w------", "ll-l------"),
+    "olmoe": ("ss-s------", "ss-s------"),
+    "granitemoe": ("ss-s---s--", "ss-s---s--"),
+    "glm4_moe": ("sw-w------", "ss-s------"),
+    "minimax_m2": ("sw-w------", "ss-s------"),
+    "ernie4_5_moe": ("lw-w------", "ss-s------"),
+    "dots1, windows": ("ll-l------", "ll-l------"),
+    "deepseek_v2": ("rr-s--s---", "sr-r--s---"),
+    "deepseek_v3": ("ss-s--s---", "sr-r--s---"),
+    "glm4_moe_lite": ("ss-s--s---", "sr-r--s---"),
+    "gpt_oss, windows": ("ssrsw--s--", "ssrsw--r--"),
+    "gpt_oss, kinds": ("ssrsw-----", "ssrsw-----"),
+    "gpt_oss, full": ("rrrrr-----", "ssrsw-----"),
+    "mimo_v2_flash, windows": ("sw-w------", "sr-r------"),
+    "smollm3": ("ss-s------", "ss-s------"),
+    "smollm3, listed": ("ss-s------", "rr-r------"),
+    "smollm3, windows": ("ss-s------", "ll-l------"),
+    "exaone4": ("ss-s---s--", "ss-s---s--"),
+    "exaone4, windows": ("ss-s------", "rr-r------"),
+    "exaone4, full": ("r---------", "r---------"),
+    "exaone_moe, windows": ("ss-s------", "sr-r------"),
+    "exaone_moe, full": ("r---------", "r---------"),
+    "afmoe, windows": ("ss-s------", "rr-r------"),
+    "cohere2, full": ("r---------", "r---------"),
+    "llama4": ("ss-s---s--", "sr-r---s--"),
+    "llama4, chunks": ("s---------", "r---------"),
+    "llama4, listed": ("r---------", "r---------"),
+    "llama4, temperature": ("s---------", "r---------"),
+    "llama4_text": ("rr-r---r--", "sr-r---s--"),
+    "llama4_text, chunks": ("r---------", "r---------"),
+    "llama4_text, listed": ("r---------", "r---------"),
+    "granitemoehybrid": ("sw-w---w--", "ss-s---s--"),
+    "granitemoehybrid, none": ("ss-s------", "ss-s------"),
+    "qwen2_vl": ("ss-s---s--", "ss-s---r--"),
+    "qwen2_vl, windows": ("ll-l------", "ll-l------"),
+    "qwen2_5_vl": ("ss-s------", "ss-s------"),
+    "qwen3_vl": ("ss-s------", "ss-s------"),
+    "qwen3_vl, sections": ("ss-s------", "ww-l------"),
+    "qwen3_vl_moe": ("sw-w------", "ss-s------"),
+    "qwen3_5_text": ("ss-s------", "ss-s------"),
+    "qwen3_next": ("ss-s------", "ss-s------"),
+    "gemma4_text, windows": ("s--------s", "r--------s"),
 }
 CELLS = [
-    (family, variant) for family in FAMILIES for n, variant in enumerate(VARIANTS) if EXPECTED[family][0][n] != "-"
+    (family, variant)
+    for family, letters in EXPECTED.items()
+    for variant, letter in zip(VARIANTS, letters[0], strict=True)
+    if letter != "-"
 ]
 
 
@@ -171,3 +312,11 @@ def test_targets_compute_what_transformers_does_or_say_what_not(family: str, var
     model = saved(folder, stated(family, variant))
     assert by_transformers(model, folder) == "s"
     assert (by_mlx(model, folder), by_llama_cpp(model, folder)) == tuple(row[column] for row in EXPECTED[family])
+
+
+@pytest.mark.parametrize(("family", "said"), [("qwen2_moe, windows", 1), ("qwen2_moe", 0), ("qwen3_moe, windows", 0)])
+def test_windows_that_vllm_does_not_have_are_said(family: str, said: int, tmp_path: Path) -> None:
+    """vLLM 0.32 has those of Qwen3-MoE, SmolLM 3, EXAONE 4 and Cohere 2; logits of Qwen2-MoE are off by 0.7."""
+    saved(tmp_path / "src", stated(family, "default"))
+    report = run_command({"export": str(tmp_path / "src"), "target": "vllm"}, tmp_path / "out")
+    assert sum("more than 8 tokens" in warning for warning in report.warnings) == said

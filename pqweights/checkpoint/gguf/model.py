@@ -176,7 +176,7 @@ def _notes(
     if parameters["rope_type"] == "yarn" and (betas := own_betas(settings, parameters)):
         asked = " ".join(f"--yarn-{key.replace('_', '-')} {value:g}" for key, value in betas.items())
         yield f"llama.cpp computes the YaRN of this model only if it is told: run it with {asked}"
-    yield from (note(settings) for note in settings.architecture.notes)
+    yield from filter(None, (note(settings) for note in settings.architecture.notes))
     yield from pooling_notes(read_pooling(storage), settings)
     for texts in () if vocabulary is None else vocabulary.differs:
         yield f"llama.cpp makes other tokens than the tokenizer of {texts}"

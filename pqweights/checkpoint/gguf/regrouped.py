@@ -115,10 +115,15 @@ def _parts_of_stack(
     down, is_bias = match["matrix"] == "down_proj", match["bias"] is not None
     outputs, inner = (hidden, width) if down else (2 * width, hidden)
     traits, layouts = settings.model.traits, [(count, outputs, inner), (count, inner, outputs)]
-    either_way = Trait.EXPERTS_EITHER_WAY in traits and inner != outputs
+    either_way = Trait.EXPERTS_EITHER_WAY in traits
     turned = tensor.shape == layouts[1] if either_way else Trait.TRANSPOSED_EXPERTS in traits and not is_bias
     expected = (count, outputs) if is_bias else layouts[turned]
-    if tensor.shape != expected or (Trait.EXPERTS_EITHER_WAY in traits and not either_way):
+    if either_way and inner == outputs:
+        raise ExportError(
+            f"tensor {tensor.name!r}: the shape {tensor.shape} does not show whether it is [experts, out, in] or "
+            "[experts, in, out], and models of this type are stored either way"
+        )
+    if tensor.shape != expected:
         raise ExportError(f"tensor {tensor.name!r}: expected shape {expected}, found {tensor.shape}")
     for part, rows in rows_of_parts(down, outputs, settings.architecture):
         name = f"{match['layer']}.{part}.{'bias' if is_bias else 'weight'}"
