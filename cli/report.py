@@ -345,19 +345,19 @@ def _identical_lines(pairs: Pairs) -> list[str]:
 
 def _rounding_lines(pairs: Pairs) -> list[str]:
     """Return which weights were rounded with compensation, what that gained, and why others were not."""
-    accounts = [record.rounding for _, record in pairs if record.rounding and "carried" not in record.rounding]
-    if not accounts:
+    roundings = [record.rounding for _, record in pairs if record.rounding and "carried" not in record.rounding]
+    if not roundings:
         return []
-    gains = [account["gain"] for account in accounts if account.get("compensated")]
-    weighed = any("weighed" in account for account in accounts)
-    done = sum(account["weighed" if weighed else "compensated"] for account in accounts)
-    matrices = sum(account["matrices"] for account in accounts)
+    gains = [rounding["gain"] for rounding in roundings if rounding.get("compensated")]
+    weighed = any("weighed" in rounding for rounding in roundings)
+    done = sum(rounding["weighed" if weighed else "compensated"] for rounding in roundings)
+    matrices = sum(rounding["matrices"] for rounding in roundings)
     gain = (
         f"; the error of outputs on text held back falls by {sum(gains) / len(gains):.0%} on average" if gains else ""
     )
     reasons: dict[str, int] = defaultdict(int)
-    for account in accounts:
-        for reason, number in account["rounded_plainly"].items():
+    for rounding in roundings:
+        for reason, number in rounding["rounded_plainly"].items():
             reasons[reason] += number
     kind = "errors weighed by inputs" if weighed else "compensated rounding"
     return [

@@ -101,7 +101,7 @@ def plan(
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
-    asked = QuantizeOptions(
+    options = QuantizeOptions(
         recipe=recipe,
         codec=codec,
         bits=bits,
@@ -126,12 +126,12 @@ def plan(
     )
     room = MemoryOptions(memory=memory, context=context, runtime=runtime)
     count, show = thread_count(threads), calibration_progress or _ignore
-    return planned(located("source", source), asked, count, memory=room, progress=show)
+    return planned(located("source", source), options, count, memory=room, progress=show)
 
 
 def planned(
     source: str | Path,
-    asked: QuantizeOptions,
+    options: QuantizeOptions,
     threads: int,
     out: Store | None = None,
     *,
@@ -143,13 +143,13 @@ def planned(
     out: where the result is to be written; by default a local folder
     progress: called with the steps of a measurement that are done, those in all, and the next one
     """
-    recipe, found = choose_recipe(asked.recipe, asked), Learned()
-    if measures(recipe, asked):
+    recipe, found = choose_recipe(options.recipe, options), Learned()
+    if measures(recipe, options):
         from pqweights.calibrate.learning import learned_for_plan
 
-        check_calibration(asked)
-        found = learned_for_plan(source, recipe, asked, threads, progress)
-    return report_plan(source, recipe, asked, threads, out, memory=memory, learned=found)
+        check_calibration(options)
+        found = learned_for_plan(source, recipe, options, threads, progress)
+    return report_plan(source, recipe, options, threads, out, memory=memory, learned=found)
 
 
 def quantize(
@@ -221,7 +221,7 @@ def quantize(
 
     Raises SourceError, RecipeError, OptionError, OutputError or HubError.
     """
-    asked = QuantizeOptions(
+    options = QuantizeOptions(
         recipe=recipe,
         codec=codec,
         bits=bits,
@@ -246,20 +246,20 @@ def quantize(
         token=token,
         tell=tell,
     )
-    chosen, store = choose_recipe(asked.recipe, asked), open_store(located("out", out))
+    chosen, store = choose_recipe(options.recipe, options), open_store(located("out", out))
     where = located("source", source)
-    if learns := asked.calibrate is not None or asked.awq is not None:
-        check_calibration(asked)
+    if learns := options.calibrate is not None or options.awq is not None:
+        check_calibration(options)
     with contextlib.ExitStack() as kept:
         run = kept.enter_context(_run(ray, threads, overwrite=overwrite, progress=progress, tell=tell))
         known = Learned()
         if learns:
             from pqweights.calibrate.learning import learned
 
-            folder, asked = _fetched(where, asked, run)
+            folder, options = _fetched(where, options, run)
             show = calibration_progress or _ignore
-            known, run = kept.enter_context(learned(folder, store, chosen, asked, run=run, progress=show))
-        conversion = plan_quantize(where, chosen, asked, known, out=store, run=run)
+            known, run = kept.enter_context(learned(folder, store, chosen, options, run=run, progress=show))
+        conversion = plan_quantize(where, chosen, options, known, out=store, run=run)
         return replace(convert(conversion, store, run), exports=possible_exports(conversion.checkpoint))
 
 
@@ -330,7 +330,7 @@ def export(
 
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
-    asked = ExportOptions(
+    options = ExportOptions(
         bits=bits,
         group_size=group_size,
         qparams=qparams,
@@ -354,8 +354,8 @@ def export(
         target_bpw=target_bpw,
     )
     to = get_target(target)
-    asked = to.with_recipe(asked)
-    to.read_options(asked)  # refuses wrong values before anything is fetched
+    options = to.with_recipe(options)
+    to.read_options(options)  # refuses wrong values before anything is fetched
     if ray is not None and calibrate is not None:
         raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
     opening = SourceOptions(
@@ -382,25 +382,25 @@ def export(
             local = SourceOptions(
                 adapter=opening.adapter, leave_out=opening.leave_out, allow_pickle=opening.allow_pickle
             )
-            known = kept.enter_context(inputs_of(folder, open_exported(folder, local)[0], store, asked, run.threads))
+            known = kept.enter_context(inputs_of(folder, open_exported(folder, local)[0], store, options, run.threads))
             run = replace(run, check=known.check_source)
         opened = open_exported(given, opening)
         inputs: KnownInputs | None = known
-        if known is not None and to.read_options(asked).recipe.size is not None:
-            asked = replace(asked, sensitivity=known.sensitivity(store, overwrite=overwrite))
-        elif known is None and (file := path_of(asked.imatrix)) is not None:
+        if known is not None and to.read_options(options).recipe.size is not None:
+            options = replace(options, sensitivity=known.sensitivity(store, overwrite=overwrite))
+        elif known is None and (file := path_of(options.imatrix)) is not None:
             from pqweights.calibrate.imatrix import FileInputs
 
             inputs = FileInputs.of(file, opened[0])
         conversion = plan_export(
-            given, opened, store, target, options=asked, max_shard_bytes=most_bytes, run=run, inputs=inputs
+            given, opened, store, target, options=options, max_shard_bytes=most_bytes, run=run, inputs=inputs
         )
         report = convert(conversion, store, run)
-        if known is not None and (file := path_of(asked.save_imatrix)) is not None:
+        if known is not None and (file := path_of(options.save_imatrix)) is not None:
             from pqweights.calibrate.imatrix import write_imatrix
 
             known.prepare(run.progress)
-            write_imatrix(file, known, opened[0], str(asked.calibrate))
+            write_imatrix(file, known, opened[0], str(options.calibrate))
         return report
 
 

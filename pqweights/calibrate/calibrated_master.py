@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pqweights.calibrate.calibrated import FEWEST_INPUTS, Encoded, LayerwiseCalibration
 from pqweights.calibrate.calibrated_weights import CalibratedWeight
-from pqweights.calibrate.finished import finished_account, finished_manifest
+from pqweights.calibrate.finished import finished_manifest, stated_by_result
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
 from pqweights.calibrate.sample import SEED, SampleOf
 from pqweights.calibrate.work_folder import check_space, folder_beside, worked_on_in
@@ -40,22 +40,22 @@ LOST = 0.3
 
 @contextlib.contextmanager
 def calibrated_codes(
-    source: Path, out: Store, recipe: Recipe, asked: QuantizeOptions, *, run: RunOptions, progress: Progress
+    source: Path, out: Store, recipe: Recipe, options: QuantizeOptions, *, run: RunOptions, progress: Progress
 ) -> Iterator[tuple[ReadyWeights | FinishedWeights, RunOptions]]:
     """Calibrate a checkpoint, and yield the codes; see `learned`.
 
     recipe: which weights are calibrated, those of the trellis, and about how many bits they take together
     run: the threads that compute, and what has layers encoded
     """
-    conversion = plan_quantize(source, recipe, replace(asked, revision=None))
+    conversion = plan_quantize(source, recipe, replace(options, revision=None))
     checkpoint, plan = conversion.checkpoint, conversion.plan
     wanted = wanted_bits(recipe, plan.tensors)
     states = recipe.effort or STATES
-    sample = SampleOf.of(source, checkpoint, str(asked.calibrate), asked)
+    sample = SampleOf.of(source, checkpoint, str(options.calibrate), options)
     planned = [(tensor.name, tensor.bytes) for tensor in plan.tensors]
-    stated = [*sample.stated, recipe.to_json(), planned, states, asked.rate]
+    stated = [*sample.stated, recipe.to_json(), planned, states, options.rate]
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
-    if (finished := finished_account(out, "calibrated", key, overwrite=run.overwrite)) is not None:
+    if (finished := stated_by_result(out, "calibrated", key, overwrite=run.overwrite)) is not None:
         manifest = finished_manifest(out, overwrite=False)
         assert manifest is not None
         yield FinishedWeights(stated=finished, tensors={tensor.name: tensor for tensor, _ in manifest.pairs}), run
@@ -74,7 +74,7 @@ def calibrated_codes(
             wanted_bits=wanted,
             states=states,
             at_most=recipe.size is not None,
-            by_tensor=asked.rate == BY_TENSOR,
+            by_tensor=options.rate == BY_TENSOR,
             threads=run.threads,
             seed=SEED,
             engine=run.engine,
@@ -83,7 +83,7 @@ def calibrated_codes(
             check=sample.check_source,
         )
         encoded = calibration.encode()
-        about = _about(sample, ids, states=states, rate=asked.rate)
+        about = _about(sample, ids, states=states, rate=options.rate)
         ready = ReadyWeights.open(encoded.folder, about=about | {"identity": key})
         left = _of_the_trellis(plan) - ready.weights.keys()
         sample.check_source()

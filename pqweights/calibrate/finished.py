@@ -19,7 +19,7 @@ def finished_manifest(out: Store, *, overwrite: bool) -> Manifest | None:
     return None if data is None else parse_manifest(data)
 
 
-def finished_account(out: Store, what: str, key: str, *, overwrite: bool) -> dict[str, Any] | None:
+def stated_by_result(out: Store, what: str, key: str, *, overwrite: bool) -> dict[str, Any] | None:
     """Return what the manifest of a finished result says of something that was learned; None without a result.
 
     what: its key in the manifest

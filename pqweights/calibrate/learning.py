@@ -24,7 +24,7 @@ from pqweights.targets.master import Learned
 
 @contextlib.contextmanager
 def learned(
-    source: Path, out: Store, recipe: Recipe, asked: QuantizeOptions, *, run: RunOptions, progress: Progress
+    source: Path, out: Store, recipe: Recipe, options: QuantizeOptions, *, run: RunOptions, progress: Progress
 ) -> Iterator[tuple[Learned, RunOptions]]:
     """Yield what is learned of a checkpoint, continuing what was interrupted.
 
@@ -32,34 +32,34 @@ def learned(
 
     source: the local folder of the original checkpoint
     out: where the result is made; what a finished result says of itself is not learned again
-    asked: `calibrate`, `awq` and the options beside them
+    options: `calibrate`, `awq` and the options beside them
     progress: called with the steps that are done, those in all, and the next one
 
     What it worked on goes when the context is left without an error. Raises SourceError, RecipeError, OptionError,
     EvaluationError, OutputError or MissingDependencyError.
     """
-    name = "calibrate" if asked.awq is None else "awq"
+    name = "calibrate" if options.awq is None else "awq"
     if not source.is_dir() and not is_gguf(source):
         raise SourceError(f"{source}: expected the folder of a model for `{name}`, found a file")
     if run.engine is not None and out.is_elsewhere:
         raise OptionError(f"`ray`: expected a folder that all nodes share for a calibrated master, found {out}")
     out.check_apart(source)
-    if asked.awq is not None:
-        with found_scales(source, out, recipe, asked, run=run, progress=progress) as (scales, checked):
+    if options.awq is not None:
+        with found_scales(source, out, recipe, options, run=run, progress=progress) as (scales, checked):
             yield Learned(awq=scales), checked
-    elif measures(recipe, asked):
-        with sensitivity_for(source, out, recipe, asked, run=run, progress=progress) as (sensitivity, checked):
+    elif measures(recipe, options):
+        with sensitivity_for(source, out, recipe, options, run=run, progress=progress) as (sensitivity, checked):
             yield Learned(sensitivity=sensitivity), checked
     else:
-        with calibrated_codes(source, out, recipe, asked, run=run, progress=progress) as (ready, checked):
+        with calibrated_codes(source, out, recipe, options, run=run, progress=progress) as (ready, checked):
             yield Learned(ready=ready), checked
 
 
 def learned_for_plan(
-    source: str | Path, recipe: Recipe, asked: QuantizeOptions, threads: int, show: Progress
+    source: str | Path, recipe: Recipe, options: QuantizeOptions, threads: int, show: Progress
 ) -> Learned:
     """Return the sensitivities by which a plan chooses bit widths. show: called with steps, as progress is"""
-    fetched = local_folder(source, asked.access)
+    fetched = local_folder(source, options.access)
     with TemporaryDirectory() as work:
-        found = measured(fetched.path, Path(work), recipe, asked, threads=threads, progress=show)
+        found = measured(fetched.path, Path(work), recipe, options, threads=threads, progress=show)
     return Learned(sensitivity=found)

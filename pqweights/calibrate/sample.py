@@ -64,15 +64,15 @@ class SampleOf:
     leave_out: Sequence[str] = ()
 
     @staticmethod
-    def of(source: Path, checkpoint: Checkpoint, text: str, asked: QuantizeOptions) -> SampleOf:
+    def of(source: Path, checkpoint: Checkpoint, text: str, options: QuantizeOptions) -> SampleOf:
         """Return the sample that options ask for."""
         return SampleOf(
             source=source,
             checkpoint=checkpoint,
             text=text,
-            tokens=asked.calibration_tokens,
-            allow_pickle=asked.allow_pickle,
-            leave_out=asked.leave_out,
+            tokens=options.calibration_tokens,
+            allow_pickle=options.allow_pickle,
+            leave_out=options.leave_out,
         )
 
     @functools.cached_property

@@ -51,7 +51,7 @@ READING = "reading the sample"  # as users are told
 
 @contextmanager
 def inputs_of(
-    source: Path, checkpoint: Checkpoint, out: Store, asked: SampleOptions, threads: int
+    source: Path, checkpoint: Checkpoint, out: Store, options: SampleOptions, threads: int
 ) -> Iterator[SampledInputs]:
     """Yield the inputs of the weights of a checkpoint, on a sample that is taken when they are first needed.
 
@@ -62,8 +62,8 @@ def inputs_of(
     """
     if not source.is_dir() and not is_gguf(source):
         raise SourceError(f"{source}: expected the folder of a model for `calibrate`, found a file")
-    text = str(asked.calibrate)
-    sample = SampleOf(source=source, checkpoint=checkpoint, text=text, tokens=asked.calibration_tokens)
+    text = str(options.calibrate)
+    sample = SampleOf(source=source, checkpoint=checkpoint, text=text, tokens=options.calibration_tokens)
     check_windows(*sample.shape)
     key = hashlib.sha256(json.dumps(sample.stated).encode()).hexdigest()
     with worked_on_in(folder_beside(out), out, key, threads, sample.contents.is_same) as work:

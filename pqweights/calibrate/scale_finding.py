@@ -20,7 +20,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from pqweights.calibrate.collecting import HELD_BACK_OF, VectorInputs, check_windows
-from pqweights.calibrate.finished import finished_account
+from pqweights.calibrate.finished import stated_by_result
 from pqweights.calibrate.layer_passes import LayerPasses
 from pqweights.calibrate.layer_statistics import LayerStatistics, weight_inputs
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel, ModelMatrix
@@ -50,23 +50,23 @@ KIND = "scales"  # of what is kept of a layer
 
 @contextlib.contextmanager
 def found_scales(
-    source: Path, out: Store, recipe: Recipe, asked: QuantizeOptions, *, run: RunOptions, progress: Progress
+    source: Path, out: Store, recipe: Recipe, options: QuantizeOptions, *, run: RunOptions, progress: Progress
 ) -> Iterator[tuple[AwqScales, RunOptions]]:
     """Search the scales of a checkpoint's weights on the sample of `awq`, continuing an interrupted search.
 
     See calibrated_codes.
     """
     with slow_step("loading transformers"):
-        made = plan_quantize(source, recipe, replace(asked, revision=None))
+        made = plan_quantize(source, recipe, replace(options, revision=None))
         checkpoint = made.checkpoint
         planned = [_without_scales(tensor) for tensor in made.plan.tensors if tensor.action == QUANTIZE]
         if not planned:
             raise RecipeError(f"recipe {recipe.name!r}: `awq`: expected a recipe that quantizes something here")
-        sample = SampleOf.of(source, checkpoint, str(asked.awq), asked)
+        sample = SampleOf.of(source, checkpoint, str(options.awq), options)
         check_windows(*sample.shape)
     codecs = [(tensor.name, tensor.codec, tensor.bits) for tensor in planned]
     key = hashlib.sha256(json.dumps([*sample.stated, recipe.to_json(), codecs, KIND]).encode()).hexdigest()
-    if (stated := finished_account(out, "awq", key, overwrite=run.overwrite)) is not None:
+    if (stated := stated_by_result(out, "awq", key, overwrite=run.overwrite)) is not None:
         scaled = frozenset(name for name, told in stated["weights"].items() if "gain" in told)
         yield AwqScales(about=stated, scaled=scaled), run
         return

@@ -25,7 +25,7 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from pqweights.calibrate.finished import finished_account
+from pqweights.calibrate.finished import stated_by_result
 from pqweights.calibrate.layer_passes import LayerPasses, save_whole
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
 from pqweights.calibrate.sample import SEED, SampleOf
@@ -97,11 +97,11 @@ def _squares(values: Tensor, block_size: int) -> Tensor:
 
 @contextlib.contextmanager
 def sensitivity_for(
-    source: Path, out: Store, recipe: Recipe, asked: QuantizeOptions, *, run: RunOptions, progress: Progress
+    source: Path, out: Store, recipe: Recipe, options: QuantizeOptions, *, run: RunOptions, progress: Progress
 ) -> Iterator[tuple[Sensitivity, RunOptions]]:
     """Measure the sensitivities by which the bit widths of a master are chosen; see `learned`."""
-    sample, key = _sample(source, recipe, asked)
-    if (stated := finished_account(out, "fit", key, overwrite=run.overwrite)) is not None:
+    sample, key = _sample(source, recipe, options)
+    if (stated := stated_by_result(out, "fit", key, overwrite=run.overwrite)) is not None:
         yield Sensitivity.read(stated), run
         return
     with worked_on_in(folder_beside(out), out, key, run.threads, sample.contents.is_same) as work:
@@ -110,21 +110,21 @@ def sensitivity_for(
 
 
 def measured(
-    source: Path, work: Path, recipe: Recipe, asked: QuantizeOptions, *, threads: int, progress: Progress
+    source: Path, work: Path, recipe: Recipe, options: QuantizeOptions, *, threads: int, progress: Progress
 ) -> Sensitivity:
     """Measure the sensitivities by which a plan chooses bit widths. work: an empty folder"""
-    sample, key = _sample(source, recipe, asked)
+    sample, key = _sample(source, recipe, options)
     with worked_on_in(work / "sensitivity", source, key, threads, sample.contents.is_same) as folder:
         found = measure(sample, folder, block_sizes(sample.checkpoint, recipe), threads=threads, progress=progress)
     return replace(found, method=found.method | {"identity": key})
 
 
-def _sample(source: Path, recipe: Recipe, asked: QuantizeOptions) -> tuple[SampleOf, str]:
+def _sample(source: Path, recipe: Recipe, options: QuantizeOptions) -> tuple[SampleOf, str]:
     """Return the sample that is wanted, and a digest of everything on which the sensitivities depend."""
-    checkpoint = open_local_source(source, allow_pickle=asked.allow_pickle)
-    checkpoint = without(checkpoint, asked.leave_out) if asked.leave_out else checkpoint
+    checkpoint = open_local_source(source, allow_pickle=options.allow_pickle)
+    checkpoint = without(checkpoint, options.leave_out) if options.leave_out else checkpoint
     sizes = block_sizes(checkpoint, recipe)
-    sample = SampleOf.of(source, checkpoint, str(asked.calibrate), asked)
+    sample = SampleOf.of(source, checkpoint, str(options.calibrate), options)
     return sample, hashlib.sha256(json.dumps([*sample.stated, sizes]).encode()).hexdigest()
 
 

@@ -16,7 +16,7 @@ from pqweights.convert.manifest import Manifest, parse_manifest
 from pqweights.errors import MasterError, OutputError
 from pqweights.storage import Store
 
-# What another value of a key in a transform's account means for the user. Of other keys, the value is named.
+# What another value of a key of what made a result means for the user. Of other keys, the value is named.
 OTHERS = {
     "awq": "other scales (`awq`)",
     "calibrated": "another calibration",

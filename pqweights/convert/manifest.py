@@ -46,7 +46,7 @@ MANIFEST_VERSION = 1
 SAME_BYTES_SINCE = "0.3.0"
 # Of a manifest; that of a model with a million tensors has fewer.
 MOST_BYTES = 4_000_000_000
-# The key of a transform's account of itself (Transform.account) that tells which kind of result it makes.
+# The key of what made a result (Conversion.made_by) that tells which kind of result it makes.
 KINDS = {"recipe": "master", "target": "export"}
 
 
@@ -75,7 +75,7 @@ class _Container(Document, frozen=True, kw_only=True):
 
 
 class ManifestFile(ClosedDocument, frozen=True, kw_only=True):
-    """The keys of the file, but for those of the account, which stand between `kind` and `source`."""
+    """The keys of the file, but for those of `made_by`, which stand between `kind` and `source`."""
 
     manifest_version: int
     kind: Literal["master", "export"]
@@ -202,15 +202,15 @@ class Manifest:
         }
 
 
-def _without_prose(account: dict[str, Any]) -> dict[str, Any]:
-    """Return an account of a transform, or of a master, without what a recipe says for people."""
-    recipe = account.get("recipe")
+def _without_prose(made_by: dict[str, Any]) -> dict[str, Any]:
+    """Return what made a result, or its master, without what a recipe says for people."""
+    recipe = made_by.get("recipe")
     if not isinstance(recipe, dict):
-        return account
+        return made_by
     stated = {key: value for key, value in recipe.items() if key != "description"}
     if isinstance(rules := recipe.get("rules"), list):
         stated["rules"] = [_without_reason(rule) for rule in rules]
-    return account | {"recipe": stated}
+    return made_by | {"recipe": stated}
 
 
 def _without_reason(rule: Any) -> Any:
@@ -318,9 +318,9 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def _parsed(document: dict[str, Any]) -> Manifest:
-    account = _account(document)
-    file = as_document({key: value for key, value in document.items() if key not in account}, ManifestFile, damaged)
-    expected = next((KINDS[key] for key in KINDS if key in account), None)
+    made_by = _made_by(document)
+    file = as_document({key: value for key, value in document.items() if key not in made_by}, ManifestFile, damaged)
+    expected = next((KINDS[key] for key in KINDS if key in made_by), None)
     if file.kind != expected:
         raise damaged(f"kind: expected {expected}, found {file.kind!r}")
     if file.model != (facts := known_facts(file.model)):
@@ -331,7 +331,7 @@ def _parsed(document: dict[str, Any]) -> Manifest:
         raise damaged("source: expected id and revision, found one of them")
     return Manifest(
         kind=file.kind,
-        made_by=account,
+        made_by=made_by,
         source_bytes=file.source.bytes,
         max_shard_bytes=file.max_shard_bytes,
         tensors=tuple(tensor for tensor, _ in entries),
@@ -349,8 +349,8 @@ def _parsed(document: dict[str, Any]) -> Manifest:
     )
 
 
-def _account(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the transform's account of itself: what stands between `kind` and `source`."""
+def _made_by(document: dict[str, Any]) -> dict[str, Any]:
+    """Return what made a result: what stands between `kind` and `source`."""
     keys = list(document)
     if not {"kind", "source"} <= document.keys():
         return {}

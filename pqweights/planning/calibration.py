@@ -86,16 +86,16 @@ class PlannedCalibration:
 
 
 def planned_calibration(
-    recipe: Recipe, tensors: Sequence[TensorPlan], config: Mapping[str, Any] | None, asked: QuantizeOptions
+    recipe: Recipe, tensors: Sequence[TensorPlan], config: Mapping[str, Any] | None, options: QuantizeOptions
 ) -> PlannedCalibration:
     """Return what follows from the plan of a model. Raises RecipeError if nothing would be calibrated."""
-    tokens = asked.calibration_tokens
-    if asked.awq is not None:
+    tokens = options.calibration_tokens
+    if options.awq is not None:
         scaled = [tensor for tensor in tensors if tensor.is_scaled]
         taken = sum(2 * math.prod(scale_shape(tensor.shape)) for tensor in scaled)
         disk = states_bytes(config, tokens) + taken
         return PlannedCalibration(finds=SCALES, weights=len(scaled), weight_bytes=taken, disk_bytes=disk)
-    if measures(recipe, asked):
+    if measures(recipe, options):
         count, disk = sum(tensor.action == QUANTIZE for tensor in tensors), states_bytes(config, tokens, more=2)
         return PlannedCalibration(finds=SENSITIVITIES, weights=count, weight_bytes=0, disk_bytes=disk)
     wanted = wanted_bits(recipe, tensors)

@@ -88,7 +88,7 @@ class Fit:
         return {name: group.bits for group in self.groups for name in group.weights if name in self.free}
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest's account of the fit."""
+        """Return what the manifest states of the fit."""
         by: dict[str, Any] = {"kind": HEURISTIC}
         if self.sensitivity is not None:
             by = self.sensitivity.to_json()

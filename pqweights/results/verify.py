@@ -184,7 +184,7 @@ def _check_account(manifest: Manifest) -> Iterator[str]:
             yield f"{MANIFEST_FILE}: target: expected one of {', '.join(EXPORTS)}, found {str(stated)[:80]!r}"
             return
         chosen = get_target(target)
-        known = {*known, *chosen.options, *chosen.account}
+        known = {*known, *chosen.options, *chosen.stated}
     for key in manifest.made_by:
         if key not in known:
             yield f"{MANIFEST_FILE}: expected {', '.join(sorted(known))}, found {key[:80]!r}"

@@ -297,7 +297,7 @@ class RemoteFolder(Remote):
 
 
 def _state(info: dict[str, Any]) -> FileState:
-    """Return the state of a file by a listing's account of it."""
+    """Return the state of a file from what a listing says of it."""
     version = next((info[key] for key in VERSION_KEYS if info.get(key)), "")
     times = (_seconds(info[key]) for key in TIME_KEYS if info.get(key))
     modified = next((seconds for seconds in times if seconds is not None), 0.0)

@@ -40,7 +40,7 @@ SAMPLES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Stays:
+class Kept:
     """The decision to store a weight plainly, although others of its kind become integers.
 
     dtype: the dtype that it gets whatever the others get

@@ -49,7 +49,7 @@ from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import FileHeader, GgufFile, GgufFiles, ShardPlan, TensorPlan, cuts
 from pqweights.planning.recipe import Recipe
 from pqweights.storage.addresses import is_repository_id
-from pqweights.targets.assignment import Stays
+from pqweights.targets.assignment import Kept
 from pqweights.targets.gguf_types import (
     PLAIN_BITS,
     TOWER_TYPE,
@@ -263,7 +263,7 @@ class Gguf:
         return self.types[0].recipe
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest's account of the target and its options."""
+        """Return what the manifest states of the target and its options."""
         embeds = {"embeds": True} if self.embeds else {}
         stated = self.types[0].describe()
         if len(self.types) > 1:
@@ -288,7 +288,7 @@ class Gguf:
                     f"the model has no tokenizer, without which llama.cpp ends at the first text: {NO_TOKENIZER}"
                 )
             model = replace(model, notes=(*model.notes, WITHOUT_TOKENIZER))
-        tensors, decisions, warnings = list[LogicalTensor](), dict[str, PackedFormat | Stays](), list[str]()
+        tensors, decisions, warnings = list[LogicalTensor](), dict[str, PackedFormat | Kept](), list[str]()
         for types in self.types:
             chosen = chosen_types(types, model, checkpoint, imatrix=self.weighed)
             # Several files have tensors of the same names, which a result tells apart.
@@ -322,10 +322,10 @@ def _wanting(types: Mapping[str, TypeChoice]) -> Iterator[str]:
         )
 
 
-def _decision(choice: TypeChoice) -> PackedFormat | Stays:
+def _decision(choice: TypeChoice) -> PackedFormat | Kept:
     """Return what becomes of a tensor of this type."""
     if choice.type in (*PLAIN_TYPES, INTEGERS):
-        return Stays(choice.reason, choice.type)
+        return Kept(choice.reason, choice.type)
     return block_format(choice.type, choice.reason)
 
 
@@ -399,7 +399,7 @@ TARGET = ExportTarget(
         "imatrix",
         "save_imatrix",
     ),
-    account=("rules", "imatrix", "embeds"),
+    stated=("rules", "imatrix", "embeds"),
     read_options=read_options,
     plan=_plan,
     check=_check,

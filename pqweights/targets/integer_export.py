@@ -32,7 +32,7 @@ from pqweights.models import text_model
 from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, coding_of, stored_bytes
 from pqweights.targets import target_name
 from pqweights.targets.architectures import unexamined_warnings
-from pqweights.targets.assignment import Stays
+from pqweights.targets.assignment import Kept
 from pqweights.targets.bf16 import is_weight, plain_plan, role_of, stored_dtype
 from pqweights.targets.carried import carried_unit
 from pqweights.targets.compensation import CompensatedJob, Compensation, WeightedJob
@@ -205,7 +205,7 @@ def _experts_warnings(outline: Outline, checkpoint: Checkpoint) -> tuple[str, ..
     by_reason: dict[str, list[LogicalTensor]] = {}
     for tensor in outline.tensors:
         decision = outline.decisions.get(tensor.name)
-        if not isinstance(decision, Stays) or decision.dtype or decision.reason == FUSED_WITH_KEPT:
+        if not isinstance(decision, Kept) or decision.dtype or decision.reason == FUSED_WITH_KEPT:
             continue  # of a type that was asked for, or said elsewhere
         if is_weight(tensor, checkpoint.weights) and role_of(tensor, model) == "expert":
             by_reason.setdefault(decision.reason, []).append(tensor)

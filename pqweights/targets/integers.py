@@ -32,7 +32,7 @@ from pqweights.kernels.groups import BEST, GroupRule, Groups
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import Container, ShardPlan, TensorPlan
 from pqweights.planning.recipe import Recipe
-from pqweights.targets.assignment import Stays
+from pqweights.targets.assignment import Kept
 from pqweights.targets.carried import SourceGrid
 
 
@@ -53,7 +53,7 @@ class Outline:
     """
 
     tensors: tuple[LogicalTensor, ...]
-    decisions: Mapping[str, PackedFormat | Stays]
+    decisions: Mapping[str, PackedFormat | Kept]
     config: dict[str, Any] | None
     left_out: dict[str, str]
     metadata: dict[str, str]
@@ -81,7 +81,7 @@ class IntegerTarget(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest's account of the target: its name and its options."""
+        """Return what the manifest states of the target: its name and its options."""
         ...
 
     def outline(self, checkpoint: Checkpoint) -> Outline:

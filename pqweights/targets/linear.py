@@ -33,7 +33,7 @@ from pqweights.planning.plan import DEFAULT_METADATA, stored_bytes
 from pqweights.planning.recipe import DEFAULT_BITS, NOTHING, Recipe, Weight
 from pqweights.planning.roles import classify
 from pqweights.targets.architectures import check_architecture
-from pqweights.targets.assignment import PLAIN, PLAIN_ERROR, Candidate, Stays, chosen_within, distortion, weight_of
+from pqweights.targets.assignment import PLAIN, PLAIN_ERROR, Candidate, Kept, chosen_within, distortion, weight_of
 from pqweights.targets.bf16 import is_weight, role_of, stored_dtype
 from pqweights.targets.carried import plain_beside_codes
 from pqweights.targets.experts import is_stack
@@ -182,7 +182,7 @@ class LinearWeights:
         quantization: the quantization_config
         warnings: others than those of fused layers
         """
-        decisions: dict[str, PackedFormat | Stays] = {name: Stays(why) for name, why in self.plain.items()}
+        decisions: dict[str, PackedFormat | Kept] = {name: Kept(why) for name, why in self.plain.items()}
         decisions |= {t.name: self.format(t) for t in checkpoint.tensors if t.name in self.chosen}
         old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
         return Outline(

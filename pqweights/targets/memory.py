@@ -88,19 +88,19 @@ class MemoryAdvice:
 
 
 def advise(
-    checkpoint: Checkpoint, planned: Sequence[TensorPlan], exports: Sequence[PossibleExport], asked: MemoryOptions
+    checkpoint: Checkpoint, planned: Sequence[TensorPlan], exports: Sequence[PossibleExport], options: MemoryOptions
 ) -> MemoryAdvice:
     """Return what a memory has room for.
 
     planned: what becomes of each tensor in a master
     exports: what the checkpoint can be exported to
     """
-    assert isinstance(asked.memory, int) and isinstance(asked.context, int | None)
+    assert isinstance(options.memory, int) and isinstance(options.context, int | None)
     config, most = checkpoint.config, most_context(checkpoint.config)
-    context = asked.context or min(most or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    context = options.context or min(most or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     kept, parameters = context_bytes(config, context), sum(p.weights for p in planned if p.role != "buffer")
     notes = [f"{of.target}: {of.reason}" for of in exports if of.possible is False]
-    runtimes = {*RUNTIMES} if asked.runtime is None else {asked.runtime}
+    runtimes = {*RUNTIMES} if options.runtime is None else {options.runtime}
     if any(of.target == MLX and of.possible is False for of in exports):
         runtimes -= {MLX}  # it has no model of this type, so it runs no other format either
     stored = [*_as_it_is(checkpoint, planned)]
@@ -109,13 +109,13 @@ def advise(
     proposals = []
     for loaded_by, about, size in stored:
         for runtime in (name for name in loaded_by if name in runtimes):
-            needed = math.ceil((size + kept + WORKING_BYTES) / share_of(runtime, asked.memory))
+            needed = math.ceil((size + kept + WORKING_BYTES) / share_of(runtime, options.memory))
             about = {"bits": 8 * size / max(1, parameters), "weight_bytes": size, "context_bytes": kept, **about}
-            fits = needed <= asked.memory
+            fits = needed <= options.memory
             proposals.append(Proposal(runtime=runtime, memory_bytes=needed, fits=fits, **about))
     too_long = f"`context` {context}: the model takes at most {most} tokens"
     return MemoryAdvice(
-        memory_bytes=asked.memory,
+        memory_bytes=options.memory,
         context=context,
         proposals=tuple(sorted(proposals, key=lambda p: (-p.bits, p.runtime, p.target, p.format))),
         notes=tuple(notes),

@@ -48,8 +48,8 @@ from pqweights.targets.assignment import (
     PLAIN,
     PLAIN_ERROR,
     Candidate,
+    Kept,
     Layers,
-    Stays,
     chosen_within,
     describe,
     distortion,
@@ -105,7 +105,7 @@ class MlxFormat:
     recipe: Recipe = NOTHING
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest's account of the target and its options."""
+        """Return what the manifest states of the target and its options."""
         stated = {"target": NAME, "mode": self.mode, "bits": self.bits}
         stated |= {"group_size": self.groups.size, "qparams": self.qparams}
         return stated | ({} if self.mix is None else {"mix": self.mix}) | describe(self.recipe)
@@ -265,25 +265,25 @@ class MlxFormat:
         weights: frozenset[str],
         fused: Collection[str],
         stay: Collection[str],
-    ) -> dict[str, PackedFormat | Stays]:
+    ) -> dict[str, PackedFormat | Kept]:
         """Decide what becomes of each weight.
 
         weights: see Checkpoint
         fused: the names of those that stay plain as they are partly kept
         stay: the names in the checkpoint of those that stay plain as the source has them
         """
-        decisions: dict[str, PackedFormat | Stays] = {}
+        decisions: dict[str, PackedFormat | Kept] = {}
         for module, how in model.quantized.items():
             decisions[f"{module}.weight"] = _format(how, self.qparams)
         for tensor in outputs:
             if tensor.name in fused:
-                decisions[tensor.name] = Stays(FUSED_WITH_KEPT)
+                decisions[tensor.name] = Kept(FUSED_WITH_KEPT)
             elif tensor.name not in decisions and is_weight(tensor, weights):
                 columns = tensor.shape[-1] if tensor.shape else 1
                 self.groups.check(tensor.name, columns)
                 as_source = all(source.name in stay for source in sources_of(tensor) or (tensor,))
                 why = PLAIN_IN_SOURCE if as_source else self._why_plain(tensor, text)
-                decisions[tensor.name] = Stays(self.groups.why_not(columns) or why)
+                decisions[tensor.name] = Kept(self.groups.why_not(columns) or why)
         if not model.quantized:
             reasons = (str(decision.reason) for decision in decisions.values())
             why = next(reasons, "mlx-lm quantizes no layer of it")
@@ -496,7 +496,7 @@ TARGET = ExportTarget(
     runtime=MLX,
     tags=("mlx",),
     options=("mode", *RECIPE_OPTIONS, *INTEGER_OPTIONS),
-    account=("mix", "rules"),
+    stated=("mix", "rules"),
     read_options=read_options,
     plan=plan_integers,
     check=_check,

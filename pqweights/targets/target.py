@@ -98,7 +98,7 @@ class ExportTarget(Generic[Settings]):
     load_section: returns the paragraphs and code blocks of a card that say how to load the result,
         from Manifest.made_by and the model
     library: the library_name of its card, if that is not transformers
-    account: keys of the manifest's account besides options
+    stated: keys that the manifest states besides options
     unchecked: what `check` leaves open, for a message; None if it leaves nothing open
     choices: its formats, of which memory.py proposes those that fit
     max_shard_bytes: after how many bytes of data a new file begins, unless the user says otherwise
@@ -114,31 +114,31 @@ class ExportTarget(Generic[Settings]):
     check: Callable[[Checkpoint, Settings], object]
     load_section: Callable[[Mapping[str, Any], LoadableModel], list[str]]
     library: str | None = None
-    account: tuple[str, ...] = ()
+    stated: tuple[str, ...] = ()
     unchecked: str | None = None
     choices: tuple[FormatChoice, ...] = ()
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
     plain_roles: tuple[str, ...] = ()
 
-    def with_recipe(self, asked: ExportOptions) -> ExportOptions:
+    def with_recipe(self, options: ExportOptions) -> ExportOptions:
         """Return options whose recipe is loaded, and has what else they say of formats; its default is theirs, too.
 
         Raises OptionError for an option that the target does not take, RecipeError for what is wrong in a file.
         """
-        for name in (field.name for field in fields(ExportOptions) if field.name in asked.given):
+        for name in (field.name for field in fields(ExportOptions) if field.name in options.given):
             if name not in self.options:
                 raise OptionError(f"`{name}`: the target {self.name} does not take this option")
         if "recipe" not in self.options:
-            return asked
-        recipe = choose_recipe(asked.recipe, asked, self.name)
-        default = asked.format or (recipe.format if asked.type is None else None)
+            return options
+        recipe = choose_recipe(options.recipe, options, self.name)
+        default = options.format or (recipe.format if options.type is None else None)
         return replace(
-            asked, recipe=recipe, format=default, keep=(), set_format=None, target_size=None, target_bpw=None
+            options, recipe=recipe, format=default, keep=(), set_format=None, target_size=None, target_bpw=None
         )
 
-    def settings(self, asked: ExportOptions) -> Settings:
+    def settings(self, options: ExportOptions) -> Settings:
         """Return what `plan` takes. Raises OptionError for an option, or a value, that the target does not have."""
-        return self.read_options(self.with_recipe(asked))
+        return self.read_options(self.with_recipe(options))
 
 
 def is_compensated(options: ExportOptions) -> bool:

@@ -91,7 +91,7 @@ class TorchaoFormat:
         return {self.name: formats[self.name], **formats}
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest's account of the target and its options."""
+        """Return what the manifest states of the target and its options."""
         stated: dict[str, Any] = {"target": NAME, "format": self.name, "bits": 4 if self.name == INT4 else 8}
         if self.name == INT4:
             stated |= {"packing": self.packing, "group_size": self.int4.groups.size, "qparams": self.int4.qparams}
@@ -206,7 +206,7 @@ TARGET = ExportTarget(
     runtime=TORCHAO,
     tags=("torchao",),
     options=("packing", *RECIPE_OPTIONS, *INTEGER_OPTIONS),
-    account=("rules",),
+    stated=("rules",),
     read_options=read_options,
     plan=plan_integers,
     check=lambda checkpoint, settings: settings.outline(one_of_each(checkpoint)),

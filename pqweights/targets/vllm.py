@@ -149,7 +149,7 @@ class VllmFormat:
     recipe: Recipe = NOTHING
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest's account of the target and its options."""
+        """Return what the manifest states of the target and its options."""
         chosen = self.chosen
         stated = {"target": NAME, "format": self.name, "bits": chosen.rule.bits, "qparams": chosen.qparams}
         sizes = {} if chosen.is_channel else {"group_size": chosen.groups.size}
@@ -298,7 +298,7 @@ TARGET = ExportTarget(
     runtime=COMPRESSED_TENSORS,
     tags=("vllm", "compressed-tensors"),
     options=(*RECIPE_OPTIONS, *INTEGER_OPTIONS),
-    account=("rules",),
+    stated=("rules",),
     read_options=read_options,
     plan=plan_integers,
     check=lambda checkpoint, settings: settings.outline(one_of_each(checkpoint)),
