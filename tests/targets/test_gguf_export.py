@@ -221,7 +221,7 @@ def test_a_target_size_is_met_and_used(size, master, tmp_path):
     ("options", "said"),
     [
         (("--target-size", "1kB"), "target: 1000 bytes: below the smallest possible, "),
-        (("--rounding", "importance"), "--rounding importance: expected --calibrate as well"),
+        (("--rounding", "importance"), "--rounding importance: expected --calibrate or --imatrix as well"),
     ],
 )
 def test_what_cannot_be_met_is_refused(options, said, master, tmp_path):
