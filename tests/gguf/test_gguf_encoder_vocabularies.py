@@ -11,6 +11,8 @@ import pytest
 import trained_tokenizers as trained
 from gguf_files import converted, metadata, write_llama
 
+from pqweights.checkpoint.gguf.contents import MetadataList
+from pqweights.checkpoint.gguf.tokenizer_files import tokenizer_files
 from pqweights.errors import ExportError, SourceError
 
 
@@ -102,3 +104,17 @@ def test_unigrams_without_replacements_differ_on_tabs(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
     notes = converted(write_llama(tmp_path, rows=tokenizer.get_vocab_size())).notes
     assert any("tabs or line ends" in note for note in notes)
+
+
+@pytest.mark.parametrize("key", ["tokens", "token_type", "scores", "precompiled_charsmap"])
+def test_lists_of_other_items_are_refused_by_their_key(key: str) -> None:
+    held = {
+        "tokens": MetadataList("string", 1, ("a",)),
+        "token_type": MetadataList("int32", 1, (1,)),
+        "scores": MetadataList("float32", 1, (0.0,)),
+        "precompiled_charsmap": MetadataList("uint8", 1, (7,)),
+    }
+    wrong = MetadataList("bool", 1, (1.5 if key == "tokens" else "b",))
+    lists = {f"tokenizer.ggml.{name}": values for name, values in (held | {key: wrong}).items()}
+    with pytest.raises(SourceError, match=key):
+        tokenizer_files("m.gguf", {**lists, "tokenizer.ggml.model": "t5"}, None)

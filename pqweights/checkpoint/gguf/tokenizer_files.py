@@ -60,6 +60,14 @@ class _Metadata:
             raise self.refusal(key, f"expected {kind.__name__}, found {value!r:.60}")
         return list(value.first) if isinstance(value, MetadataList) else value
 
+    def items(self, key: str, kind: type | tuple[type, ...]) -> list[Any]:
+        """Return the items of a list; none without it. Raises SourceError for items of another kind."""
+        found: list[Any] = self.of(key, MetadataList, [])
+        for item in found:
+            if not isinstance(item, kind):
+                raise self.refusal(key, f"expected other items, found {item!r:.60}")
+        return found
+
     def refusal(self, key: str, why: str) -> SourceError:
         return SourceError(f"{self.file}: tokenizer.ggml.{key}: {why}: {ELSEWHERE}")
 
@@ -78,9 +86,9 @@ def tokenizer_files(file: str, metadata: Mapping[str, MetadataValue], context: i
         return {}
     if kind not in _MODELS:
         raise values.refusal("model", f"expected {', '.join(_MODELS)}, found {kind!r:.40}")
-    tokens, types = values.of("tokens", MetadataList, []), values.of("token_type", MetadataList)
+    tokens, types = values.items("tokens", str), values.items("token_type", int)
     types = types or [_types().NORMAL] * len(tokens)
-    if len(types) != len(tokens) or not all(isinstance(token, str) for token in tokens):
+    if len(types) != len(tokens):
         raise values.refusal("token_type", f"expected one for each of {len(tokens)} tokens, found {len(types)}")
     # Those of XLM-RoBERTa are moved by one, and not all numbers are those of the places.
     held = {n: t for n, t in enumerate(tokens) if not (types[n] == _types().UNUSED and PADDING.fullmatch(t))}
@@ -168,7 +176,7 @@ def _merges(values: _Metadata) -> list[list[str]]:
 
 
 def _scores(values: _Metadata, count: int) -> list[float]:
-    scores: list[float] = values.of("scores", MetadataList, [])
+    scores: list[float] = values.items("scores", (int, float))
     if len(scores) < count:
         raise values.refusal("scores", f"expected one for each of {count} tokens, found {len(scores)}")
     return scores
@@ -248,7 +256,7 @@ def _word_pieces(values: _Metadata, held: Mapping[int, str], types: Sequence[Any
 def _unigrams(values: _Metadata, held: Mapping[int, str], types: Sequence[Any]) -> dict[str, Any]:
     """SentencePiece's unigrams."""
     scores, last = _scores(values, len(types)), max(held, default=-1)
-    charsmap = bytes(value & 0xFF for value in values.of("precompiled_charsmap", MetadataList, []))
+    charsmap = bytes(value & 0xFF for value in values.items("precompiled_charsmap", int))
     if any(number not in held for number in range(last + 1)):
         raise values.refusal("tokens", "expected no unused tokens among unigrams")
     metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always", "split": True}

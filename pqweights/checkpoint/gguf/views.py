@@ -138,7 +138,8 @@ class OffsetTensor(RenamedTensor):
         raw = np.empty(count * 4, dtype=np.uint8)
         self.source.read(start, count, "F32", raw)
         values = raw.view(np.float32)
-        values += np.float32(self.offset)
+        with np.errstate(invalid="ignore"):  # numbers that are none are refused where they are encoded
+            values += np.float32(self.offset)
         out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)
 
 
@@ -153,7 +154,8 @@ class ScaledTensor(RenamedTensor):
         raw = np.empty(count * 4, dtype=np.uint8)
         self.source.read(start, count, "F32", raw)
         values = raw.view(np.float32)
-        values *= self.factors[np.arange(start, start + count) // self.shape[-1]]
+        with np.errstate(over="ignore", invalid="ignore"):
+            values *= self.factors[np.arange(start, start + count) // self.shape[-1]]
         out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)
 
 
