@@ -9,7 +9,7 @@ from typing import Any
 
 import gguf
 import pytest
-from closeness import each_near, rounding
+from closeness import F32_FEW, approx, each_near, rounding
 from commands import done, refused
 from export_decoders import values_of
 from gguf_files import write_both
@@ -52,7 +52,7 @@ def test_a_tower_and_its_text_model_are_the_original(name: str, tmp_path: Path) 
         )
     assert source.config is not None and source.config["architectures"] == config["architectures"]
     made = json.loads(read_file(source.storage, "preprocessor_config.json"))
-    assert {key: pytest.approx(value) for key, value in made.items() if key != "size"} == NORMALIZED
+    assert {key: approx(value, F32_FEW) for key, value in made.items() if key != "size"} == NORMALIZED
     found, stated = resolved(source.config), resolved(config)
     for key in stated.keys() - UNSTATED:
         if not key.endswith("_config"):

@@ -512,7 +512,7 @@ def tokenizers() -> list[Files]:
     """The files of small tokenizers of the kinds that are read, beside a Llama of one layer."""
     import trained_tokenizers as trained
 
-    from pqweights.checkpoint.gguf.vocabulary import LLAMA3, QWEN2
+    from pqweights.checkpoint.gguf.splits import LLAMA3, QWEN2
 
     sound = [
         trained.byte_level(), trained.byte_level(LLAMA3, whole_words=True, starts=True), trained.byte_level(QWEN2),
