@@ -35,8 +35,8 @@ from pqweights.targets import EXPORTS, get_target, target_name
 
 # The keys under which a manifest says how a result was made; an export's also has the options of its target.
 ACCOUNT_KEYS = {
-    "master": {"recipe", "calibrated", "awq", "fit"},
-    "export": {"target", "master_errors", "calibration"},
+    "master": {"adapters", "recipe", "calibrated", "awq", "fit"},
+    "export": {"adapters", "target", "master_errors", "calibration"},
 }
 
 

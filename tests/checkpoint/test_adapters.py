@@ -208,6 +208,8 @@ def test_results_have_the_weights_of_the_merged_model(
     (stated,) = manifest["adapters"]
     assert stated["weight"] == 1 and len(stated["fingerprint"]) == 64
     assert str(tmp_path) not in json.dumps(manifest)
+    done("verify", tmp_path / "ours")
+    done("inspect", tmp_path / "ours")
     done("card", tmp_path / "ours")
     assert stated["fingerprint"] in (tmp_path / "ours" / "README.md").read_text()
 
