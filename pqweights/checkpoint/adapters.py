@@ -471,10 +471,9 @@ class _Merging:
             raise self.adapter.refused(f"tensor {a.name!r}: expected the rank of {ADAPTER_CONFIG}, found {rank}")
         if of_embedding:
             return LowRank(adapter=self.adapter, left=a, right=b, is_transposed=True, scale=scale), (inputs, outputs)
-        plain = shape[:1] + shape[1:] if (shape[0], math.prod(shape[1:])) == (outputs, inputs) else (outputs, inputs)
-        is_turned = Trait.TRANSPOSED in text_model(self.config).traits or bool(
-            self.adapter.settings.get("fan_in_fan_out")
-        )
+        plain = shape if (shape[0], math.prod(shape[1:])) == (outputs, inputs) else (outputs, inputs)
+        # `fan_in_fan_out` does not tell: PEFT goes by the class of the layer, too.
+        is_turned = Trait.TRANSPOSED in text_model(self.config).traits
         if is_turned and weight != self.head and shape == (inputs, outputs):
             return LowRank(adapter=self.adapter, left=a, right=b, is_transposed=True, scale=scale), shape
         return LowRank(adapter=self.adapter, left=b, right=a, is_transposed=False, scale=scale), plain

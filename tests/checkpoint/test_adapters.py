@@ -52,6 +52,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "embeddings": ("llama", {"target_modules": [*LAYERS, "embed_tokens", "lm_head"]}),
     "DoRA of embeddings": ("llama", {"use_dora": True, "target_modules": ["embed_tokens", "lm_head"]}),
     "tokens": ("llama", {"trainable_token_indices": [3, 7, 299]}),
+    "not transposed": ("llama", {"fan_in_fan_out": True}),
     "tied": ("tied", {}),
     "tied tokens": ("tied", {"trainable_token_indices": [3, 7, 299]}),
     "tied embeddings": ("tied", {"target_modules": [*LAYERS, "embed_tokens"]}),
