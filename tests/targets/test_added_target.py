@@ -95,8 +95,8 @@ def test_result_is_what_the_target_says_in_every_command(labelled: Path, base: P
     for key in ("label", "basis"):
         changed = Path(shutil.copytree(labelled, labelled.with_name(key)))
         (changed / path.name).write_text(path.read_text().replace('"mode":', f'"{key}":'))
-        said = f"pqweights.json: expected calibration, master_errors, mode, target, found '{key}'"
-        assert verify(changed, threads=1).problems == (said,)
+        (said,) = verify(changed, threads=1).problems
+        assert said.startswith("pqweights.json: expected") and said.endswith(f", found '{key}'")
 
 
 def test_options_have_defaults_and_are_checked_by_the_target(base: Path, tmp_path: Path) -> None:
