@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,9 @@ def test_run_that_another_one_replaces_ends_unless_it_runs_on_this_machine(
     machine: str, owner: type, method: str, source: Path, final: dict[str, bytes], tmp_path: Path, scratch: Path
 ) -> None:
     """The second one starts when the first one has just staged or moved a shard, or written a small file."""
-    resumed, original = list[int](), getattr(owner, method)
+    resumed, original, new_path = list[int](), getattr(owner, method), Run.new_path
+    # Both machines are this process: the first one makes no file while the environment is the other's.
+    is_elsewhere = threading.RLock()
     there = scratch if machine == "same" else tmp_path / "second"
     refused = pytest.raises(OutputError, match=r"^memory://resumed/model: another run is writing there; wait for it")
     with pytest.MonkeyPatch.context() as patch:
@@ -138,11 +141,16 @@ def test_run_that_another_one_replaces_ends_unless_it_runs_on_this_machine(
         def then_begin_another(*given: Any, **options: Any) -> Any:
             patch.setattr(owner, method, original)
             result = original(*given, **options)
-            with refused if machine == "same" else contextlib.nullcontext():
+            with is_elsewhere, refused if machine == "same" else contextlib.nullcontext():
                 resumed.append(run_into(command(source), OUT, there, patch).resumed)
             return result
 
+        def wait_then_make(run: Run, shard: str) -> Path:
+            with is_elsewhere:
+                return new_path(run, shard)
+
         patch.setattr(owner, method, then_begin_another)
+        patch.setattr(Run, "new_path", wait_then_make)
         with refused if machine == "other" else contextlib.nullcontext():
             run_into(command(source), OUT, scratch, patch)
         assert bool(resumed) == (machine == "other") and all(resumed)
