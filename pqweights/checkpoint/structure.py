@@ -15,6 +15,7 @@ from pqweights.common.units import counted, first_names
 from pqweights.models import described, has_trait, text_config
 from pqweights.models.conventions import DRAFT_PARTS, DRAFTS, LM_HEAD, TEXT_LAYERS
 from pqweights.models.names import is_embedding, tower_of
+from pqweights.models.optional_parts import missing_parts, unused_parts
 from pqweights.models.traits import Trait
 
 Config = Mapping[str, Any]
@@ -26,8 +27,6 @@ _NUMBER = re.compile(r"\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 REFUSED = "transformers does not load that"
 RANDOM = "transformers computes with random values in their place"
-# A module of a layer that a configuration says to have biases or not.
-BIASED = {"attention_bias": re.compile(r"self_attn\.[qkv]_proj"), "mlp_bias": re.compile(r"mlp\.(?:gate|up|down)_proj")}
 _PREDICTING = ("ForCausalLM", "LMHeadModel")
 TOWERS = {"vision_config": "images", "audio_config": "sound"}
 
@@ -46,7 +45,7 @@ def differences(shapes: Shapes, config: Config) -> Iterator[str]:
         yield from _of_layers(layers, count, config, any(map(DRAFT_PARTS.search, shapes)))
         yield from _within_layers(layers, count, text)
         yield from _across_layers(shapes, count, text)
-        yield from _of_biases(layers, count, text)
+        yield from _of_optional_parts(layers, count, text)
         yield from _of_heads(shapes, config)
         yield from _of_parts(shapes, layers, text)
     yield from _of_experts(layers, text)
@@ -62,6 +61,18 @@ def counts_drafts(names: Sequence[str], config: Config) -> bool:
     """Whether layers behind the last one predict further tokens: by the configuration, or by what they hold."""
     stated = any(_is_count(place.get(key)) for place in (config, text_config(config)) for key in DRAFTS)
     return stated or any(DRAFT_PARTS.search(name) for name in names)
+
+
+def unused_tensors(names: Sequence[str], config: Config) -> dict[str, str]:
+    """Return which tensors of a text model its class has no place for, with reasons: biases, norms and whole layers."""
+    text = text_config(config)
+    count = next((n for key in LAYERS if _is_count(n := text.get(key))), None)
+    unused = {name: f"config.json: {key}" for name, key in unused_parts(names, text).items()}
+    layers = {name: int(match[1]) for name in names if (match := TEXT_LAYERS.match(name))}
+    behind = [name for name, layer in layers.items() if count is not None and layer >= count]
+    if not counts_drafts(behind, config):
+        unused |= dict.fromkeys(behind, f"behind the {count} layers that config.json counts")
+    return unused
 
 
 def _of_layers(layers: Mapping[int, set[str]], count: int, config: Config, has_drafts: bool) -> Iterator[str]:
@@ -134,16 +145,17 @@ def _times(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _of_biases(layers: Mapping[int, set[str]], count: int, text: Config) -> Iterator[str]:
-    """Yield which biases are there and not promised, or promised and not there."""
-    for key, modules in BIASED.items():
-        inner = {name for number, names in layers.items() if number < count for name in names}
-        having = {name for name in inner if name.endswith(".bias") and modules.match(name)}
-        if text.get(key) is True and not having and any(map(modules.match, inner)):
-            yield f"config.json says {key}, and no layer has such a bias: transformers computes with zeros"
-        if text.get(key) is False and having:
-            named = first_names(sorted(having))
-            yield f"config.json says {key} false, and layers have {named}: transformers ignores them"
+def _of_optional_parts(layers: Mapping[int, set[str]], count: int, text: Config) -> Iterator[str]:
+    """Yield which biases and norms are there and not promised, or promised and not there."""
+    names = [f"layers.{number}.{name}" for number, held in layers.items() if number < count for name in held]
+    for key in missing_parts(names, text):
+        what = "norm: transformers computes with ones" if "norm" in key else "bias: transformers computes with zeros"
+        yield f"config.json says {key}, and no layer has such a {what}"
+    unused = unused_parts(names, text)
+    for key in dict.fromkeys(unused.values()):
+        having = sorted({_NUMBER.split(name, 1)[1] for name, of in unused.items() if of == key})
+        stated = f"says {key} {str(text[key]).lower()}" if key in text else f"does not state {key}"
+        yield f"config.json {stated}, and layers have {first_names(having)}: transformers ignores them"
 
 
 def _of_shapes(shapes: Shapes, text: Config) -> Iterator[str]:
@@ -154,6 +166,11 @@ def _of_shapes(shapes: Shapes, text: Config) -> Iterator[str]:
         if len(embeddings) == 1 and _is_count(size) and shapes[embeddings[0]][axis] != size:
             found, what = shapes[embeddings[0]][axis], ("rows", "columns")[axis]
             yield f"config.json says {key} {size}, and {embeddings[0]} has {found} {what}: {REFUSED}"
+    # Kinds of layers may differ, and have keys of their own.
+    widths = {size for key, size in text.items() if re.search("intermediate|ffn|mlp", key) and _is_count(size)}
+    down = next((n for n in shapes if n.endswith(".mlp.down_proj.weight") and TEXT_LAYERS.match(n)), None)
+    if down is not None and _is_count(width := text.get("intermediate_size")) and shapes[down][-1] not in widths:
+        yield f"config.json says intermediate_size {width}, and {down} has {shapes[down][-1]} columns: {REFUSED}"
     heads, width = text.get("num_attention_heads"), text.get("head_dim")
     groups = text.get("num_key_value_heads", heads)
     if _is_count(heads) and _is_count(text.get("hidden_size")) and width is None:

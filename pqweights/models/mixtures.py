@@ -193,7 +193,8 @@ ROWS: dict[str, Row] = {
             rope=Rope(rounds_yarn=True), windows=Windows(period=2, scaled=True), gate_and_up=ALTERNATING,
             no_window="max_position_embeddings",
             biases=QKV | {"ATTN_OUT", "FFN_GATE_INP", "FFN_GATE_EXP", "FFN_UP_EXP", "FFN_DOWN_EXP"},
-            values=SILU_ONLY | {"swiglu_limit": (7.0, None), "swiglu_alpha": (1.702, None)},
+            values=SILU_ONLY
+            | {"swiglu_limit": (7.0, None), "swiglu_alpha": (1.702, None), "attention_bias": (True, None)},
         ),
         always=parts.NORMS + parts.HEADS + " mlp.router mlp.experts",
         names=Names(

@@ -24,6 +24,7 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.promise import differing_head
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.structure import unused_tensors
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, sources_of
 from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.common.advice import pip_install
@@ -156,7 +157,8 @@ class MlxFormat:
         """Return the model that mlx-lm makes of the checkpoint."""
         from pqweights.targets import mlx_model, mlx_trace
 
-        held = [t for t in checkpoint.tensors if not is_leftover(t.name, t.dtype, t.shape)]
+        unused = unused_tensors([t.name for t in checkpoint.tensors], checkpoint.config or {})
+        held = [t for t in checkpoint.tensors if t.name not in unused and not is_leftover(t.name, t.dtype, t.shape)]
         checkpoint = replace(checkpoint, tensors=tuple(held))
         model_plain = model_dtype(checkpoint.config, checkpoint.tensors)
         dtypes = {

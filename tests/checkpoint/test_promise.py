@@ -131,17 +131,8 @@ SIBLINGS: dict[str, tuple[str, Callable[[dict[str, Any]], object], dict[str, Any
         {},
         "model.layers.1.",
     ),
-    "a bias that is not declared": (
-        "llama-tied",
-        lambda t: t.update(
-            {"model.layers.0.mlp.up_proj.bias": torch.ones(len(t["model.layers.0.mlp.up_proj.weight"]))}
-        ),
-        {"mlp_bias": False},
-        "model.layers.0.mlp.up_proj.bias",
-    ),
     "a bias that is declared": ("llama-tied", lambda t: None, {"mlp_bias": True}, "bias"),
     "another width": ("llama-tied", lambda t: None, {"intermediate_size": 384}, "mlp."),
-    "layers behind the last": ("llama-tied", lambda t: None, {"num_hidden_layers": 1}, "model.layers.1."),
     "kinds of layers": ("llama-tied", lambda t: None, {"layer_types": ["full_attention"]}, "model.layers.1."),
 }
 

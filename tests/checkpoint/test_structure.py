@@ -11,7 +11,7 @@ import families
 import pytest
 from commands import done
 from gguf_files import without_tokenizer
-from helpers import bf16, gaussian, write_checkpoint
+from helpers import bf16, gaussian, read_all, write_checkpoint
 
 from pqweights.checkpoint.config import declare_drafts
 from pqweights.checkpoint.source import open_local
@@ -62,6 +62,7 @@ DIFFERENT: dict[str, tuple[Callable[[Shapes], Shapes], dict[str, Any], str]] = {
     "vocabulary": (lambda shapes: shapes, {"vocab_size": 60}, "vocab_size 60"),
     "width": (lambda shapes: shapes, {"hidden_size": 256, "head_dim": 32}, "hidden_size 256"),
     "heads of keys": (lambda shapes: shapes, {"num_key_value_heads": 4}, "4 heads of 32"),
+    "width of layers": (lambda shapes: shapes, {"intermediate_size": 512}, "intermediate_size 512"),
     "width of heads": (lambda shapes: shapes, {"head_dim": 64}, "2 heads of 64"),
     "a matrix of another shape": (
         lambda shapes: shapes | {"model.layers.1.mlp.up_proj.weight": (192, 128)},
@@ -138,10 +139,21 @@ def test_a_difference_is_said_by_plan_quantize_and_export(tmp_path: Path) -> Non
 
 
 def test_gguf_says_why_it_leaves_out_layers_and_biases(tmp_path: Path) -> None:
-    source = open_local(stored(tmp_path / "src", WHOLE | layer(3) | BIAS, attention_bias=False))
+    others = {"model.layers.1.self_attn.o_proj.bias": (128,), "model.layers.1.mlp.up_proj.bias": (256,)}
+    source = open_local(stored(tmp_path / "src", WHOLE | layer(3) | BIAS | others, attention_bias=False))
     left_out = without_tokenizer(source).left_out
-    assert left_out.keys() == layer(3).keys() | BIAS.keys()
+    assert left_out.keys() == layer(3).keys() | BIAS.keys() | others.keys()
     assert all("3 layers" in left_out[name] for name in layer(3)) and "attention_bias" in left_out[next(iter(BIAS))]
+    assert "mlp_bias" in left_out["model.layers.1.mlp.up_proj.bias"]
+
+
+def test_mlx_does_without_what_transformers_ignores(tmp_path: Path) -> None:
+    ignored = layer(3) | BIAS | {"model.layers.1.mlp.up_proj.bias": (256,)}
+    source = stored(tmp_path / "src", WHOLE | ignored, attention_bias=False)
+    done("export", source, tmp_path / "out", "-t", "mlx")
+    assert read_all(tmp_path / "out").keys().isdisjoint(ignored)
+    manifest = json.loads((tmp_path / "out" / "pqweights.json").read_bytes())
+    assert manifest["left_out"].keys() == ignored.keys()
 
 
 def test_layers_too_many_are_not_declared_as_predicting_further_tokens() -> None:

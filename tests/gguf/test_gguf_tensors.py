@@ -81,7 +81,8 @@ def test_biases_move_with_their_rows(tmp_path: Path) -> None:
     """And tensors that follow from the configuration are left out."""
     bias, computed = f32(gaussian(16, seed=7)), "model__layers__0__self_attn__rotary_emb__inv_freq"
     changed = {f"model__layers__{layer}__self_attn__q_proj__bias": bias for layer in range(2)}
-    model = converted(write_llama(tmp_path, **changed, **{computed: f32(gaussian(4))}))
+    biased = {"attention_bias": True}
+    model = converted(write_llama(tmp_path, config=biased, **changed, **{computed: f32(gaussian(4))}))
     assert model.left_out == {computed.replace("__", "."): "follows from the configuration"}
     found = all_values(model)
     np.testing.assert_array_equal(found["blk.1.attn_q.bias"], interleaved(as_float32(bias), 2))

@@ -35,6 +35,8 @@ SLOW = {
     "hub/test_hub.py": HUB,
     "hub/test_hub_hostile.py": HUB,
     "loading/test_packed.py": MODELS,
+    "models/test_optional_parts.py": EXHAUSTIVE,
+    "checkpoint/test_structure.py::test_mlx_does_without_what_transformers_ignores": MODELS,
     "architectures/test_packed_architectures.py": MODELS,
     "loading/test_transformers.py": MODELS,
     "kv/test_on_codes.py": MODELS,

@@ -43,6 +43,7 @@ from pqweights.errors import ExportError
 from pqweights.models.conventions import LAYER, TEXT_PREFIXES
 from pqweights.models.llama_cpp import SHAPES, SLIDING
 from pqweights.models.names import is_leftover, predicts_further, tower_of
+from pqweights.models.optional_parts import unused_parts
 from pqweights.models.settings import Settings, layer_kinds, unused_positions
 from pqweights.models.traits import Trait
 
@@ -60,9 +61,6 @@ NUMBERS = "TID2EID"
 OLD_NORMS = {".gamma": ".weight", ".beta": ".bias"}
 # Names of tensors in layers, which encoders and decoders may have a stack of each.
 BLOCK = re.compile(r"((?:enc\.|dec\.)?blk)\.(\d+)\.(.+)")
-
-
-UNUSED_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.[qkvo]_proj\.bias")
 
 
 def gguf_tensors(
@@ -110,6 +108,7 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
     further = f"behind the {layers} layers that config.json counts"
     if counts_drafts(names_behind, settings.values):
         further = "predicts further tokens, which the model does without"
+    unused = unused_parts([tensor.name for tensor in tensors], settings.values)
     for tensor in tensors:
         name, inner = _text_name(tensor.name)
         name = re.sub(f"^{settings.architecture.prefix}", "", name)
@@ -120,12 +119,12 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
             left_out[tensor.name] = "follows from the configuration"
         elif is_leftover(tensor.name, tensor.dtype, tensor.shape):
             left_out[tensor.name] = "left from training or another runtime; no model has a place for it"
-        elif unused := next((why for of, why in settings.architecture.unused.items() if re.fullmatch(of, name)), ""):
-            left_out[tensor.name] = unused
+        elif reason := next((why for of, why in settings.architecture.unused.items() if re.fullmatch(of, name)), ""):
+            left_out[tensor.name] = reason
         elif name == HEAD and tied:
             left_out[tensor.name] = "the same as the embeddings"
-        elif settings.get("attention_bias") is False and UNUSED_BIAS.fullmatch(name):
-            left_out[tensor.name] = "config.json says attention_bias false, and transformers does without it"
+        elif tensor.name in unused:
+            left_out[tensor.name] = f"transformers does without it by {unused[tensor.name]} of config.json"
         elif drafts and behind is None:
             left_out[tensor.name] = further
         elif not drafts and ((wrapped and not inner and name != HEAD) or tower_of(tensor.name)):
