@@ -50,16 +50,15 @@ def operations(rows: int, size: int, threads: int) -> dict[str, Work]:
         blocks = codes.cut.blocks
         columns.decode(codes.trellis, codes.lengths, values, "BF16", blocks=blocks, **factors, tables=decode_tables())
 
-    coder = get_codec("hadamard-trellis").coder(BITS, STATES[0]).sized(weight.size)
-    stored = np.empty((-(-weight.size // coder.block_size), coder.parts[0].bytes_per_block), dtype=np.uint8)
-    plain, decoded = (np.zeros(len(stored) * coder.block_size * size, dtype=np.uint8) for size in (4, 2))
+    format = get_codec("hadamard-trellis").at(BITS, STATES[0]).sized(weight.size)
+    stored = np.empty((-(-weight.size // format.block_size), format.parts[0].bytes_per_block), dtype=np.uint8)
+    plain, decoded = (np.zeros(len(stored) * format.block_size * size, dtype=np.uint8) for size in (4, 2))
     plain[: weight.nbytes] = weight.reshape(-1).view(np.uint8)
-    state = coder.first_state()
     return {
         **{f"encode, {states} states": functools.partial(encode, states) for states in STATES[:2]},
         "decode": decode,
-        "encode, plain trellis": lambda: coder.encode(plain, [stored], dtype="F32", state=state),
-        "decode, plain trellis": lambda: coder.decode([stored], decoded, dtype="BF16", state=state),
+        "encode, plain trellis": lambda: format.encode(plain, [stored], dtype="F32"),
+        "decode, plain trellis": lambda: format.decode([stored], decoded, dtype="BF16"),
     }
 
 

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,9 @@ import torch
 
 from pqweights.common.dtypes import FINITE_RANGES, from_float32, item_bytes, to_float32
 from pqweights.formats import CODECS, lloyd_max
-from pqweights.formats.lloyd_max import HadamardLloydMax, ScalarCoder
-from pqweights.formats.protocol import Bytes, Codec, Doubles, Floats, State
-from pqweights.formats.scalar import ScalarState
-from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, BlockCoding, EncodedArrays, EncodeStats
+from pqweights.formats.lloyd_max import FIRST_INVALID_HALF, LloydMax
+from pqweights.formats.master import Bytes, Doubles, Floats
+from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, ORTHONORMAL, SIGNS, Measures
 from pqweights.kernels.codebook import Codebook, codebook_from_levels
 from pqweights.kernels.reference import unpack
 
@@ -100,43 +99,39 @@ def tree_sum(x: Floats) -> Floats:  # [128, blocks] -> [blocks]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonCodec(HadamardLloydMax):
-    """A codec for comparison.
+class ComparisonFormat(LloydMax):
+    """A format for comparison. No norm here is that of least squares.
 
-    name: its key in CODECS
     uniform: whether levels are uniform up to the largest magnitude, which is then the stored norm; otherwise they are
         the Lloyd-Max levels, and the norm is the L2 norm
     """
 
-    name: str
-    uniform: bool
-    gained = ()
-    orthogonal_error = False  # because no norm here is that of least squares
+    uniform: ClassVar[bool]
+    gained: ClassVar[Sequence[int]] = ()
+    description: ClassVar[str] = ""
+    papers: ClassVar[Sequence[str]] = ()
+    orthogonal_error = False
 
     @property
     def rotated(self) -> bool:
         """Whether blocks are rotated by the Hadamard matrix."""
-        return self.rotations != (UNROTATED,)
-
-    def distortion(self, bits: int) -> float:
-        """Return the distortion of the Lloyd-Max levels on N(0,1) at a bit width, with norms of least squares.
-
-        The weights, or the rotated weights, are taken as Gaussian.
-        """
-        return (ABSMAX_DISTORTION if self.uniform else lloyd_max.DISTORTION)[bits]
-
-    def codebook(self, bits: int) -> Codebook:
-        """Return the Lloyd-Max levels of a bit width."""
-        return uniform_codebook(bits) if self.uniform else lloyd_max.codebook(bits)
+        return self.rotation != UNROTATED
 
     @property
-    def backend(self) -> Any:
-        """What encodes whole blocks: the codec itself."""
-        return self
+    def distortion(self) -> float:
+        """The distortion of the levels on N(0,1): the weights, or the rotated weights, are taken as Gaussian."""
+        return (ABSMAX_DISTORTION if self.uniform else lloyd_max.DISTORTION)[self.bits]
 
-    def encode(self, values: Bytes, dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
-        """Encode whole blocks; see kernels.Backend.encode."""
-        blocks, block_bytes = len(out.codes), BLOCK_SIZE * item_bytes(dtype)
+    @property
+    def codebook(self) -> Codebook:
+        """The levels."""
+        return uniform_codebook(self.bits) if self.uniform else lloyd_max.codebook(self.bits)
+
+    def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str) -> Measures:
+        """Encode whole blocks into codes and norms."""
+        codes, norms = parts[0], parts[1].reshape(-1).view(np.uint16)
+        energies, errors = np.empty((2, len(codes)))
+        blocks, block_bytes = len(codes), BLOCK_SIZE * item_bytes(dtype)
         smallest, largest, first_bad = math.inf, 0.0, -1
         for first in range(0, blocks, PIECE_BLOCKS):
             here = slice(first, min(first + PIECE_BLOCKS, blocks))
@@ -146,20 +141,20 @@ class ComparisonCodec(HadamardLloydMax):
             if len(bad):
                 x[:, bad] = 0
                 first_bad = first + int(bad[0]) if first_bad < 0 else first_bad
-            found = self._encode(x, coding)
-            out.codes[here] = pack(found.codes, coding.codebook.bits).T
-            out.norms[here] = found.norms.view(np.uint16)
-            out.energies[here] = found.energies
-            out.errors[here] = found.errors
+            found = self._encode(x)
+            codes[here] = pack(found.codes, self.bits).T
+            norms[here] = np.minimum(found.norms.view(np.uint16), FIRST_INVALID_HALF - 1)
+            energies[here] = found.energies
+            errors[here] = found.errors
             used = found.exact_norms[found.exact_norms > 0]
             smallest = min(smallest, float(used.min(initial=math.inf)))
             largest = max(largest, float(used.max(initial=0.0)))
-        return EncodeStats(smallest, largest, first_bad)
+        return Measures(energies, errors, first_bad, smallest, largest)
 
-    def _encode(self, x: Floats, coding: BlockCoding) -> _EncodedPiece:
+    def _encode(self, x: Floats) -> _EncodedPiece:
         """Encode blocks of finite values, [128, blocks]."""
-        book = coding.codebook
-        if coding.signed:
+        book = self.codebook
+        if self.rescued:
             x = x * SIGNS[:, None]
         x, squares, k = prescale(x)
         if self.rotated:
@@ -176,9 +171,9 @@ class ComparisonCodec(HadamardLloydMax):
 
         exact = np.ldexp(norm.astype(np.float64), k)
         with np.errstate(over="ignore"):  # the statistics show if the exponent does not fit
-            norms = np.ldexp(exact, -coding.norm_exponent).astype(np.float32).astype(np.float16)
+            norms = np.ldexp(exact, -self.norm_exponent).astype(np.float32).astype(np.float16)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            short = 1 - np.ldexp(norms.astype(np.float64), coding.norm_exponent) / exact
+            short = 1 - np.ldexp(norms.astype(np.float64), self.norm_exponent) / exact
             per_block = residual.astype(np.float64) + 2 * short * (projection.astype(np.float64) - level_energy)
             per_block = np.maximum(per_block + short * short * level_energy, 0)
             errors = np.where(exact > 0, exact * exact / BLOCK_SIZE * per_block, 0)
@@ -194,36 +189,51 @@ class ComparisonCodec(HadamardLloydMax):
         return norm, np.float32(1) if self.rotated else ROOT_OF_BLOCK_SIZE, norm
 
 
-class UnrotatedCodec(ComparisonCodec):
-    """One that does not rotate blocks; then there is no rescue, either."""
+class UnrotatedFormat(ComparisonFormat):
+    """One whose codes are those of the weights themselves; then there is no rescue, either."""
 
-    rotations = (UNROTATED,)
-    state_defaults: Mapping[str, Any] = {"rotation": UNROTATED, "norm_exponent": 0}
+    settings: ClassVar[Mapping[str, Any]] = {"rotation": UNROTATED, "norm_exponent": 0}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"rotation": (UNROTATED,)}
 
-    def coder(self, bits: float, effort: int | None = None) -> ScalarCoder:
-        """Return the coder of a rate, which encodes with an effort; None for the default."""
-        return UnrotatedCoder(self, super().coder(bits, effort).codebook)
-
-    def coder_from_tables(self, bits: float, tables: Any) -> ScalarCoder:
-        """Return the coder of a rate, with the tables of a master."""
-        return UnrotatedCoder(self, super().coder_from_tables(bits, tables).codebook)
-
-
-class UnrotatedCoder(ScalarCoder):
-    """A scalar coder whose codes are those of the weights themselves."""
-
-    def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
-        """Decode whole blocks, encoded in a state, to raw bytes of `dtype`: BF16, F16 or F32."""
-        decoded = self.decode_torch([torch.from_numpy(part) for part in parts], state).numpy()
+    def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str) -> None:
+        """Decode whole blocks to raw bytes of `dtype`: BF16, F16 or F32."""
+        decoded = self.decode_torch([torch.from_numpy(part) for part in parts]).numpy()
         values[:] = from_float32(decoded.reshape(-1).clip(*FINITE_RANGES[dtype]), dtype)
 
-    def decode_torch(self, parts: Sequence[torch.Tensor], state: State) -> torch.Tensor:
+    def decode_torch(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Decode whole blocks on the device of the parts, [blocks, bytes] u8 -> [blocks, block size] f32."""
-        assert isinstance(state, ScalarState)
         codes, norms = parts[0], parts[1].reshape(-1).view(torch.float16)
         levels = torch.from_numpy(self.codebook.levels).to(codes.device)
-        scale = (norms.double() * (2.0**state.norm_exponent * ORTHONORMAL)).float()
+        scale = (norms.double() * (2.0**self.norm_exponent * ORTHONORMAL)).float()
         return levels[unpack(codes, self.bits).long()] * scale[:, None]
+
+
+class Absmax(UnrotatedFormat):
+    """Uniform levels up to the largest magnitude of a block."""
+
+    codec: ClassVar[str] = "absmax"
+    uniform: ClassVar[bool] = True
+
+
+class HadamardAbsmax(ComparisonFormat):
+    """The same of rotated blocks."""
+
+    codec: ClassVar[str] = "hadamard-absmax"
+    uniform: ClassVar[bool] = True
+
+
+class PlainLloydMax(UnrotatedFormat):
+    """Lloyd-Max levels alone."""
+
+    codec: ClassVar[str] = "lloyd-max"
+    uniform: ClassVar[bool] = False
+
+
+class HadamardLloydMaxL2(ComparisonFormat):
+    """The method as published."""
+
+    codec: ClassVar[str] = "hadamard-lloyd-max-l2"
+    uniform: ClassVar[bool] = False
 
 
 class _EncodedPiece(NamedTuple):
@@ -325,17 +335,6 @@ def pack(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:  # [
     return packed
 
 
-COMPARED: dict[str, Codec] = {
-    codec.name: codec
-    for codec in (
-        UnrotatedCodec(name="absmax", uniform=True),
-        ComparisonCodec(name="hadamard-absmax", uniform=True),
-        UnrotatedCodec(name="lloyd-max", uniform=False),
-        ComparisonCodec(name="hadamard-lloyd-max-l2", uniform=False),
-    )
-}
-
-
 def add() -> None:
     """Make them codecs of this process."""
-    CODECS.update(COMPARED)
+    CODECS.update({format.codec: format for format in (Absmax, HadamardAbsmax, PlainLloydMax, HadamardLloydMaxL2)})

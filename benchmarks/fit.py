@@ -33,7 +33,7 @@ from pqweights.convert.convert import convert
 from pqweights.convert.task import RunOptions, usable_cores
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS, SELF, QuantizeOptions, RecipeOptions
-from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
+from pqweights.planning.plan import QUANTIZE, TensorPlan, block_format_of
 from pqweights.planning.recipe import Recipe, Rule, SizeTarget, load_recipe
 from pqweights.planning.sensitivity import Sensitivity, alphas_for, groups_of
 from pqweights.results.inspect import inspect
@@ -94,7 +94,7 @@ class Groups(NamedTuple):
     def error(self, group: str) -> float:
         """The relative squared error that the codec promises for a group."""
         parts = [self.planned[name] for name in self.names[group]]
-        promised = [coder_of(tensor).least_squares().distortion * tensor.weights for tensor in parts]
+        promised = [block_format_of(tensor).least_squares().distortion * tensor.weights for tensor in parts]
         return math.fsum(promised) / sum(tensor.weights for tensor in parts)
 
     def predicted_rise(self) -> float:

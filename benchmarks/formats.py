@@ -274,7 +274,7 @@ def quantizers(form: Format, ik: Path | None) -> Iterator[tuple[str, peers.Quant
     codec = get_codec("hadamard-trellis")
     for states in codec.efforts:
         who = OURS if states == codec.efforts[0] else f"{OURS}, {states} states"
-        yield who, peers.quantizer_of(codec.coder(form.bits, states), who, "all", "trellis")
+        yield who, peers.quantizer_of(codec.at(form.bits, states), who, "all", "trellis")
 
 
 # --- the rows ---

@@ -55,9 +55,10 @@ from safetensors.numpy import load_file
 
 from pqweights.convert.task import usable_cores
 from pqweights.formats import get_codec
-from pqweights.formats.hadamard_trellis import HadamardTrellis
-from pqweights.formats.protocol import Bytes, Coder, Measures
-from pqweights.formats.weight import PassTotals, block_count, encode_chunk
+from pqweights.formats.master import BlockFormat, Bytes, Pass
+from pqweights.formats.trellis import Trellis
+from pqweights.formats.weight import block_count, decode_weight, encode_chunk
+from pqweights.kernels import Measures
 from pqweights.kernels.gguf_encoding import encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 
@@ -114,7 +115,7 @@ def same(weight: np.ndarray) -> np.ndarray:
 class Encoded(NamedTuple):
     """The parts of a piece of a weight, what decodes them, and what encoding measured."""
 
-    coder: Coder
+    format: BlockFormat
     weights: int
     parts: tuple[Bytes, ...]
     measures: Measures
@@ -129,13 +130,13 @@ def ours() -> list[Quantizer]:
     """The scalar codec at every bit width, the trellis codec with every number of states; without a rescue."""
     scalar, trellis = get_codec("hadamard-lloyd-max"), get_codec("hadamard-trellis")
     widths = [
-        quantizer_of(scalar.coder(bits), f"pqweights, {bits} bits", f"{bits}-bit codes; F16 norm per 128", f"q{bits}")
+        quantizer_of(scalar.at(bits), f"pqweights, {bits} bits", f"{bits}-bit codes; F16 norm per 128", f"q{bits}")
         for bits in range(8, 1, -1)
     ]
     counted = "all: superblocks fill a fixed number of bytes"
     rates = [
         quantizer_of(
-            trellis.coder(bits, states),
+            trellis.at(bits, states),
             trellis_name(states, bits),
             counted,
             "trellis",
@@ -143,8 +144,8 @@ def ours() -> list[Quantizer]:
         for states in trellis.efforts
         for bits in TRELLIS_RATES
     ]
-    with mock.patch.multiple(HadamardTrellis, step_power=0, most_gained=0):
-        rates += [quantizer_of(trellis.coder(bits), one_step_name(bits), counted, "trellis") for bits in TRELLIS_RATES]
+    with mock.patch.multiple(Trellis, first_step_power=0, most_gained=0):
+        rates += [quantizer_of(trellis.at(bits), one_step_name(bits), counted, "trellis") for bits in TRELLIS_RATES]
     files = [gguf_type(name) for name in GGUF_TYPES]
     return [*rates, *widths, *files]
 
@@ -182,29 +183,26 @@ def one_step_name(bits: float) -> str:
     return f"pqweights trellis, one step, {bits} bits"
 
 
-def quantizer_of(codec_at_rate: Coder, name: str, counted: str, codec: str) -> Quantizer:
+def quantizer_of(codec_at_rate: BlockFormat, name: str, counted: str, codec: str) -> Quantizer:
     """The row of a codec at one rate."""
-    state = codec_at_rate.first_state()
 
     def encode(weight: np.ndarray) -> Encoded:
-        coder = codec_at_rate.sized(weight.size)
-        blocks = block_count(weight.size, coder.block_size)
-        if blocks * coder.block_size == weight.size:
+        format = codec_at_rate.sized(weight.size)
+        blocks = block_count(weight.size, format.block_size)
+        if blocks * format.block_size == weight.size:
             values = weight.reshape(-1).view(np.uint8)
         else:
-            values = np.zeros(blocks * coder.block_size * 4, dtype=np.uint8)
+            values = np.zeros(blocks * format.block_size * 4, dtype=np.uint8)
             values[: weight.nbytes] = weight.reshape(-1).view(np.uint8)
-        parts = tuple(np.empty((blocks, part.bytes_per_block), dtype=np.uint8) for part in coder.parts)
-        measures = encode_chunk(coder, values, weight.size, dtype="F32", state=state, parts=parts)
-        return Encoded(coder, weight.size, parts, measures)
+        parts = tuple(np.empty((blocks, part.bytes_per_block), dtype=np.uint8) for part in format.parts)
+        measures = encode_chunk(format, values, weight.size, dtype="F32", parts=parts)
+        return Encoded(format, weight.size, parts, measures)
 
     def decode(encoded: Encoded) -> np.ndarray:
-        totals, coder = PassTotals(state), encoded.coder
-        totals.add(encoded.measures)
-        assert coder.next_state([totals.result()]) is None, "these weights need a second pass"
-        values = np.empty(len(encoded.parts[0]) * coder.block_size * 4, dtype=np.uint8)
-        coder.decode(encoded.parts, values, dtype="F32", state=state)
-        return values.view(np.float32)[: encoded.weights]
+        first = Pass(encoded.format)
+        first.add(encoded.measures)
+        assert encoded.format.after([first]) is None, "these weights need a second pass"
+        return decode_weight(encoded.format, encoded.parts, encoded.weights, "F32").view(np.float32)
 
     return Quantizer(
         name=name,

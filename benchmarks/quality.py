@@ -38,8 +38,8 @@ from pqweights.calibrate.sample import WINDOW
 from pqweights.calibrate.scale_search import FEWEST_WINDOWS
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.convert.task import usable_cores
-from pqweights.formats.hadamard_trellis import HadamardTrellis
-from pqweights.formats.lloyd_max import HadamardLloydMax
+from pqweights.formats.lloyd_max import LloydMax
+from pqweights.formats.trellis import Trellis
 from pqweights.planning import fit
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import SELF, RecipeOptions
@@ -207,21 +207,21 @@ def variants(bench: Bench) -> Iterator[dict[str, Any]]:
     base = replace(load_recipe("t4"), name="trellis")
     for rate in VARIED_RATES:
         for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
-            with mock.patch.multiple(HadamardTrellis, step_power=power, most_gained=0):
+            with mock.patch.multiple(Trellis, first_step_power=power, most_gained=0):
                 yield master(bench, choose_recipe(base, RecipeOptions(bits=rate)), f"trellis {rate:g}, {what}")
     yield master(bench, choose_recipe(base, RecipeOptions(bits=2.125)), f"trellis 2.125, {ENLARGED}")
     for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
         recipe = choose_recipe(base, RecipeOptions(bits=3.125))
-        with mock.patch.object(HadamardTrellis, "step_power", power):
+        with mock.patch.object(Trellis, "first_step_power", power):
             yield master(bench, recipe, f"trellis 3.125 AWQ, {what}", awq=True)
     for rate in VARIED_RATES:
         recipe = replace(base, size=SizeTarget(bits_per_weight=rate))
         with mock.patch.object(fit, "taken_apart", lambda groups, alphas, _: (groups, alphas)):
             yield master(bench, recipe, f"fit to {rate:g}, {FUSED}")
         yield master(bench, recipe, f"fit to {rate:g}, {APART}")
-    for bits in HadamardLloydMax.gained:
+    for bits in LloydMax.gained:
         for gained, what in (((), LEAST_SQUARES), ((bits,), ENLARGED)):
-            with mock.patch.object(HadamardLloydMax, "gained", gained):
+            with mock.patch.object(LloydMax, "gained", gained):
                 yield master(bench, load_recipe(f"q{bits}"), f"q{bits}, {what}")
 
 

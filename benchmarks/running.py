@@ -108,7 +108,7 @@ def random_packed(chance: Any, bits: int) -> Any:
     from pqweights.runtime.loading.packed import PackedTensor
     from pqweights.runtime.loading.packed_rows import Factor, PackedRows
 
-    (rows, columns), coder = SHAPE, get_codec(DEFAULT_CODEC).coder(bits)
+    rows, columns = SHAPE
     blocks = rows * columns // BLOCK_SIZE
     codes = chance.integers(0, 256, (blocks, BLOCK_SIZE * bits // 8), dtype=np.uint8)
     norms = np.ones((blocks, 1), dtype=np.float16).view(np.uint8)
@@ -117,8 +117,7 @@ def random_packed(chance: Any, bits: int) -> Any:
         weights=rows * columns,
         rows=rows,
         columns=columns,
-        coder=coder,
-        state=coder.first_state(),
+        format=get_codec(DEFAULT_CODEC).at(bits),
         parts=(placed(codes), placed(norms)),
         offset=0,
         first_block=0,

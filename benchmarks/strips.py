@@ -55,13 +55,13 @@ def moments_of(rows: Floats) -> Floats:
 
 def plain(weight: Floats, rate: float) -> tuple[Floats, float]:
     """The weight through the trellis codec, and its bits per weight."""
-    coder = get_codec("hadamard-trellis").coder(rate, STATES).sized(weight.size)
-    stored = np.empty((-(-weight.size // coder.block_size), coder.parts[0].bytes_per_block), dtype=np.uint8)
-    values = np.zeros(len(stored) * coder.block_size, dtype=np.float32)
+    format = get_codec("hadamard-trellis").at(rate, STATES).sized(weight.size)
+    stored = np.empty((-(-weight.size // format.block_size), format.parts[0].bytes_per_block), dtype=np.uint8)
+    values = np.zeros(len(stored) * format.block_size, dtype=np.float32)
     values[: weight.size] = weight.reshape(-1)
-    state, decoded = coder.first_state(), np.empty_like(values)
-    coder.encode(values.view(np.uint8), [stored], dtype="F32", state=state)
-    coder.decode([stored], decoded.view(np.uint8), dtype="F32", state=state)
+    decoded = np.empty_like(values)
+    format.encode(values.view(np.uint8), [stored], dtype="F32")
+    format.decode([stored], decoded.view(np.uint8), dtype="F32")
     return decoded[: weight.size].reshape(weight.shape), 8 * stored.size / weight.size
 
 

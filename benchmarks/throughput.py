@@ -22,8 +22,8 @@ from harness import Document, argument_parser, machine, now, publish, table
 from pqweights.convert.task import usable_cores
 from pqweights.formats import get_codec
 from pqweights.formats.lloyd_max import codebook
-from pqweights.formats.protocol import Coder
-from pqweights.kernels import BLOCK_SIZE, BlockCoding, EncodedArrays, load_backend
+from pqweights.formats.master import BlockFormat
+from pqweights.kernels import BLOCK_SIZE, BlockCoding, Encoded, load_backend
 
 CHUNK_WEIGHTS = 1 << 20
 CHUNK_BLOCKS = CHUNK_WEIGHTS // BLOCK_SIZE
@@ -52,52 +52,44 @@ def operations(blocks: int, widths: list[int]) -> dict[str, Work]:
     result: dict[str, Work] = {"memcpy": memcpy}
     for bits in widths:
         coding = BlockCoding(codebook=codebook(bits))
-        out = EncodedArrays(
-            codes=np.ones((blocks, 16 * bits), dtype=np.uint8),
-            norms=np.ones(blocks, dtype=np.uint16),
-            energies=np.ones(blocks),
-            errors=np.ones(blocks),
-        )
+        out = np.ones((blocks, 16 * bits), dtype=np.uint8), np.ones(blocks, dtype=np.uint16)
 
-        def encode(first: int, last: int, coding: BlockCoding = coding, out: EncodedArrays = out) -> None:
-            part = EncodedArrays._make(array[first:last] for array in out)
+        def encode(first: int, last: int, coding: BlockCoding = coding, out: Encoded = out) -> None:
+            part = out[0][first:last], out[1][first:last]
             backend.encode(values[first * VALUE_BYTES : last * VALUE_BYTES], "BF16", coding, part)
 
-        def decode(first: int, last: int, coding: BlockCoding = coding, out: EncodedArrays = out) -> None:
+        def decode(first: int, last: int, coding: BlockCoding = coding, out: Encoded = out) -> None:
             part = target[first * VALUE_BYTES : last * VALUE_BYTES]
-            backend.decode((out.codes[first:last], out.norms[first:last]), coding, "BF16", part)
+            backend.decode((out[0][first:last], out[1][first:last]), coding, "BF16", part)
 
         result[f"encode {bits}"] = encode
         result[f"decode {bits}"] = decode
-    for name, coder in trellis_coders().items():
-        result |= trellis_operations(name, coder, values, target)
+    for name, format in trellis_formats().items():
+        result |= trellis_operations(name, format, values, target)
     return result
 
 
-def trellis_coders() -> dict[str, Coder]:
-    """The coders of the trellis codec that are timed, by the names of their rows."""
+def trellis_formats() -> dict[str, BlockFormat]:
+    """The formats of the trellis codec that are timed, by the names of their rows."""
     codec = get_codec("hadamard-trellis")
     rates = [(states, TRELLIS_BITS[1]) for states in codec.efforts[1:]]
     found = [(codec.efforts[0], bits) for bits in TRELLIS_BITS] + rates
-    return {
-        f"trellis, {states} states, {bits}": codec.coder(bits, states).sized(CHUNK_WEIGHTS) for states, bits in found
-    }
+    return {f"trellis, {states} states, {bits}": codec.at(bits, states).sized(CHUNK_WEIGHTS) for states, bits in found}
 
 
-def trellis_operations(name: str, coder: Coder, values: np.ndarray, target: np.ndarray) -> dict[str, Work]:
-    """Encoding and decoding with one coder."""
-    chunks, (part,) = len(values) // (2 * CHUNK_WEIGHTS), coder.parts
-    rows = np.ones((chunks, CHUNK_WEIGHTS // coder.block_size, part.bytes_per_block), dtype=np.uint8)
-    state = coder.first_state()
+def trellis_operations(name: str, format: BlockFormat, values: np.ndarray, target: np.ndarray) -> dict[str, Work]:
+    """Encoding and decoding with one format."""
+    chunks, (part,) = len(values) // (2 * CHUNK_WEIGHTS), format.parts
+    rows = np.ones((chunks, CHUNK_WEIGHTS // format.block_size, part.bytes_per_block), dtype=np.uint8)
 
     def encode(first: int, last: int) -> None:
         at = first * VALUE_BYTES
         part = rows[first // CHUNK_BLOCKS]
-        coder.encode(values[at : last * VALUE_BYTES], [part], dtype="BF16", state=state)
+        format.encode(values[at : last * VALUE_BYTES], [part], dtype="BF16")
 
     def decode(first: int, last: int) -> None:
         at = first * VALUE_BYTES
-        coder.decode([rows[first // CHUNK_BLOCKS]], target[at : last * VALUE_BYTES], dtype="BF16", state=state)
+        format.decode([rows[first // CHUNK_BLOCKS]], target[at : last * VALUE_BYTES], dtype="BF16")
 
     return {f"encode {name}": encode, f"decode {name}": decode}
 
@@ -195,7 +187,7 @@ def main() -> None:
         "rounds": options.rounds,
         "threads": options.threads,
         "bits": options.bits,
-        "trellis": list(trellis_coders()),
+        "trellis": list(trellis_formats()),
     }
     rows = [row for count in options.threads for row in measure(blocks, options.bits, count, options.rounds)]
     document = {"machine": machine(start), "settings": settings, "rows": rows}

@@ -59,8 +59,8 @@ LEAVES = ("pqweights.runtime.loading.autoload", "pqweights.errors")
 # The modules that may import an optional package, below `pqweights`.
 OPTIONAL = {
     "torch": """
-        checkpoint.weight_files formats.column_encoding formats.hadamard_trellis formats.lloyd_max
-        formats.protocol runtime.kv.bases runtime.kv.cache runtime.kv.codes
+        checkpoint.weight_files formats.column_encoding formats.lloyd_max formats.master
+        formats.trellis runtime.kv.bases runtime.kv.cache runtime.kv.codes
         runtime.kv.klt runtime.kv.on_codes runtime.kv.polar_rope
         runtime.kv.polar_transform runtime.kv.rotated runtime.kv.states
         runtime.loading.conversion runtime.loading.packed runtime.loading.packed_products

@@ -24,7 +24,7 @@ from pqweights.common.threads import Progress
 from pqweights.convert.distributed.engine import local_files
 from pqweights.convert.ready import FinishedWeights, ReadyWeights
 from pqweights.convert.task import RunOptions
-from pqweights.formats.hadamard_trellis import HadamardTrellis
+from pqweights.formats.trellis import Trellis
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
 from pqweights.planning.options import BY_TENSOR, QuantizeOptions
 from pqweights.planning.plan import Plan
@@ -106,7 +106,7 @@ def _about(sample: SampleOf, ids: Tensor, *, states: int, rate: str) -> dict[str
 
 
 def _of_the_trellis(plan: Plan) -> set[str]:
-    return {tensor.name for tensor in plan.tensors if tensor.codec == HadamardTrellis.name}
+    return {tensor.name for tensor in plan.tensors if tensor.codec == Trellis.codec}
 
 
 def _warnings(

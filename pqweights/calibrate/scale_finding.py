@@ -83,7 +83,7 @@ def found_scales(
 
 
 def _without_scales(tensor: TensorPlan) -> TensorPlan:
-    """Return a plan as it is before scales are found: its coder is that of a weight without any."""
+    """Return a plan as it is before scales are found: its format is that of a weight without any."""
     stored = tuple(spec for spec in tensor.stored if spec.name != awq_name(tensor.name))
     return tensor._replace(stored=stored)
 

@@ -6,8 +6,8 @@ D mean_j(w_j^2 s_j^2) / s_k^2, and an output the sum of that times x_k^2. By the
 least at s_k = sqrt(rms(x_k) / rms(w_k)). So two exponents are searched, s = rms(x)^a / rms(w)^b, and theory says
 a = b = 1/2. The result is checked on inputs that the search has not seen. See docs/awq.md.
 
-A codec that encodes slowly has a model of its errors (Coder.modelled_errors), by which the search compares scales; the
-check encodes in any case, so that no scale is taken that only the model praises.
+A format that encodes slowly has a model of its errors (BlockFormat.modelled_errors), by which the search compares
+scales; the check encodes in any case, so that no scale is taken that only the model praises.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LARGEST_SCALE, SMALLEST_SCALE, LogicalTensor, scale_shape
 from pqweights.errors import SourceError
-from pqweights.formats import CODECS
-from pqweights.formats.protocol import Coder
-from pqweights.formats.weight import encode_weight
+from pqweights.formats.master import BlockFormat
+from pqweights.formats.weight import decode_weight, encode_weight
 from pqweights.planning.inputs import WeightInputs
-from pqweights.planning.plan import TensorPlan, coder_of
+from pqweights.planning.plan import TensorPlan, block_format_of
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -118,7 +117,7 @@ class Matrix:
     tensor: the tensor.
     number: which matrix of the stack it is, from 0 on.
     rows, columns: N and K.
-    block_size: the weights that the codec treats together at least (Codec.block_size).
+    block_size: the weights that the codec treats together at least (BlockFormat.stated_block_size).
     """
 
     tensor: LogicalTensor
@@ -175,21 +174,21 @@ def search_layer(
     reads: what its matrices read; None if the model was not seen to multiply by them
     inputs_of: returns the inputs of a vector, by its number
     """
-    coder, shape = coder_of(planned), planned.shape
+    format, shape = block_format_of(planned), planned.shape
 
     def report(*results: SearchResult) -> LayerReport:
-        return LayerReport(name=planned.name, codec=coder.codec, bits=coder.bits, matrices=results)
+        return LayerReport(name=planned.name, codec=format.codec, bits=format.bits, matrices=results)
 
     if len(shape) not in (2, 3) or not planned.weights:
         reason = f"expected a matrix or a stack of them, found shape {list(shape)}"
         return report(SearchResult(scaled=False, reason=reason, tokens=0)), None
-    count, block_size = math.prod(shape[:-2]), CODECS[coder.codec].block_size
+    count, block_size = math.prod(shape[:-2]), format.stated_block_size
     vectors = (None,) * count if reads is None else reads.vectors
     results, scales = [], np.ones((count, shape[-1]), dtype=np.float32)
     for number, vector in enumerate(vectors):
         weight = Matrix(tensor=tensor, number=number, rows=shape[-2], columns=shape[-1], block_size=block_size)
         inputs = None if vector is None else inputs_of(vector)
-        result, best = search(coder, weight, inputs, transposed=reads is not None and reads.transposed)
+        result, best = search(format, weight, inputs, transposed=reads is not None and reads.transposed)
         results.append(result)
         if best is not None:
             scales[number] = best
@@ -198,11 +197,11 @@ def search_layer(
 
 
 def search(
-    coder: Coder, weight: Matrix, inputs: Inputs | None, *, transposed: bool = False
+    format: BlockFormat, weight: Matrix, inputs: Inputs | None, *, transposed: bool = False
 ) -> tuple[SearchResult, Floats | None]:
     """Search the scales of one matrix: [K] float16 values as f32, or None if it keeps scale 1.
 
-    coder: what will encode the matrix.
+    format: what will encode the matrix.
     weight: the matrix.
     inputs: its inputs; None if it had none.
     transposed: whether the matrix is stored as [K, N], with channels along its columns.
@@ -216,7 +215,7 @@ def search(
     of_inputs, of_weights = _logarithms(inputs.rms), _logarithms(_rms(sample))
 
     def error(a: float, b: float) -> float:
-        return expected_error(coder, sample, _as_stored(a * of_inputs - b * of_weights), inputs.rows)
+        return expected_error(format, sample, _as_stored(a * of_inputs - b * of_weights), inputs.rows)
 
     plain = error(0.0, 0.0)
     if plain == 0.0:
@@ -227,7 +226,7 @@ def search(
         reason = f"no scale gains {SMALLEST_GAIN:.0%}"
         return SearchResult(scaled=False, reason=reason, tokens=tokens, gain=gain), None
     best = _as_stored(a * of_inputs - b * of_weights)
-    held_back_gain, reason = _check(coder, weight, scales=best, inputs=inputs)
+    held_back_gain, reason = _check(format, weight, scales=best, inputs=inputs)
     result = SearchResult(
         scaled=not reason,
         reason=reason,
@@ -240,11 +239,11 @@ def search(
     return result, best if result.scaled else None
 
 
-def _check(coder: Coder, weight: Matrix, *, scales: Floats, inputs: Inputs) -> tuple[float, str]:
+def _check(format: BlockFormat, weight: Matrix, *, scales: Floats, inputs: Inputs) -> tuple[float, str]:
     """Return the gain of scales on held-back rows, and why they are not taken (empty if they are)."""
     ones = np.ones_like(scales)
     before, after = (
-        sum(output_errors(coder, piece, factors, inputs.held_back) for piece in weight.pieces())
+        sum(output_errors(format, piece, factors, inputs.held_back) for piece in weight.pieces())
         for factors in (ones, scales)
     )
     gain = float(1 - np.sum(after) / np.sum(before)) if np.sum(before) else 0.0
@@ -308,31 +307,31 @@ def _least(error: Callable[[float, float], float], plain: float) -> tuple[tuple[
     return best, known[best]
 
 
-def expected_error(coder: Coder, weight: Floats, scales: Floats, inputs: Floats) -> float:
-    """Return the sum of output_errors, by the coder's model if it has one."""
-    modelled = modelled_error(coder, weight, scales, inputs)
-    return float(output_errors(coder, weight, scales, inputs).sum()) if modelled is None else modelled
+def expected_error(format: BlockFormat, weight: Floats, scales: Floats, inputs: Floats) -> float:
+    """Return the sum of output_errors, by the format's model if it has one."""
+    modelled = modelled_error(format, weight, scales, inputs)
+    return float(output_errors(format, weight, scales, inputs).sum()) if modelled is None else modelled
 
 
-def modelled_error(coder: Coder, weight: Floats, scales: Floats, inputs: Floats) -> float | None:
-    """Return the sum of ||(W' - W) x||^2 over the inputs that the coder's model expects; None if it has none.
+def modelled_error(format: BlockFormat, weight: Floats, scales: Floats, inputs: Floats) -> float | None:
+    """Return the sum of ||(W' - W) x||^2 over the inputs that the format's model expects; None if it has none.
 
     The errors of weights are taken as uncorrelated, with the mean square that the model gives their block, divided by
     the square of their channel's scale. It is infinite if a scaled weight overflows float32.
 
-    coder: what will encode the weight.
+    format: what will encode the weight.
     weight: W, [N, K].
     scales: one of each input channel, [K].
     inputs: rows of inputs, [rows, K].
     """
-    size = CODECS[coder.codec].block_size
+    size = format.stated_block_size
     with np.errstate(over="ignore"):
         scaled = weight * scales
     if not np.isfinite(scaled).all():
         return math.inf
     padded = np.zeros(-(-scaled.size // size) * size, dtype=np.float32)
     padded[: scaled.size] = scaled.reshape(-1)
-    of_blocks = coder.modelled_errors(padded.reshape(-1, size))
+    of_blocks = format.modelled_errors(padded.reshape(-1, size))
     if of_blocks is None:
         return None
     by_channel = np.repeat(of_blocks, size)[: scaled.size].reshape(weight.shape).sum(axis=0)
@@ -340,13 +339,13 @@ def modelled_error(coder: Coder, weight: Floats, scales: Floats, inputs: Floats)
     return float((by_channel * energies / np.square(scales, dtype=np.float64)).sum())
 
 
-def output_errors(coder: Coder, weight: Floats, scales: Floats, inputs: Floats) -> Doubles:
+def output_errors(format: BlockFormat, weight: Floats, scales: Floats, inputs: Floats) -> Doubles:
     """Return ||(W' - W) x||^2 for each row x of the inputs, [rows].
 
     W' is what W * scales is decoded to, divided by scales. All errors are infinite if a scaled weight overflows
     float32.
 
-    coder: what encodes the weight.
+    format: what encodes the weight.
     weight: W, [N, K].
     scales: one of each input channel, [K].
     inputs: rows of inputs, [rows, K].
@@ -355,8 +354,10 @@ def output_errors(coder: Coder, weight: Floats, scales: Floats, inputs: Floats) 
         scaled = np.ascontiguousarray(weight * scales)
     if not np.isfinite(scaled).all():
         return np.full(len(inputs), np.inf)
-    encoded, _ = encode_weight(scaled.view(np.uint8).reshape(-1), dtype="F32", shape=scaled.shape, coder=coder)
-    difference = encoded.decode().view(np.float32).reshape(weight.shape) / scales - weight
+    raw = scaled.view(np.uint8).reshape(-1)
+    parts, last = encode_weight(raw, dtype="F32", shape=scaled.shape, format=format)
+    decoded = decode_weight(last.format, parts, scaled.size, "F32").view(np.float32)
+    difference = decoded.reshape(weight.shape) / scales - weight
     outputs = difference @ inputs.T
     errors: Doubles = np.einsum("ij,ij->j", outputs, outputs, dtype=np.float64)
     return errors

@@ -135,7 +135,7 @@ def block_sizes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, int]:
     """
     decisions = decide(recipe, checkpoint.tensors, text_model(checkpoint.config))
     pairs = zip(checkpoint.tensors, decisions, strict=True)
-    sizes = {t.name: CODECS[decision.codec].block_size for t, decision in pairs if decision.codec is not None}
+    sizes = {t.name: CODECS[decision.codec].stated_block_size for t, decision in pairs if decision.codec is not None}
     if not sizes:
         raise RecipeError(
             f"recipe {recipe.name!r}: expected a recipe that quantizes something here, found one that keeps everything"

@@ -30,17 +30,16 @@ from pqweights.common.documents import Document, Number, Size, as_document
 from pqweights.common.dtypes import DTYPE_BITS, FLOAT_DTYPES, PACKED_DTYPES
 from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.errors import MasterError, RecipeError, SourceError
-from pqweights.formats import DEFAULT_CODEC, MASTER_CODECS, Coding, MasterCodec, native
+from pqweights.formats import DEFAULT_CODEC, MASTER_CODECS, native
 from pqweights.formats.columns import (
     MOST_STORED_COLUMNS,
-    ColumnCoding,
     ColumnCut,
-    HadamardTrellisColumns,
-    Orientation,
+    TrellisColumns,
     bits_of,
 )
+from pqweights.formats.master import BlockFormat, MasterFormat, exact_rate
+from pqweights.formats.native import Native
 from pqweights.formats.packed import QuantizedTensor
-from pqweights.formats.protocol import Coder, State, exact_rate
 from pqweights.formats.weight import block_count
 
 # Of the format of masters, docs/format.md.
@@ -54,31 +53,31 @@ class Encoding:
 
     name, shape: those of the weight
     dtype: the dtype in the source: BF16, F16, F32, F64, or a packed format
-    coder: what encoded it
-    state: the state in which it was encoded (State.to_json)
+    format: that of its last pass
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    coder: Coding
-    state: Mapping[str, Any]
+    format: MasterFormat
 
 
-def has_whole_rows(shape: tuple[int, ...], coder: Coding) -> bool:
+def has_whole_rows(shape: tuple[int, ...], format: MasterFormat) -> bool:
     """Whether blocks of a fixed size divide the last dimension, so that the stored shapes follow the weight's."""
-    if coder.depends_on_size or not shape or math.prod(shape) == 0:
+    if not isinstance(format, BlockFormat) or format.depends_on_size or not shape or math.prod(shape) == 0:
         return False
-    return shape[-1] % coder.block_size == 0
+    return shape[-1] % format.block_size == 0
 
 
-def encoded_specs(name: str, shape: tuple[int, ...], coder: Coder, *, awq: bool = False) -> tuple[TensorSpec, ...]:
-    """Return the stored tensors of a weight: the coder's parts, and with `awq` the F16 scales of its input channels.
+def encoded_specs(
+    name: str, shape: tuple[int, ...], format: BlockFormat, *, awq: bool = False
+) -> tuple[TensorSpec, ...]:
+    """Return the stored tensors of a weight: the format's parts, and with `awq` the F16 scales of its input channels.
 
     With n items of a part in a block of b weights, [..., K] becomes [..., K / b * n]. If b does not divide K, or if it
     depends on the size of the weight, the blocks run over the flattened weight: [blocks, n], or [blocks] for n = 1.
     """
-    sized = coder.sized(math.prod(shape))
+    sized = format.sized(math.prod(shape))
     block_size, whole_rows = sized.block_size, has_whole_rows(shape, sized)
     blocks, specs = block_count(math.prod(shape), block_size), []
     for suffix, dtype, count in sized.parts:
@@ -94,7 +93,7 @@ def encoded_specs(name: str, shape: tuple[int, ...], coder: Coder, *, awq: bool 
 
 def column_specs(name: str, cut: ColumnCut, total: int) -> tuple[TensorSpec, ...]:
     """Return the stored tensors of a weight of hadamard-trellis-columns whose superblocks take `total` bytes."""
-    trellis, lengths, row_scales, column_scales = (name + suffix for suffix in HadamardTrellisColumns.suffixes)
+    trellis, lengths, row_scales, column_scales = (name + suffix for suffix in TrellisColumns.suffixes)
     return (
         TensorSpec(trellis, "U8", (total,)),
         TensorSpec(lengths, "I32", cut.lengths),
@@ -127,25 +126,25 @@ def quantization_config(
 
     source: what it says of its source, if a weight has the codec `native`
     """
-    of_each = [MASTER_CODECS[e.coder.codec] for e in encodings]
+    formats = [e.format for e in encodings]
     defaults: dict[str, Any] = {
-        "codec": _most_common([e.coder.codec for e in encodings]),
-        "bits": _most_common([e.coder.bits for e in encodings]),
+        "codec": _most_common([format.codec for format in formats]),
+        "bits": _most_common([format.bits for format in formats]),
         "dtype": _most_common([e.dtype for e in encodings]),
     }
     for key in stated_defaults(MASTER_CODECS.values()):
-        defaults[key] = _most_common([c.state_defaults[key] for c in of_each if key in c.state_defaults])
+        defaults[key] = _most_common([format.settings[key] for format in formats if key in format.settings])
     overrides = {e.name: own for e in encodings if (own := _override(e, defaults))}
     levels: dict[str, dict[str, Any]] = {}
-    coders = {(e.coder.codec, e.coder.bits): e.coder for e in encodings}
-    for (codec, bits), coder in sorted(coders.items()):
-        tables = coder.tables()
+    for (codec, bits), format in sorted({(format.codec, format.bits): format for format in formats}.items()):
+        tables = format.tables()
         if tables is not None:
             levels.setdefault(codec, {})[str(bits)] = tables
     return {
         "quant_method": QUANT_METHOD,
         "format_version": FORMAT_VERSION,
-        "block_size": _most_common([codec.block_size for codec in of_each]) or MASTER_CODECS[DEFAULT_CODEC].block_size,
+        "block_size": _most_common([format.stated_block_size for format in formats])
+        or MASTER_CODECS[DEFAULT_CODEC].stated_block_size,
         **defaults,
         "levels": levels,
         "overrides": overrides,
@@ -154,9 +153,9 @@ def quantization_config(
     }
 
 
-def stated_defaults(codecs: Iterable[MasterCodec]) -> tuple[str, ...]:
-    """Return the keys of states for which a configuration states a default; a default of 0 is not stated."""
-    return tuple(dict.fromkeys(key for codec in codecs for key, value in codec.state_defaults.items() if value))
+def stated_defaults(codecs: Iterable[type[MasterFormat]]) -> tuple[str, ...]:
+    """Return the settings of formats for which a configuration states a default; a default of 0 is not stated."""
+    return tuple(dict.fromkeys(key for codec in codecs for key, value in codec.settings.items() if value))
 
 
 def _most_common(values: list[Any]) -> Any:
@@ -165,11 +164,11 @@ def _most_common(values: list[Any]) -> Any:
 
 def _override(encoding: Encoding, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an encoding that differ from the defaults."""
-    coder = encoding.coder
-    own = {"codec": coder.codec, "bits": coder.bits, "dtype": encoding.dtype, **encoding.state}
-    expected = {**MASTER_CODECS[coder.codec].state_defaults, **defaults}
+    format = encoding.format
+    own = {"codec": format.codec, "bits": format.bits, "dtype": encoding.dtype, **format.stated()}
+    expected = {**format.settings, **defaults}
     result = {key: value for key, value in own.items() if value != expected[key]}
-    if not has_whole_rows(encoding.shape, coder):
+    if not has_whole_rows(encoding.shape, format):
         result["shape"] = list(encoding.shape)
     return result
 
@@ -202,7 +201,7 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
 
 
 class _Settings(Document, frozen=True, kw_only=True):
-    """A quantization_config. It has the stated defaults of states as well (stated_defaults)."""
+    """A quantization_config. It has the stated defaults of settings as well (stated_defaults)."""
 
     quant_method: str
     format_version: int
@@ -225,7 +224,7 @@ class _CodedPart(Document, frozen=True, kw_only=True):
 
 
 class _WeightSettings(Document, frozen=True, kw_only=True):
-    """What a configuration states of one weight, besides the state in which it was encoded."""
+    """What a configuration states of one weight, besides the settings of its format."""
 
     codec: str | None = None
     bits: Number
@@ -247,16 +246,16 @@ class _Reader:
         stated = as_document(settings, _Settings, _damaged)
         self.kept, self.overrides, self._levels = frozenset(stated.kept), stated.overrides, stated.levels
         self._settings, self._block_size = settings, stated.block_size
-        self._coders: dict[tuple[str, float], Coding] = {}
+        self._formats: dict[tuple[str, float], MasterFormat] = {}
         # The longest first: one suffix may be the end of another.
-        blocks = (codec for codec in MASTER_CODECS.values() if codec.name != native.Native.name)
+        blocks = (codec for codec in MASTER_CODECS.values() if codec is not Native)
         self._first_suffixes = sorted({codec.suffixes[0] for codec in blocks}, key=len, reverse=True)
         self._source, self._coded = stated.source, stated.coded
 
     def check_codecs(self, encoded: Sequence[EncodedTensor]) -> None:
         """Raise MasterError unless the block size is that of one of the codecs, or of the default one."""
-        names = sorted({tensor.coder.codec for tensor in encoded})
-        sizes = sorted({MASTER_CODECS[name].block_size for name in names or [DEFAULT_CODEC]})
+        names = sorted({tensor.format.codec for tensor in encoded})
+        sizes = sorted({MASTER_CODECS[name].stated_block_size for name in names or [DEFAULT_CODEC]})
         if self._block_size not in sizes:
             raise _damaged(f"block_size: expected {' or '.join(map(str, sizes))}, found {self._block_size}")
 
@@ -274,9 +273,9 @@ class _Reader:
     def natives(self, storage: Storage, stored: Mapping[str, StoredTensor]) -> list[NativeTensor]:
         """Return the weights of the codec `native`. stored: the stored tensors, without those of other weights"""
         if self._source is None or self._coded is None:
-            if (self._source, self._coded) == (None, None) and self._settings.get("codec") != native.Native.name:
+            if (self._source, self._coded) == (None, None) and self._settings.get("codec") != Native.codec:
                 return []
-            raise _damaged(f"expected source and coded beside weights of {native.Native.name}, found one alone or none")
+            raise _damaged(f"expected source and coded beside weights of {Native.codec}, found one alone or none")
         parts = self._native_parts({name: tensor for name, tensor in stored.items() if name not in self.kept})
         unknown = self._coded.keys() - {part.tensor.name for part in parts if len(part.held) > 1}
         if unknown:
@@ -339,20 +338,18 @@ class _Reader:
         bits = native.bits_of(sum(stored.byte_count for stored in held), max(1, math.prod(of.shape)))
         is_native = isinstance(of, QuantizedTensor) or (isinstance(of, PlainTensor) and len(held) > 1)
         stated = (own.codec, own.bits, own.dtype, own.shape)
-        if not is_native or stated != (native.Native.name, bits, of.dtype, of.shape):
+        if not is_native or stated != (Native.codec, bits, of.dtype, of.shape):
             raise _damaged(
-                f"{where}: expected a weight of {native.Native.name}, {bits} bits, {of.dtype}, {list(of.shape)}, as it "
+                f"{where}: expected a weight of {Native.codec}, {bits} bits, {of.dtype}, {list(of.shape)}, as it "
                 f"is stored, or in kept; found {stated}"
             )
         assert isinstance(of, PlainTensor | QuantizedTensor)
-        coder = native.NativeCoding(own.bits)
         return NativeTensor(
             storage=storage,
             name=of.name,
             shape=of.shape,
             dtype=of.dtype,
-            coder=coder,
-            state=coder.parse_state({}),
+            format=Native(bits=own.bits),
             encoded=held,
             source=of,
             source_parts=tuple(parts),
@@ -362,20 +359,18 @@ class _Reader:
         """The settings of a weight: the defaults with its overrides."""
         return {**self._settings, "shape": None, **self.overrides.get(name, {})}
 
-    def coder(self, where: str, codec: str, bits: float) -> Coding:
-        """Return the coder of a codec at a rate, with the tables that the master itself holds."""
-        if (codec, bits) not in self._coders:
+    def format(self, where: str, codec: str, bits: float) -> MasterFormat:
+        """Return the formats of a codec at a rate, whose tables must be those that the master holds."""
+        if (codec, bits) not in self._formats:
             try:
-                tables = self._levels.get(codec, {}).get(str(exact_rate(bits)))
-                coder = MASTER_CODECS[codec].coder_from_tables(bits, tables)
-                if coder.tables() != MASTER_CODECS[codec].coder(bits).tables():
-                    raise ValueError(f"expected those of the format at {exact_rate(bits)} bits, found others")
-                self._coders[codec, bits] = coder
+                format = MASTER_CODECS[codec].at(bits)
+                format.check_tables(self._levels.get(codec, {}).get(str(exact_rate(bits))))
             except RecipeError as error:
                 raise _damaged(f"{where}: bits: {error}") from None
             except ValueError as error:
                 raise _damaged(f"levels of {codec}: {error}") from None
-        return self._coders[codec, bits]
+            self._formats[codec, bits] = format
+        return self._formats[codec, bits]
 
     def tensor(self, storage: Storage, stored: Mapping[str, StoredTensor], name: str) -> EncodedTensor:
         """Return a weight by its own settings and its stored tensors."""
@@ -383,55 +378,52 @@ class _Reader:
         codec = merged.get("codec")
         if not isinstance(codec, str) or codec not in MASTER_CODECS:
             raise _damaged(f"{where}: codec: expected one of {', '.join(MASTER_CODECS)}, found {codec!r}")
-        defaults = MASTER_CODECS[codec].state_defaults
+        defaults = MASTER_CODECS[codec].settings
         _check_keys(
             f"overrides of {where}", self.overrides.get(name, {}), (*_WeightSettings.__struct_fields__, *defaults)
         )
         own = as_document(merged, _WeightSettings, lambda problem: _damaged(f"{where}: {problem}"))
         if own.dtype not in LOGICAL_DTYPES:
             raise _damaged(f"{where}: dtype: expected one of {', '.join(LOGICAL_DTYPES)}, found {own.dtype!r}")
-        coder = self.coder(where, codec, own.bits)
-        parts = _parts(stored, name, coder)
+        format = _with_settings(where, self.format(where, codec, own.bits), merged)
+        parts = _parts(stored, name, format)
         awq = stored.get(awq_name(name)) if awq_name(name) not in self.kept else None
-        shape = _shape(where, own.shape, coder=coder, first=parts[0])
+        shape = _shape(where, own.shape, format=format, first=parts[0])
         about: Any = {"storage": storage, "name": name, "shape": shape, "dtype": own.dtype, "encoded": parts}
-        state = _state(where, coder, merged)
-        if isinstance(coder, ColumnCoding):
-            assert isinstance(state, Orientation)
-            cut, total = _column_cut(where, shape, state), parts[0].byte_count
-            _check_shapes(column_specs(name, cut, total), shape, coder=coder, parts=parts, awq=awq)
+        if isinstance(format, TrellisColumns):
+            cut, total = _column_cut(where, shape, format), parts[0].byte_count
+            _check_shapes(column_specs(name, cut, total), shape, format=format, parts=parts, awq=awq)
             if own.bits != (bits := bits_of(cut, total)):
                 raise _damaged(f"{where}: bits: expected {bits}, which its stored tensors take, found {own.bits}")
-            return ColumnTensor(**about, coder=coder, state=state)
-        assert not isinstance(coder, native.NativeCoding)
-        coder = coder.sized(math.prod(shape))
-        specs = encoded_specs(name, shape, coder, awq=awq is not None and len(shape) > 1)
-        _check_shapes(specs, shape, coder=coder, parts=parts, awq=awq)
-        return BlockTensor(**about, coder=coder, state=state, awq=awq)
+            return ColumnTensor(**about, format=format)
+        assert isinstance(format, BlockFormat)
+        format = format.sized(math.prod(shape))
+        specs = encoded_specs(name, shape, format, awq=awq is not None and len(shape) > 1)
+        _check_shapes(specs, shape, format=format, parts=parts, awq=awq)
+        return BlockTensor(**about, format=format, awq=awq)
 
 
-def _state(where: str, coder: Coding, merged: Mapping[str, Any]) -> State:
-    """Return the state in which a weight was encoded, by its settings."""
-    codec = MASTER_CODECS[coder.codec]
-    for key in stated_defaults([codec]):
+def _with_settings(where: str, format: MasterFormat, merged: Mapping[str, Any]) -> MasterFormat:
+    """Return a format with the settings of a weight."""
+    for key in stated_defaults([type(format)]):
         if key not in merged:
             raise _damaged(f"{where}: missing key {key}")
     try:
-        return coder.parse_state({key: merged[key] for key in codec.state_defaults if key in merged})
+        return format.with_settings({key: merged[key] for key in format.settings if key in merged})
     except ValueError as error:
         raise _damaged(f"{where}: {error}") from None
 
 
-def _parts(stored: Mapping[str, StoredTensor], name: str, coder: Coding) -> tuple[StoredTensor, ...]:
+def _parts(stored: Mapping[str, StoredTensor], name: str, format: MasterFormat) -> tuple[StoredTensor, ...]:
     """Return the stored parts of a weight."""
-    names = [name + suffix for suffix in MASTER_CODECS[coder.codec].suffixes]
+    names = [name + suffix for suffix in format.suffixes]
     for missing in names:
         if missing not in stored:
             raise MasterError(f"tensor {names[0]!r} has no {missing!r} beside it; the master is damaged")
     return tuple(stored[part] for part in names)
 
 
-def _shape(where: str, stated: tuple[int, ...] | None, *, coder: Coding, first: StoredTensor) -> tuple[int, ...]:
+def _shape(where: str, stated: tuple[int, ...] | None, *, format: MasterFormat, first: StoredTensor) -> tuple[int, ...]:
     """Return the shape of a weight: the one that its settings state, else the one that its first part implies.
 
     Nothing implies the shape of a weight whose blocks depend on its size.
@@ -440,34 +432,33 @@ def _shape(where: str, stated: tuple[int, ...] | None, *, coder: Coding, first: 
         if math.prod(stated) > MAX_ELEMENTS:
             raise _damaged(f"{where}: shape: expected at most {MAX_ELEMENTS} elements, found {list(stated)}")
         return stated
-    if isinstance(coder, ColumnCoding | native.NativeCoding) or coder.depends_on_size:
-        raise _damaged(f"{where}: shape: expected that of the weight, as for all weights of {coder.codec}, found none")
-    items = coder.parts[0].items_per_block
+    if not isinstance(format, BlockFormat) or format.depends_on_size:
+        raise _damaged(f"{where}: shape: expected that of the weight, as for all weights of {format.codec}, found none")
+    items = format.parts[0].items_per_block
     per_row, rest = divmod(first.shape[-1] if first.shape else 1, items)
     if rest:
         raise MasterError(
-            f"{first.file}: {first.name!r}: expected a last dimension that {items} divides ({coder.bits} bits), found "
+            f"{first.file}: {first.name!r}: expected a last dimension that {items} divides ({format.bits} bits), found "
             f"shape {list(first.shape)}"
         )
-    return (*first.shape[:-1], per_row * coder.block_size)
+    return (*first.shape[:-1], per_row * format.block_size)
 
 
-def _column_cut(where: str, shape: tuple[int, ...], state: Orientation) -> ColumnCut:
+def _column_cut(where: str, shape: tuple[int, ...], format: TrellisColumns) -> ColumnCut:
     if len(shape) not in (2, 3) or not math.prod(shape):
-        raise _damaged(f"{where}: shape: expected rows and columns for {ColumnCoding.codec}, found {list(shape)}")
+        raise _damaged(f"{where}: shape: expected rows and columns for {format.codec}, found {list(shape)}")
     if shape[-1] > MOST_STORED_COLUMNS:
         raise _damaged(
-            f"{where}: shape: expected at most {MOST_STORED_COLUMNS} columns for {ColumnCoding.codec}, found "
-            f"{list(shape)}"
+            f"{where}: shape: expected at most {MOST_STORED_COLUMNS} columns for {format.codec}, found {list(shape)}"
         )
-    return ColumnCut.of(shape, transposed=state.transposed)
+    return ColumnCut.of(shape, transposed=format.transposed)
 
 
 def _check_shapes(
     specs: Sequence[TensorSpec],
     shape: tuple[int, ...],
     *,
-    coder: Coding,
+    format: MasterFormat,
     parts: tuple[StoredTensor, ...],
     awq: StoredTensor | None,
 ) -> None:
@@ -475,14 +466,14 @@ def _check_shapes(
     stored = parts if awq is None else (*parts, awq)
     if awq is not None and len(specs) < len(stored):
         raise MasterError(
-            f"{awq.file}: {awq.name!r}: expected no scales for a weight {list(shape)} of {coder.codec}; the master is "
+            f"{awq.file}: {awq.name!r}: expected no scales for a weight {list(shape)} of {format.codec}; the master is "
             "damaged"
         )
     for spec, part in zip(specs, stored, strict=True):
         if (spec.dtype, spec.shape) != (part.dtype, part.shape):
             raise MasterError(
                 f"{part.file}: {part.name!r}: expected {spec.dtype} {list(spec.shape)} for a weight {list(shape)} at "
-                f"{coder.bits} bits, found {part.dtype} {list(part.shape)}"
+                f"{format.bits} bits, found {part.dtype} {list(part.shape)}"
             )
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.digests import Reads
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.readers import EncodedTensor, PlainTensor
-from pqweights.formats.native import CODED, LENGTHS, REASONS, NativeCoding, item_width
+from pqweights.formats.native import CODED, LENGTHS, REASONS, Native, item_width
 from pqweights.formats.packed import QuantizedTensor
 from pqweights.formats.weight import damaged_master
 from pqweights.kernels import lossless
@@ -122,7 +122,7 @@ class NativeTensor(EncodedTensor):
     source_parts: its stored tensors in the source
     """
 
-    coder: NativeCoding
+    format: Native
     source: SourceTensor
     source_parts: tuple[NativePart, ...]
 

@@ -99,7 +99,7 @@ def _check_names(names: list[str]) -> None:
 
 def _refuse_part_of_master(stored: dict[str, StoredTensor]) -> None:
     """Raise SourceError for a shard of a master without the config.json that says how to read it."""
-    for parts in {codec.coder(codec.rates[0]).sized(1).parts for codec in CODECS.values()}:
+    for parts in {codec.at(codec.rates[0]).sized(1).parts for codec in CODECS.values()}:
         first = "weight" + parts[0].suffix
         for name, tensor in stored.items():
             if not name.endswith(first):

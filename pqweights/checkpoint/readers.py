@@ -21,9 +21,8 @@ from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.header import ByteReads, StoredTensor
 from pqweights.common.dtypes import DTYPE_BITS, FINITE_RANGES, convert, item_bytes, to_float32
 from pqweights.errors import SourceError
-from pqweights.formats import Coding
-from pqweights.formats.columns import ColumnCodes, ColumnCoding, ColumnCut, Orientation, decode_codes
-from pqweights.formats.protocol import VALUE_DTYPES, Coder, DamagedBlock, State
+from pqweights.formats.columns import ColumnCodes, ColumnCut, TrellisColumns, decode_codes
+from pqweights.formats.master import VALUE_DTYPES, BlockFormat, DamagedBlock, MasterFormat
 from pqweights.formats.weight import damaged_error, damaged_master
 from pqweights.kernels import BLOCK_SIZE
 from pqweights.kernels.workers import scratch
@@ -122,16 +121,15 @@ class EncodedTensor:
 
     storage: where the stored tensors lie
     name, shape, dtype: those of the weight in the source
-    coder, state: how it was encoded
-    encoded: the stored tensors that its codec has, in the order of the codec's suffixes
+    format: how it is stored
+    encoded: the stored tensors of its format, in the order of the suffixes
     """
 
     storage: Reads
     name: str
     shape: tuple[int, ...]
     dtype: str
-    coder: Coding
-    state: State
+    format: MasterFormat
     encoded: tuple[StoredTensor, ...]
 
     @property
@@ -190,11 +188,11 @@ class EncodedTensor:
 class BlockTensor(EncodedTensor):
     """A weight that is decoded block by block.
 
-    coder: what decodes it, sized for it
+    format: what decodes it, sized for it
     awq: the scales by which the input channels were multiplied, if they were
     """
 
-    coder: Coder
+    format: BlockFormat
     awq: StoredTensor | None = None
 
     @property
@@ -205,7 +203,7 @@ class BlockTensor(EncodedTensor):
     @property
     def unit(self) -> int:
         """How many elements, from a multiple of this number on, are decoded together."""
-        return self.coder.block_size
+        return self.format.block_size
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Decode the blocks that hold the elements, and undo the scales of the input channels.
@@ -246,16 +244,16 @@ class BlockTensor(EncodedTensor):
 
     def read_parts(self, first: int, last: int, into: Sequence[npt.NDArray[np.uint8]]) -> None:
         """Read the bytes of blocks [first, last) of each part into arrays [blocks, bytes per block]."""
-        for part, stored, array in zip(self.coder.parts, self.encoded, into, strict=True):
+        for part, stored, array in zip(self.format.parts, self.encoded, into, strict=True):
             self._read_items(stored, first * part.bytes_per_block, array.reshape(-1))
 
     def _decode(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Decode elements [start, start + count), straight into `out` if it holds their whole blocks."""
-        block_size = self.coder.block_size
+        block_size = self.format.block_size
         first, last = start // block_size, -(-(start + count) // block_size)
         parts = [
             scratch(f"part {place}", (last - first) * part.bytes_per_block).reshape(-1, part.bytes_per_block)
-            for place, part in enumerate(self.coder.parts)
+            for place, part in enumerate(self.format.parts)
         ]
         self.read_parts(first, last, parts)
         size = item_bytes(dtype)
@@ -264,7 +262,7 @@ class BlockTensor(EncodedTensor):
         in_place = skip == 0 and len(out) >= whole
         values = out[:whole] if in_place else np.empty(whole, dtype=np.uint8)
         try:
-            self.coder.decode(parts, values, dtype=dtype, state=self.state)
+            self.format.decode(parts, values, dtype=dtype)
         except DamagedBlock as damaged:
             raise damaged_error(self.place, damaged, first=first) from None
         if not in_place:
@@ -278,13 +276,12 @@ class ColumnTensor(EncodedTensor):
     # Elements of a transposed weight that are decoded at once, before they are put in their places.
     BAND_ELEMENTS = 1 << 22
 
-    coder: ColumnCoding
-    state: Orientation
+    format: TrellisColumns
 
     @functools.cached_property
     def cut(self) -> ColumnCut:
         """How it is cut."""
-        return ColumnCut.of(self.shape, transposed=self.state.transposed)
+        return ColumnCut.of(self.shape, transposed=self.format.transposed)
 
     @functools.cached_property
     def ends(self) -> npt.NDArray[np.int64]:
@@ -310,7 +307,7 @@ class ColumnTensor(EncodedTensor):
     @property
     def unit_rows(self) -> int:
         """How many rows of the weight, as it is stored, are decoded together."""
-        return self.cut.blocks if self.state.transposed else BLOCK_SIZE
+        return self.cut.blocks if self.format.transposed else BLOCK_SIZE
 
     def _decode(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Decode elements, a unit or two strips at a time, straight into `out` if they are rows from its start on."""
@@ -318,10 +315,10 @@ class ColumnTensor(EncodedTensor):
         while start < end:
             matrix, row = divmod(start // width, height)
             first = row // self.unit_rows * self.unit_rows
-            units = 1 if self.state.transposed or start > (matrix * height + first) * width else 2
+            units = 1 if self.format.transposed or start > (matrix * height + first) * width else 2
             rows, columns = range(first, min(first + units * self.unit_rows, height)), range(width)
             stop = min(end, (matrix * height + rows.stop) * width)
-            if not self.state.transposed:
+            if not self.format.transposed:
                 rows = range(first, -(-stop // width) - matrix * height)
                 if row == rows.stop - 1:
                     begin, last = (self.cut.columns_of(at % width // self.cut.blocks) for at in (start, stop - 1))

@@ -1,7 +1,7 @@
 """The work on one tensor, cut into chunks of whole blocks that run in any thread and are collected in order.
 
 `Job` is the interface that shard.py knows. `CopyJob` stores a tensor as it is or in another dtype. `EncodeJob` encodes
-a weight, in one or more passes over its chunks, until its coder is satisfied.
+a weight, in one or more passes over its chunks, until its format asks for none.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from pqweights.common.strict_json import rounded
 from pqweights.convert.records import TensorRecord
 from pqweights.convert.sink import Sink
 from pqweights.errors import SourceError
-from pqweights.formats.protocol import VALUE_DTYPES, Bytes, Measures, Part, PassResult, State
-from pqweights.formats.weight import PassTotals, block_count, encode_chunk
+from pqweights.formats.master import VALUE_DTYPES, BlockFormat, Bytes, Part, Pass
+from pqweights.formats.weight import block_count, encode_chunk
+from pqweights.kernels import Measures
 from pqweights.kernels.workers import scratch
-from pqweights.planning.plan import TensorPlan, coder_of
+from pqweights.planning.plan import TensorPlan, block_format_of
 
 # 2**20 weights are 2 MiB of BF16: few enough for the caches, and enough that the cost of a chunk does not show.
 CHUNK_WEIGHTS = 1 << 20
@@ -114,32 +115,31 @@ class EncodeJob:
         *,
         awq: Bytes | None = None,
         effort: int | None = None,
-        state: State | None = None,
-        history: tuple[PassResult, ...] = (),
+        format: BlockFormat | None = None,
+        passes: tuple[Pass, ...] = (),
     ) -> None:
         """Prepare a pass.
 
         tensor: where the values are read from
         awq: the scales [..., K] of its input channels, as bytes of float16; None if it is not scaled
         effort: the effort of its codec; None for the default
-        state: the state of the pass, by default the coder's first
-        history: the results of earlier passes
+        format: that of the pass, by default the first
+        passes: the earlier ones
         """
-        self._planned, self._tensor, self._awq, self._effort, self._history = planned, tensor, awq, effort, history
-        self._coder = coder_of(planned, effort)
+        self._planned, self._tensor, self._awq = planned, tensor, awq
+        self._format = block_format_of(planned, effort) if format is None else format
+        self._passes = (*passes, Pass(self._format))
         self._dtype = _exact_dtype(tensor, is_scaled=awq is not None)
-        self._state = self._coder.first_state() if state is None else state
         self._factors = None if awq is None else to_float32(awq, "F16")
         self._weights = element_count(tensor)
-        block_size = self._coder.block_size
+        block_size = self._format.block_size
         self._chunk_weights = max(1, CHUNK_WEIGHTS // block_size) * block_size
-        self._totals = PassTotals(self._state)
         self.chunks = -(-self._weights // self._chunk_weights)
 
     def read(self, chunk: int, sink: Sink) -> Bytes:
         """Read one chunk, scaled if the weight is; the padding to whole blocks is undefined."""
         start, count = self._range(chunk)
-        whole = block_count(count, self._coder.block_size) * self._coder.block_size
+        whole = block_count(count, self._format.block_size) * self._format.block_size
         values = scratch("weights", whole * item_bytes(self._dtype))
         self._tensor.read(start, count, self._dtype, values)
         if self._factors is not None:
@@ -161,13 +161,13 @@ class EncodeJob:
         start, count = self._range(chunk)
         if chunk == 0 and self._awq is not None:
             sink.write(awq_name(self._planned.name), 0, self._awq)
-        first_block = start // self._coder.block_size
-        blocks = block_count(count, self._coder.block_size)
-        parts = tuple(self._memory(part, sink, first_block, blocks) for part in self._coder.parts)
-        measures = encode_chunk(self._coder, values, count, dtype=self._dtype, state=self._state, parts=parts)
+        first_block = start // self._format.block_size
+        blocks = block_count(count, self._format.block_size)
+        parts = tuple(self._memory(part, sink, first_block, blocks) for part in self._format.parts)
+        measures = encode_chunk(self._format, values, count, dtype=self._dtype, parts=parts)
         if measures.first_bad_block >= 0:
             self._refuse_non_finite(start, count)
-        for part, data in zip(self._coder.parts, parts, strict=True):
+        for part, data in zip(self._format.parts, parts, strict=True):
             sink.write(self._planned.name + part.suffix, first_block * part.bytes_per_block, data.reshape(-1))
         return measures
 
@@ -194,26 +194,23 @@ class EncodeJob:
 
     def collect(self, result: Measures) -> None:
         """Add up what was measured of a chunk."""
-        self._totals.add(result)
+        self._passes[-1].add(result)
 
     def finish(self) -> TensorRecord | Job:
-        """Return the record of the weight, or another pass if the coder asks for one."""
-        history = (*self._history, self._totals.result())
-        following = self._coder.next_state(history)
+        """Return the record of the weight, or another pass if the format asks for one."""
+        following = self._format.after(self._passes)
         if following is not None:
-            return EncodeJob(
-                self._planned, self._tensor, awq=self._awq, effort=self._effort, state=following, history=history
-            )
-        last = history[-1]
+            return EncodeJob(self._planned, self._tensor, awq=self._awq, format=following, passes=self._passes)
+        last = self._passes[-1]
         return TensorRecord(
             name=self._planned.name,
-            state=last.state.to_json(),
+            state=last.format.stated(),
             relative_mse=rounded(last.relative_mse),
             energy=rounded(last.energy),
         )
 
 
 def _exact_dtype(tensor: LogicalTensor, *, is_scaled: bool) -> str:
-    """Return the dtype in which a weight is read and handed to its coder: its own, if that holds the values."""
+    """Return the dtype in which a weight is read and handed to the encoder: its own, if that holds the values."""
     is_exact = tensor.dtype in VALUE_DTYPES or tensor.dtype == "MXFP4"
     return tensor.plain_dtype if is_exact and not is_scaled else "F32"

@@ -97,17 +97,18 @@ def config_problems(config: Mapping[str, Any], tensors: Iterable[LogicalTensor],
 
 def _weight_problems(expected: Encoding, configured: EncodedTensor) -> Iterator[str]:
     """Yield what a configuration states of a weight, and the manifest does not."""
-    coder, other, state = expected.coder, configured.coder, configured.state.to_json()
+    ours, theirs = expected.format, configured.format
+    settings, others = ours.stated(), theirs.stated()
     stated: dict[str, tuple[Any, Any]] = {
         "shape": (expected.shape, configured.shape),
         "dtype": (expected.dtype, configured.dtype),
-        "codec": (coder.codec, other.codec),
-        "bits": (coder.bits, other.bits),
-        **{key: (expected.state.get(key), state.get(key)) for key in expected.state.keys() | state.keys()},
+        "codec": (ours.codec, theirs.codec),
+        "bits": (ours.bits, theirs.bits),
+        **{key: (settings.get(key), others.get(key)) for key in settings.keys() | others.keys()},
     }
-    for key, (ours, theirs) in stated.items():
-        if ours != theirs:
-            yield f"{CONFIG_FILE}: weight {expected.name!r}: {key}: expected {ours!r}, found {theirs!r}"
+    for key, (wanted, found) in stated.items():
+        if wanted != found:
+            yield f"{CONFIG_FILE}: weight {expected.name!r}: {key}: expected {wanted!r}, found {found!r}"
 
 
 def checked_reads(storage: Storage, stored: Iterable[StoredTensor], manifest: Manifest) -> CheckedReads:

@@ -14,10 +14,9 @@ from pqweights.common.dtypes import DTYPE_BITS
 from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.convert.records import TensorRecord
 from pqweights.errors import MasterError, RecipeError
-from pqweights.formats import MASTER_CODECS
+from pqweights.formats.master import exact_rate
 from pqweights.formats.native import Native
-from pqweights.formats.protocol import exact_rate
-from pqweights.planning.plan import DECODE, INTEGER, KEEP, QUANTIZE, TensorPlan, coding_of, stored_bytes
+from pqweights.planning.plan import DECODE, INTEGER, KEEP, QUANTIZE, TensorPlan, format_of, stored_bytes
 
 
 class _StoredTensor(Document, frozen=True, kw_only=True):
@@ -98,10 +97,10 @@ def parse_tensor(entry: TensorEntry, stated: Mapping[str, Any]) -> tuple[TensorP
         stored=tuple(specs),
     )
     record = as_document(stated, TensorRecord, wrong)
-    is_measured = plan.action in (QUANTIZE, INTEGER) and plan.codec != Native.name
+    is_measured = plan.action in (QUANTIZE, INTEGER) and plan.codec != Native.codec
     if is_measured and (record.relative_mse is None or record.energy is None):
         raise wrong("expected relative_mse and energy, found none")
-    if plan.codec == Native.name and (record.relative_mse, record.energy) != (0, None):
+    if plan.codec == Native.codec and (record.relative_mse, record.energy) != (0, None):
         raise wrong("expected a relative_mse of 0 and no energy of a weight without loss")
     return plan, replace(record, digests=digests, state=_checked_state(plan, stated, wrong))
 
@@ -119,9 +118,9 @@ def _checked_state(plan: TensorPlan, stated: Mapping[str, Any], wrong: Damaged) 
     if plan.action != QUANTIZE or plan.codec is None or plan.bits is None:
         raise wrong(mismatch)
     try:
-        coder = coding_of(plan)
-        own = {key: stated[key] for key in MASTER_CODECS[plan.codec].state_defaults if key in stated}
-        state = coder.parse_state(own).to_json()
+        format = format_of(plan)
+        own = {key: stated[key] for key in format.settings if key in stated}
+        state = format.with_settings(own).stated()
     except RecipeError:
         raise wrong(mismatch) from None
     except ValueError as error:

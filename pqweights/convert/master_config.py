@@ -11,7 +11,7 @@ from pqweights.checkpoint.master import Encoding, NativeSource, quantization_con
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.convert.records import TensorRecord
 from pqweights.formats.native import Native
-from pqweights.planning.plan import KEEP, QUANTIZE, TensorPlan, coding_of
+from pqweights.planning.plan import KEEP, QUANTIZE, TensorPlan, format_of
 
 
 def master_config(
@@ -27,9 +27,7 @@ def master_config(
 def encodings(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> list[Encoding]:
     """Return how each quantized tensor of a finished plan is stored."""
     return [
-        Encoding(
-            name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, coder=coding_of(tensor), state=record.state or {}
-        )
+        Encoding(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, format=format_of(tensor, record.state or {}))
         for tensor, record in zip(tensors, records, strict=True)
         if tensor.action == QUANTIZE
     ]
@@ -37,7 +35,7 @@ def encodings(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) ->
 
 def native_source(checkpoint: Checkpoint, tensors: Sequence[TensorPlan]) -> NativeSource | None:
     """Return what the configuration of a finished master says of its source; None if no weight is native."""
-    native = {tensor.name: tensor for tensor in tensors if tensor.codec == Native.name}
+    native = {tensor.name: tensor for tensor in tensors if tensor.codec == Native.codec}
     if not native:
         return None
     held = {spec.name for tensor in native.values() for spec in tensor.stored}

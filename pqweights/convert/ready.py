@@ -32,10 +32,8 @@ from pqweights.convert.records import TensorRecord
 from pqweights.errors import OutputError, SourceError
 from pqweights.formats.columns import (
     ColumnCodes,
-    ColumnCoding,
     ColumnCut,
-    HadamardTrellisColumns,
-    Orientation,
+    TrellisColumns,
     bits_of,
 )
 from pqweights.planning.plan import QUANTIZE, TensorPlan, stored_bytes
@@ -97,7 +95,7 @@ def write_ready(path: Path, weights: Mapping[str, tuple[ColumnCodes, CodeMeasure
 
 def _names(name: str) -> tuple[str, ...]:
     """Return the names of the stored tensors of a weight."""
-    return tuple(name + suffix for suffix in HadamardTrellisColumns.suffixes)
+    return tuple(name + suffix for suffix in TrellisColumns.suffixes)
 
 
 def _damaged(path: Path) -> Callable[[str], SourceError]:
@@ -199,7 +197,7 @@ class ReadyWeights:
         stored = column_specs(tensor.name, cut, total)
         return tensor._replace(
             action=QUANTIZE,
-            codec=ColumnCoding.codec,
+            codec=TrellisColumns.codec,
             bits=bits_of(cut, total),
             reason="calibrated",
             bytes=stored_bytes(stored),
@@ -211,7 +209,7 @@ class ReadyWeights:
         weight = self.weights[planned.name]
         record = TensorRecord(
             name=planned.name,
-            state=Orientation(transposed=weight.transposed).to_json(),
+            state=TrellisColumns(bits=1, transposed=weight.transposed).stated(),
             relative_mse=weight.relative_mse,
             energy=weight.energy,
             weighed_mse=weight.weighed_mse,
@@ -246,7 +244,7 @@ class FinishedWeights:
         return [self.tensors[tensor.name] if self._has(tensor.name) else tensor for tensor in tensors]
 
     def _has(self, name: str) -> bool:
-        return name in self.tensors and self.tensors[name].codec == ColumnCoding.codec
+        return name in self.tensors and self.tensors[name].codec == TrellisColumns.codec
 
     def job(self, planned: TensorPlan) -> CopyJob:
         """Return the job that stores a weight, of a plan by `planned`.

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from pqweights.common.documents import Number
 from pqweights.common.strict_json import rounded
-from pqweights.formats.protocol import largest_error
-from pqweights.planning.plan import INTEGER, QUANTIZE, TensorPlan, coding_of
+from pqweights.formats.master import largest_error
+from pqweights.planning.plan import INTEGER, QUANTIZE, TensorPlan, format_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class TensorRecord:
 
     name: the tensor
     digests: hashes of its stored tensors, by stored name
-    state: the state in which a weight was encoded (State.to_json)
+    state: the settings of a weight's format (MasterFormat.stated)
     relative_mse: squared error over `energy`
     energy: sum of squares of the weight that was read
     total_mse: in an export of integers, the relative error against the original weight; of a master computed from what
@@ -87,12 +87,12 @@ def tensor_reports(pairs: Iterable[tuple[TensorPlan, TensorRecord]]) -> tuple[Te
 
 def is_rescued(tensor: TensorPlan, record: TensorRecord) -> bool:
     """Whether a weight was encoded in another way than the first choice of its codec."""
-    return tensor.action == QUANTIZE and coding_of(tensor).parse_state(record.state or {}).rescued
+    return tensor.action == QUANTIZE and format_of(tensor, record.state or {}).rescued
 
 
 def promise(tensor: TensorPlan) -> float | None:
     """Return the largest relative error that needs no rescue; None for a tensor of which nothing is promised."""
-    largest = largest_error(coding_of(tensor).distortion) if tensor.action == QUANTIZE else math.inf
+    largest = largest_error(format_of(tensor).distortion) if tensor.action == QUANTIZE else math.inf
     return None if math.isinf(largest) else largest
 
 
@@ -100,7 +100,7 @@ def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
     """Whether a weight's error is above 1.25 times what its codec promises, although the codec tried everything."""
     if tensor.action != QUANTIZE or record.relative_mse is None:
         return False
-    return record.relative_mse > largest_error(coding_of(tensor).distortion)
+    return record.relative_mse > largest_error(format_of(tensor).distortion)
 
 
 def total_relative_mse(records: Sequence[TensorRecord]) -> float | None:

@@ -6,19 +6,25 @@ from collections.abc import Iterable
 
 from pqweights.common.advice import instead
 from pqweights.errors import RecipeError
-from pqweights.formats.columns import ColumnCoding, HadamardTrellisColumns
-from pqweights.formats.hadamard_trellis import HadamardTrellis
-from pqweights.formats.lloyd_max import HadamardLloydMax
-from pqweights.formats.native import Native, NativeCoding
-from pqweights.formats.protocol import Codec, Coder, alternatives, check_effort, exact_rate, has_rate, rates_text
+from pqweights.formats.columns import TrellisColumns
+from pqweights.formats.lloyd_max import LloydMax
+from pqweights.formats.master import (
+    BlockFormat,
+    MasterFormat,
+    alternatives,
+    check_effort,
+    exact_rate,
+    has_rate,
+    rates_text,
+)
+from pqweights.formats.native import Native
+from pqweights.formats.trellis import Trellis
 
 __all__ = [
     "CODECS",
     "DEFAULT_CODEC",
     "MASTER_CODECS",
     "UNRATED",
-    "Coding",
-    "MasterCodec",
     "checked_effort",
     "checked_rate",
     "get_codec",
@@ -27,30 +33,22 @@ __all__ = [
 
 DEFAULT_CODEC = "hadamard-lloyd-max"
 
-CODECS: dict[str, Codec] = {
-    "hadamard-lloyd-max": HadamardLloydMax(),
-    "hadamard-trellis": HadamardTrellis(),
-}
-Coding = Coder | ColumnCoding | NativeCoding  # how a finished weight was encoded
-MasterCodec = Codec | HadamardTrellisColumns | Native
+CODECS: dict[str, type[BlockFormat]] = {"hadamard-lloyd-max": LloydMax, "hadamard-trellis": Trellis}
 # Those that recipes do not name, and whose weights take as many bytes as they take: that of calibrations, and the
 # source's own numbers.
-UNRATED: dict[str, HadamardTrellisColumns | Native] = {
-    "hadamard-trellis-columns": HadamardTrellisColumns(),
-    "native": Native(),
-}
-MASTER_CODECS: dict[str, MasterCodec] = {**CODECS, **UNRATED}
+UNRATED: dict[str, type[MasterFormat]] = {"hadamard-trellis-columns": TrellisColumns, "native": Native}
+MASTER_CODECS: dict[str, type[MasterFormat]] = {**CODECS, **UNRATED}
 
 
-def get_codec(name: str, key: str = "codec") -> Codec:
-    """Return the codec of a name. key: what messages call the name
+def get_codec(name: str, key: str = "codec") -> type[BlockFormat]:
+    """Return the formats of a codec. key: what messages call the name
 
     Raises RecipeError for an unknown name; the message lists the codecs, and names the nearest.
     """
     if name in CODECS:
         return CODECS[name]
     if name in MASTER_CODECS:
-        takes = "takes whole checkpoints (`lossless`)" if name == NativeCoding.codec else "takes a calibration"
+        takes = "takes whole checkpoints (`lossless`)" if name == Native.codec else "takes a calibration"
         raise RecipeError(f"{key}: {name} {takes} and is not for recipes; expected {', '.join(CODECS)}")
     raise RecipeError(f"{key}: no codec is called {name!r}; {instead(name, CODECS)}")
 
@@ -67,10 +65,10 @@ def checked_rate(codec: str, bits: float) -> float:
     Raises RecipeError for one that the codec does not have; the message names a codec that has it, if any.
     """
     try:
-        return get_codec(codec).coder(bits).bits
+        return get_codec(codec).at(bits).bits
     except RecipeError as error:
         other = next((other for other in CODECS.values() if has_rate(other, bits)), None)
-        hint = "" if other is None else f"; {other.name} has {rates_text(other)}"
+        hint = "" if other is None else f"; {other.codec} has {rates_text(other)}"
         raise RecipeError(f"{error}{hint}") from None
 
 
@@ -88,6 +86,6 @@ def checked_effort(codecs: Iterable[str], effort: int) -> int | None:
             check_effort(codec, effort)
         except RecipeError as error:
             other = None if choosing else next((other for other in CODECS.values() if other.efforts), None)
-            hint = "" if other is None else f"; {other.name} has {alternatives(other.efforts)}"
+            hint = "" if other is None else f"; {other.codec} has {alternatives(other.efforts)}"
             raise RecipeError(f"{error}{hint}") from None
     return None if all(effort == codec.efforts[0] for codec in choosing) else effort

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from pqweights.formats.columns import ColumnCodes, ColumnCut
-from pqweights.formats.protocol import Bytes, Doubles, Floats
+from pqweights.formats.master import Bytes, Doubles, Floats
 from pqweights.formats.trellis_tables import NOISE, encode_model
 from pqweights.kernels import BLOCK_SIZE, columns
 from pqweights.kernels.openmp import map_in_threads

@@ -11,16 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.common.dtypes import item_bytes
 from pqweights.common.strict_json import rounded
-from pqweights.errors import RecipeError
-from pqweights.formats.hadamard_trellis import REASONS, TRELLIS, HadamardTrellis
-from pqweights.formats.protocol import Bytes, DamagedBlock, Unstated, exact_rate
+from pqweights.formats.master import Bytes, DamagedBlock, MasterFormat, exact_rate
+from pqweights.formats.trellis import REASONS, TRELLIS, Trellis
 from pqweights.formats.trellis_tables import decode_tables
 from pqweights.kernels import BLOCK_SIZE, columns
 from pqweights.kernels.trellis import HEADER_BYTES
@@ -33,68 +32,36 @@ MOST_STORED_COLUMNS = 1 << 16
 _FACTORS = np.exp2((np.arange(256) - 128) / 16).astype(np.float32)
 
 
-class Orientation(Unstated, frozen=True):
-    """The state of a weight. transposed: whether it is stored as [..., K, N], its matrices being [N, K]"""
+@dataclass(frozen=True, kw_only=True)
+class TrellisColumns(MasterFormat):
+    """Codes of a calibration. Nothing is promised: they have the least error of outputs, not that of weights.
 
-    transposed: bool = False
+    bits: see bits_of
+    transposed: whether the weight is stored as [..., K, N], its matrices being [N, K]
+    """
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the state as manifests store it: keys of Codec.state_defaults, with JSON scalars."""
-        return {"transposed": True} if self.transposed else {}
-
-
-@dataclass(frozen=True)
-class ColumnCoding:
-    """The codec at the rate of one weight, with what `Coder` has for finished weights. bits: see bits_of"""
-
-    bits: float
-
-    codec = "hadamard-trellis-columns"
-    block_size = BLOCK_SIZE
-    depends_on_size = True
-    distortion = math.inf  # nothing is promised: codes have the least error of outputs, not that of weights
-    orthogonal_error = False
-
-    def tables(self) -> None:
-        """Return what decoding needs besides parts and state, as JSON for the master; None if it needs nothing."""
-
-    def parse_state(self, values: Mapping[str, Any]) -> Orientation:
-        """Parse what State.to_json returns; absent keys have the values of Codec.state_defaults."""
-        if values.get("transposed", True) is not True:
-            raise ValueError(f"transposed: expected true or nothing, found {values['transposed']!r}")
-        return Orientation(transposed="transposed" in values)
-
-
-class HadamardTrellisColumns:
-    """The codec, with what `Codec` has for finished weights."""
-
-    name = ColumnCoding.codec
-    suffixes = (TRELLIS, "_lengths", "_row_scales", "_column_scales")
-    block_size = BLOCK_SIZE
-    state_defaults: Mapping[str, Any] = {"transposed": False}
-    description = (
+    codec: ClassVar[str] = "hadamard-trellis-columns"
+    suffixes: ClassVar[tuple[str, ...]] = (TRELLIS, "_lengths", "_row_scales", "_column_scales")
+    settings: ClassVar[Mapping[str, Any]] = {"transposed": False}
+    description: ClassVar[str] = (
         "Linear layers were calibrated: a text was run through the model, and each column of a weight was encoded such "
         "that it makes up for the errors of those before it in the outputs of the layer. Rows and columns are scaled "
         "by how much the outputs depend on them. Blocks of 128 weights of a column are rotated by the Walsh-Hadamard "
         "matrix, become integers by trellis-coded quantization, and are packed by an entropy coder."
     )
-    papers = (
-        *HadamardTrellis.papers,
+    papers: ClassVar[Sequence[str]] = (
+        *Trellis.papers,
         "Frantar et al., *GPTQ*, [arXiv:2210.17323](https://arxiv.org/abs/2210.17323): columns that make up for "
         "errors.",
     )
 
-    def coder(self, bits: float) -> ColumnCoding:
-        """Return the codec at the rate of a weight. Raises RecipeError for one that no weight has."""
-        if not 0 < bits < math.inf:
-            raise RecipeError(f"expected the bits per weight that {self.name} takes, found {bits}")
-        return ColumnCoding(exact_rate(bits))
+    transposed: bool = False
 
-    def coder_from_tables(self, bits: float, tables: Any) -> ColumnCoding:
-        """Return the coder of a rate, with the tables of a master."""
-        if tables is not None:
-            raise ValueError(f"expected none for {self.name}")
-        return self.coder(bits)
+    def with_settings(self, values: Mapping[str, Any]) -> Self:
+        """Return the format of a weight that is transposed, which is stated, or not, which is not stated."""
+        if values.get("transposed", True) is not True:
+            raise ValueError(f"transposed: expected true or nothing, found {values['transposed']!r}")
+        return super().with_settings(values)
 
 
 class ColumnCut(NamedTuple):

@@ -12,36 +12,29 @@ table can be checked as well as computed: tests/formats/test_lloyd_max.py derive
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import numpy as np
+from msgspec import Meta
 
 from pqweights.common.strict_json import is_number
 from pqweights.errors import RecipeError
-from pqweights.formats.protocol import (
-    Bytes,
-    Codec,
-    Coder,
-    Measures,
-    NormRange,
-    Part,
-    PassResult,
-    State,
-    check_effort,
-    unknown_rate,
-)
-from pqweights.formats.scalar import (
-    FIRST_INVALID_HALF,
-    ROTATIONS,
+from pqweights.formats.master import (
+    HADAMARD,
     SIGNED_HADAMARD,
-    ScalarState,
-    check_norms,
-    parse_rotated,
-    state_after,
+    BlockFormat,
+    Bytes,
+    DamagedBlock,
+    Part,
+    Pass,
+    check_effort,
+    check_rate,
+    largest_error,
 )
-from pqweights.kernels import BLOCK_SIZE, Backend, BlockCoding, EncodedArrays, load_backend
+from pqweights.kernels import BLOCK_SIZE, BlockCoding, Measures, load_backend
 from pqweights.kernels.codebook import Codebook, codebook_from_levels
 
 if TYPE_CHECKING:
@@ -51,6 +44,15 @@ CODES = "_codes"
 NORMS = "_norms"
 MIN_BITS = 2
 MAX_BITS = 8
+
+SMALLEST_NORMAL_HALF = 2.0**-14
+LARGEST_HALF = 65504.0
+# Norms of float32 weights need no exponents beyond this, in either direction.
+LARGEST_EXPONENT = 200
+FIRST_INVALID_HALF = 0x7C00  # of the bit patterns of float16: infinity; NaN and all negative numbers follow
+# Above the largest norm of 128 float32 numbers, and above four times it, because that of least squares may be larger.
+_NORM_BOUND = 2.0**135
+_EXPONENT_OF_BOUND = 119  # up to which no float16 reaches the bound
 
 # The upper half of each table, ascending; the lower half is its mirror image. Decimals that round to one float32, and
 # literals, because they are part of the format.
@@ -125,181 +127,151 @@ def codebook(bits: int) -> Codebook:
     return codebook_from_levels(bits, np.concatenate([-upper[::-1], upper]))
 
 
-class HadamardLloydMax(Codec):
-    """The codec of the master; see Codec.
+@dataclass(frozen=True, kw_only=True)
+class LloydMax(BlockFormat):
+    """Codes of Lloyd-Max levels, and a float16 norm for each block.
 
-    rotations: the default one, followed by those that a rescue tries
-    gained: the widths at which norms are enlarged (gain)
+    gained: the widths at which norms are enlarged
+
+    rotation: what blocks are multiplied by before their coordinates are rounded
+    norm_exponent: norms are stored as float16(norm * 2**-norm_exponent)
+    gain: what the encoder multiplies norms of least squares by
     """
 
-    name = "hadamard-lloyd-max"
-    suffixes = (CODES, NORMS)
-    rates = range(MIN_BITS, MAX_BITS + 1)
-    block_size = BLOCK_SIZE
-    rotations: tuple[str, ...] = ROTATIONS
-    gained: Sequence[int] = (2, 3)
-    state_defaults: Mapping[str, Any] = {"rotation": ROTATIONS[0], "norm_exponent": 0}
-    orthogonal_error = True  # where the norm is that of least squares
-    description = (
+    codec: ClassVar[str] = "hadamard-lloyd-max"
+    suffixes: ClassVar[tuple[str, ...]] = (CODES, NORMS)
+    settings: ClassVar[Mapping[str, Any]] = {"rotation": HADAMARD, "norm_exponent": 0}
+    choices: ClassVar[Mapping[str, Sequence[Any]]] = {"rotation": (HADAMARD, SIGNED_HADAMARD)}
+    rates: ClassVar[Sequence[float]] = range(MIN_BITS, MAX_BITS + 1)
+    gained: ClassVar[Sequence[int]] = (2, 3)
+    description: ClassVar[str] = (
         "Each weight is cut along its rows into blocks of 128. A block is rotated by the Walsh-Hadamard matrix, which "
         "makes its coordinates nearly Gaussian, and each coordinate becomes the nearest of the Lloyd-Max levels of the "
         "normal distribution. Beside the codes a block has one float16 norm, the one with the least squared error."
     )
-    papers = (
+    papers: ClassVar[Sequence[str]] = (
         "Vicentino, *PolarQuant* for weights, [arXiv:2603.29078](https://arxiv.org/abs/2603.29078v1) v1 (later renamed "
         "HLWQ): the method. PolarQuant for KV caches ([arXiv:2502.02617](https://arxiv.org/abs/2502.02617)) is another "
         "method with the same name.",
     )
 
-    def distortion(self, bits: int) -> float:
-        """Return the distortion of the Lloyd-Max levels on N(0,1) at a bit width, with norms of least squares."""
-        return DISTORTION[bits]
+    bits: int
+    rotation: str = HADAMARD
+    norm_exponent: Annotated[int, Meta(ge=-LARGEST_EXPONENT, le=LARGEST_EXPONENT)] = 0
+    gain: float = 1.0
 
-    def gain(self, bits: int) -> float:
-        """Return the factor of the norms of least squares at a bit width.
+    @classmethod
+    def at(cls, bits: float, effort: int | None = None) -> Self:
+        """Return the format of a bit width.
 
         Decoded weights are shorter than the weights by the error. Where that is much they are enlarged until their
         product with the weights is the energy of these: the squared error rises by the same factor, but what layers
         compute is not damped any more.
         """
-        return 1 / (1 - self.distortion(bits)) if bits in self.gained else 1.0
-
-    def codebook(self, bits: int) -> Codebook:
-        """Return the Lloyd-Max levels of a bit width."""
-        return codebook(bits)
-
-    @property
-    def backend(self) -> Backend:
-        """What encodes whole blocks."""
-        return load_backend("cpu")
-
-    def coder(self, bits: float, effort: int | None = None) -> ScalarCoder:
-        """Return the coder of a rate, which encodes with an effort; None for the default."""
-        check_effort(self, effort)
-        width = self.width(bits)
-        return _coder(self, width, self.gain(width))
-
-    def coder_from_tables(self, bits: float, tables: Any) -> ScalarCoder:
-        """Return the coder of a rate, with the tables of a master. The tables are the levels."""
-        width = self.width(bits)
-        return ScalarCoder(self, codebook_from_levels(width, _checked_levels(tables, width)), self.gain(width))
-
-    def width(self, bits: float) -> int:
-        """Return a bit width as an integer.
-
-        Raises RecipeError for one that the codec does not have.
-        """
-        if bits not in self.rates:
-            raise unknown_rate(self, bits)
-        return int(bits)
-
-
-@functools.cache
-def _coder(codec: HadamardLloydMax, bits: int, gain: float) -> ScalarCoder:
-    """Return the coder of a codec and a bit width, cached because plans ask for it once for each weight."""
-    return ScalarCoder(codec, codec.codebook(bits), gain)
-
-
-def _checked_levels(numbers: Any, bits: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return the levels of a master as float32, which must be finite and ascending.
-
-    Raises ValueError for anything else.
-    """
-    if isinstance(numbers, list) and len(numbers) == 2**bits and all(map(is_number, numbers)):
-        with np.errstate(over="ignore"):
-            levels = np.array(numbers, dtype=np.float64).astype(np.float32)
-        if np.isfinite(levels).all() and (levels[1:] > levels[:-1]).all():
-            return levels
-    raise ValueError(f"expected {2**bits} ascending float32 numbers for {bits} bits")
-
-
-@dataclass(frozen=True, eq=False)
-class ScalarCoder(Coder):
-    """The codec with the levels of one bit width, and a factor of the norms that it encodes; see Coder."""
-
-    _codec: HadamardLloydMax
-    codebook: Codebook
-    gain: float = 1.0
-    block_size = BLOCK_SIZE
+        check_effort(cls, effort)
+        check_rate(cls, bits)
+        made = cls(bits=int(bits), rotation=cls.settings["rotation"])
+        return replace(made, gain=1 / (1 - made.distortion)) if made.bits in cls.gained else made
 
     @property
-    def codec(self) -> str:
-        """The name of the codec, a key of CODECS."""
-        return self._codec.name
+    def codebook(self) -> Codebook:
+        """The levels."""
+        return codebook(self.bits)
 
     @property
-    def bits(self) -> int:
-        """The rate by which users and files name the coder; an int if it is whole."""
-        return self.codebook.bits
-
-    @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The stored tensors of a weight, with the suffixes of the codec.
-
-        A block has 16 bytes of codes for each bit, and a norm.
-        """
+        """The stored tensors: of each block 16 bytes of codes for each bit, and a norm."""
         return Part(CODES, "U8", BLOCK_SIZE * self.bits // 8), Part(NORMS, "F16", 1)
 
     @property
     def distortion(self) -> float:
-        """The relative mean squared error that theory promises for Gaussian weights."""
-        return self._codec.distortion(self.bits) * self.gain
+        """That of the Lloyd-Max levels on N(0,1), times the gain."""
+        return DISTORTION[self.bits] * self.gain
 
     @property
     def orthogonal_error(self) -> bool:
-        """Whether the error of a decoded weight is orthogonal to it, so that errors of later rounding simply add."""
-        return self._codec.orthogonal_error and self.gain == 1
+        """Whether norms are those of least squares."""
+        return self.gain == 1
 
-    def least_squares(self) -> ScalarCoder:
-        """Return the coder that makes the same codes with the least squared error."""
+    @property
+    def rescued(self) -> bool:
+        """Whether signs precede the rotation."""
+        return self.rotation == SIGNED_HADAMARD
+
+    def least_squares(self) -> Self:
+        """Return the format whose norms are not enlarged."""
         return replace(self, gain=1.0)
 
-    def tables(self) -> list[float]:
-        """Return what decoding needs besides parts and state, as JSON for the master; None if it needs nothing.
+    def stated(self) -> dict[str, Any]:
+        """Return rotation and exponent, also one of 0."""
+        return {key: getattr(self, key) for key in self.settings}
 
-        The levels are the shortest decimals that round to them.
-        """
+    def tables(self) -> list[float]:
+        """Return the levels, the shortest decimals that round to them."""
         return [float(str(level)) for level in self.codebook.levels]
 
-    def first_state(self) -> ScalarState:
-        """Return the state of the first pass, which is the only one for nearly every weight."""
-        return ScalarState(self._codec.rotations[0], 0)
+    def check_tables(self, tables: Any) -> None:
+        """Raise ValueError unless the tables are the levels, in decimals that round to them."""
+        count = 2**self.bits
+        if not (isinstance(tables, list) and len(tables) == count and all(map(is_number, tables))):
+            raise ValueError(f"expected {count} float32 numbers for {self.bits} bits")
+        with np.errstate(over="ignore"):
+            levels = np.array(tables, dtype=np.float64).astype(np.float32)
+        if not np.array_equal(levels, self.codebook.levels):
+            raise ValueError(f"expected those of the format at {self.bits} bits, found others")
 
-    def next_state(self, history: Sequence[PassResult]) -> ScalarState | None:
-        """Return the state for another pass after these, or None if the last one stands."""
-        return state_after(self, self._codec.rotations, history)
+    def after(self, passes: Sequence[Pass]) -> Self | None:
+        """Return the format of another pass after these, or None if the last one stands.
 
-    def parse_state(self, values: Mapping[str, Any]) -> ScalarState:
-        """Parse what State.to_json returns; absent keys have the values of Codec.state_defaults."""
-        return parse_rotated(self, ScalarState, self._codec.rotations, values)
+        A rotation is judged after a pass with the exponent that fits its norms. They are tried in order until the error
+        of one is small enough; if none is, the one with the smallest error stands.
+        """
+        last = passes[-1]
+        exponent = norm_exponent_for(last.smallest_norm, last.largest_norm)
+        if self.norm_exponent != exponent:
+            return replace(self, norm_exponent=exponent)
+        if last.relative_mse <= largest_error(self.distortion):
+            return None
+        # The last pass of a rotation is the one with the fitting exponent.
+        tried = {done.format.rotation: done for done in passes if isinstance(done.format, LloydMax)}
+        for rotation in self.choices["rotation"]:
+            if rotation not in tried:
+                return replace(self, rotation=rotation)
+        best = min(tried, key=lambda rotation: tried[rotation].relative_mse)
+        if best == self.rotation:
+            return None
+        exponent = norm_exponent_for(tried[best].smallest_norm, tried[best].largest_norm)
+        return replace(self, rotation=best, norm_exponent=exponent)
 
-    def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str, state: State) -> Measures:
-        """Encode whole blocks into parts, and return what was measured."""
-        codes, norms = parts
-        energies, errors = np.empty((2, len(codes)), dtype=np.float64)
-        out = EncodedArrays(codes, norms.reshape(-1).view(np.uint16), energies, errors)
-        stats = self._codec.backend.encode(values, dtype, self.coding(state), out)
+    def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str) -> Measures:
+        """Encode whole blocks into codes and norms."""
+        codes, norms = parts[0], parts[1].reshape(-1).view(np.uint16)
+        measures = load_backend("cpu").encode(values, dtype, self.coding, (codes, norms))
         # Norms become infinite only where the exponent does not fit, of which these norms tell.
-        np.minimum(out.norms, FIRST_INVALID_HALF - 1, out=out.norms)
-        return Measures(
-            energies=energies,
-            errors=errors,
-            first_bad_block=stats.first_bad_block,
-            norms=NormRange(stats.smallest_norm, stats.largest_norm),
-        )
+        np.minimum(norms, FIRST_INVALID_HALF - 1, out=norms)
+        return measures
 
-    def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str, state: State) -> None:
-        """Decode whole blocks, encoded in a state, to raw bytes of `dtype`: BF16, F16 or F32."""
-        self.check(parts, state)
-        codes, norms = parts
-        encoded = codes, norms.reshape(-1).view(np.uint16)
-        load_backend("cpu").decode(encoded, self.coding(state), dtype, values)
+    def decode(self, parts: Sequence[Bytes], values: Bytes, *, dtype: str) -> None:
+        """Decode whole blocks to raw bytes of `dtype`: BF16, F16 or F32."""
+        self.check(parts)
+        encoded = parts[0], parts[1].reshape(-1).view(np.uint16)
+        load_backend("cpu").decode(encoded, self.coding, dtype, values)
 
-    def check(self, parts: Sequence[Bytes], state: State) -> None:
-        """Raise DamagedBlock if it shows without decoding that no coder wrote these bytes."""
-        check_norms(parts[1], state)
+    def check(self, parts: Sequence[Bytes]) -> None:
+        """Raise DamagedBlock for a norm that no encoder writes with the exponent."""
+        patterns, exponent = parts[1].reshape(-1).view(np.uint16), self.norm_exponent
+        largest = patterns.max(initial=0)
+        if largest >= FIRST_INVALID_HALF:
+            wrong, reason = patterns >= FIRST_INVALID_HALF, "negative or not finite"
+        elif exponent > _EXPONENT_OF_BOUND:
+            numbers = np.ldexp(patterns.view(np.float16).astype(np.float64), exponent)
+            wrong, reason = numbers >= _NORM_BOUND, f"too large with the exponent {exponent}"
+        else:
+            return
+        if wrong.any():
+            raise DamagedBlock(int(wrong.argmax()), f"its norm is {reason}")
 
-    def decode_torch(self, parts: Sequence[Tensor], state: State) -> Tensor:
+    def decode_torch(self, parts: Sequence[Tensor]) -> Tensor:
         """Decode whole blocks on the device of the parts, [blocks, bytes] u8 -> [blocks, block size] f32.
 
         The operations of the reference run on any device.
@@ -310,15 +282,24 @@ class ScalarCoder(Coder):
 
         codes, norms = parts
         if norms.device.type == "cpu":
-            self.check([codes.numpy(), norms.numpy()], state)
-        return decode_blocks(codes, norms.reshape(-1).view(torch.float16), self.coding(state))
+            self.check([codes.numpy(), norms.numpy()])
+        return decode_blocks(codes, norms.reshape(-1).view(torch.float16), self.coding)
 
-    def coding(self, state: State) -> BlockCoding:
-        """Return how blocks were coded in a state, for kernels that read codes and norms themselves."""
-        assert isinstance(state, ScalarState)
+    @property
+    def coding(self) -> BlockCoding:
+        """How blocks are coded, as the kernels take it."""
         return BlockCoding(
-            codebook=self.codebook,
-            signed=state.rotation == SIGNED_HADAMARD,
-            norm_exponent=state.norm_exponent,
-            gain=self.gain,
+            codebook=self.codebook, signed=self.rescued, norm_exponent=self.norm_exponent, gain=self.gain
         )
+
+
+def norm_exponent_for(smallest: float, largest: float) -> int:
+    """Return the exponent e with which norms are stored as float16(norm * 2**-e).
+
+    smallest, largest: the extremes of the norms that are not 0; inf and 0.0 if there are none
+
+    It is 0 if all non-zero norms are normal float16 numbers; otherwise it brings the largest into [2**14, 2**15).
+    """
+    if largest == 0.0 or (smallest >= SMALLEST_NORMAL_HALF and largest <= LARGEST_HALF):
+        return 0
+    return math.frexp(largest)[1] - 1 - 14

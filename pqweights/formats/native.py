@@ -7,14 +7,12 @@ items of a stored tensor are cut into chunks.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from pqweights.common.strict_json import rounded
-from pqweights.errors import RecipeError
-from pqweights.formats.protocol import Unstated, exact_rate
+from pqweights.formats.master import MasterFormat, exact_rate
 from pqweights.kernels.lossless import CHUNK_ITEMS
 
 # What follows the name of a stored tensor that is coded: its chunks, and the bytes of each.
@@ -34,54 +32,25 @@ def item_width(dtype: str) -> int:
     return _FLOAT_WIDTHS.get(dtype, 1)
 
 
-@dataclass(frozen=True)
-class NativeCoding:
-    """The codec at the rate of one weight, with what `Coder` has for finished weights. bits: see bits_of"""
+@dataclass(frozen=True, kw_only=True)
+class Native(MasterFormat):
+    """The source's own numbers. bits: see bits_of"""
 
-    bits: float
-
-    codec = "native"
-    block_size = CHUNK_ITEMS
-    depends_on_size = True
-    distortion = 0.0
-    orthogonal_error = True
-
-    def tables(self) -> None:
-        """Return what decoding needs besides parts and state, as JSON for the master; None if it needs nothing."""
-
-    def parse_state(self, values: Mapping[str, Any]) -> Unstated:
-        """Parse what State.to_json returns; absent keys have the values of Codec.state_defaults."""
-        return Unstated()
-
-
-class Native:
-    """The codec, with what `Codec` has for finished weights."""
-
-    name = NativeCoding.codec
-    suffixes = (CODED, LENGTHS)
-    block_size = CHUNK_ITEMS
-    state_defaults: Mapping[str, Any] = {}
-    description = (
+    codec: ClassVar[str] = "native"
+    suffixes: ClassVar[tuple[str, ...]] = (CODED, LENGTHS)
+    stated_block_size: ClassVar[int] = CHUNK_ITEMS
+    description: ClassVar[str] = (
         "Nothing was rounded: weights are the numbers of the original, bit for bit. Their exponents, which repeat each "
         "other, are packed by an entropy coder; signs and mantissas are stored as they are."
     )
-    papers: Sequence[str] = (
+    papers: ClassVar[Sequence[str]] = (
         "Duda, *Asymmetric numeral systems*, [arXiv:1311.2540](https://arxiv.org/abs/1311.2540): the entropy coder.",
         "Zhang et al., *DFloat11*, [arXiv:2504.11651](https://arxiv.org/abs/2504.11651), and Hershcovitch et al., "
         "*ZipNN*, [arXiv:2411.05239](https://arxiv.org/abs/2411.05239): what exponents of weights take.",
     )
 
-    def coder(self, bits: float) -> NativeCoding:
-        """Return the codec at the rate of a weight. Raises RecipeError for one that no weight has."""
-        if not 0 < bits < math.inf:
-            raise RecipeError(f"expected the bits per weight that {self.name} takes, found {bits}")
-        return NativeCoding(exact_rate(bits))
-
-    def coder_from_tables(self, bits: float, tables: Any) -> NativeCoding:
-        """Return the coder of a rate, with the tables of a master."""
-        if tables is not None:
-            raise ValueError(f"expected none for {self.name}")
-        return self.coder(bits)
+    distortion = 0.0
+    orthogonal_error = True
 
 
 def bits_of(byte_count: int, weights: int) -> float:

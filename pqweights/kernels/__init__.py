@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import threading
 import warnings
 from dataclasses import dataclass
@@ -39,19 +40,22 @@ ORTHONORMAL = 0.08838834764831845
 FIELD_WIDTHS = {bits: tuple(w for w in (8, 4, 2, 1) if bits & w) for bits in range(1, 9)}
 
 
-@dataclass(frozen=True)
-class EncodeStats:
-    """What one call of `encode` found.
+class Measures(NamedTuple):
+    """What encoding measured of some consecutive blocks.
 
+    energies: sums of squares of the weights, [blocks] f64
+    errors: sums of squared errors after decoding, [blocks] f64
+    first_bad_block: index of the first block that holds a NaN or an infinity, or -1. What is written and measured of
+        such a block is meaningless
     smallest_norm, largest_norm: the extremes of the non-zero least-squares norms, before `norm_exponent` is applied and
-        before rounding to float16; inf and 0.0 if there is no such norm.
-    first_bad_block: index of the first block that holds a NaN or an infinity, or -1. The outputs of such a block are
-        meaningless.
+        before rounding to float16; inf and 0.0 if there is no such norm
     """
 
-    smallest_norm: float
-    largest_norm: float
+    energies: Doubles
+    errors: Doubles
     first_bad_block: int
+    smallest_norm: float = math.inf
+    largest_norm: float = 0.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,13 +74,8 @@ class BlockCoding:
     gain: float = 1.0
 
 
-class EncodedArrays(NamedTuple):
-    """The arrays that `encode` fills, with an entry for each block."""
-
-    codes: npt.NDArray[np.uint8]  # [blocks, 16 * bits]
-    norms: npt.NDArray[np.uint16]  # [blocks] float16 bit patterns
-    energies: Doubles  # [blocks] sum of squares of the weights
-    errors: Doubles  # [blocks] sum of squared errors of the decoded weights
+# [blocks, 16 * bits] codes, and [blocks] norms as float16 bit patterns
+Encoded = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]
 
 
 class Backend(Protocol):
@@ -87,14 +86,14 @@ class Backend(Protocol):
         values: npt.NDArray[np.uint8],  # [blocks * 128 * itemsize] raw bytes of the weights
         dtype: str,  # BF16, F16 or F32
         coding: BlockCoding,
-        out: EncodedArrays,
-    ) -> EncodeStats:
-        """Encode whole blocks into `out`, with norms of least squared error."""
+        encoded: Encoded,  # out
+    ) -> Measures:
+        """Encode whole blocks, with norms of least squared error."""
         ...
 
     def decode(
         self,
-        encoded: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]],  # codes and norms, as in EncodedArrays
+        encoded: Encoded,
         coding: BlockCoding,
         dtype: str,  # BF16, F16 or F32
         values: npt.NDArray[np.uint8],  # out: [blocks * 128 * itemsize] raw bytes, rounded to nearest even, saturated

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.common.dtypes import item_bytes
-from pqweights.kernels import BLOCK_SIZE, SIGNS, VALUE_DTYPES, BlockCoding, Doubles, EncodedArrays, EncodeStats, native
+from pqweights.kernels import BLOCK_SIZE, SIGNS, VALUE_DTYPES, BlockCoding, Doubles, Encoded, Measures, native
 
 # Factors of the polynomial in the search for levels, by bits; scalar_encoding.cpp has the same.
 _DEGREES = {2: 2, 3: 2, 4: 2, 5: 2, 6: 2, 7: 4, 8: 4}
@@ -57,9 +57,11 @@ def _counting_polynomial(limits: npt.NDArray[np.float64], degree: int) -> npt.ND
     return np.asarray(scaled / limits[-1] ** powers)
 
 
-def encode(values: npt.NDArray[np.uint8], dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
-    """Encode whole blocks into `out`, with norms of least squared error."""
-    book, blocks, stats = coding.codebook, len(out.codes), np.empty(3)
+def encode(values: npt.NDArray[np.uint8], dtype: str, coding: BlockCoding, encoded: Encoded) -> Measures:
+    """Encode whole blocks, with norms of least squared error."""
+    codes, norms = encoded
+    book, blocks, stats = coding.codebook, len(codes), np.empty(3)
+    energies, errors = np.empty((2, blocks), dtype=np.float64)
     search = _search_table(tuple(book.levels.tolist()), tuple(book.thresholds.tolist()))
     native.call(
         "encode",
@@ -67,21 +69,21 @@ def encode(values: npt.NDArray[np.uint8], dtype: str, coding: BlockCoding, out: 
         VALUE_DTYPES[dtype],
         native.array(search, np.float32, len(search)),
         _signs(coding),
-        native.array(out.codes, np.uint8, blocks * 16 * book.bits, written=True),
-        native.array(out.norms, np.uint16, blocks, written=True),
-        native.array(out.energies, np.float64, blocks, written=True),
-        native.array(out.errors, np.float64, blocks, written=True),
+        native.array(codes, np.uint8, blocks * 16 * book.bits, written=True),
+        native.array(norms, np.uint16, blocks, written=True),
+        native.array(energies, np.float64, blocks, written=True),
+        native.array(errors, np.float64, blocks, written=True),
         native.array(stats, np.float64, 3, written=True),
         blocks,
         book.bits,
         math.ldexp(1, coding.norm_exponent),
         coding.gain,
     )
-    return EncodeStats(float(stats[0]), float(stats[1]), int(stats[2]))
+    return Measures(energies, errors, int(stats[2]), float(stats[0]), float(stats[1]))
 
 
 def decode(
-    encoded: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]],
+    encoded: Encoded,
     coding: BlockCoding,
     dtype: str,
     values: npt.NDArray[np.uint8],

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, SIGNS, BlockCoding, Doubles, EncodedArrays, EncodeStats
+from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, SIGNS, BlockCoding, Doubles, Encoded, Measures
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -132,25 +132,25 @@ def decode_blocks(packed: Tensor, norms: Tensor, coding: BlockCoding) -> Tensor:
     return x * torch.from_numpy(SIGNS).to(packed.device) if coding.signed else x
 
 
-def encode(values: npt.NDArray[np.uint8], dtype: str, coding: BlockCoding, out: EncodedArrays) -> EncodeStats:
-    """Encode whole blocks into `out`, with norms of least squared error."""
+def encode(values: npt.NDArray[np.uint8], dtype: str, coding: BlockCoding, encoded: Encoded) -> Measures:
+    """Encode whole blocks, with norms of least squared error."""
     x = torch.from_numpy(values).view(TORCH_DTYPES[dtype]).float().reshape(-1, BLOCK_SIZE)
     bad = (~torch.isfinite(x)).any(dim=1).nonzero()
-    packed, half_norms, block_energies, block_errors, exact = encode_blocks(x, coding)
-    out.codes[:] = packed.numpy()
-    out.norms[:] = half_norms.numpy().view(np.uint16)
-    out.energies[:] = block_energies.numpy()
-    out.errors[:] = block_errors.numpy()
+    codes, norms, energies, errors, exact = encode_blocks(x, coding)
+    encoded[0][:] = codes.numpy()
+    encoded[1][:] = norms.numpy().view(np.uint16)
     nonzero = exact[exact > 0]
-    return EncodeStats(
-        smallest_norm=float(nonzero.min()) if len(nonzero) else float("inf"),
-        largest_norm=float(nonzero.max()) if len(nonzero) else 0.0,
-        first_bad_block=int(bad[0]) if len(bad) else -1,
+    return Measures(
+        energies.numpy(),
+        errors.numpy(),
+        int(bad[0]) if len(bad) else -1,
+        float(nonzero.min()) if len(nonzero) else float("inf"),
+        float(nonzero.max()) if len(nonzero) else 0.0,
     )
 
 
 def decode(
-    encoded: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]],
+    encoded: Encoded,
     coding: BlockCoding,
     dtype: str,
     values: npt.NDArray[np.uint8],

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.common.dtypes import item_bytes
-from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, native
+from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, Measures, native
 from pqweights.kernels.workers import scratch
 
 # The numbers of states for which there is a search, ascending.
@@ -30,7 +30,7 @@ _TILE_WORDS = (BLOCK_SIZE + 1) * _LANES
 class DecodeTables:
     """What the decoder looks up.
 
-    entries: u32 [tables, 2, 4096]; see codecs.trellis_tables
+    entries: u32 [tables, 2, 4096]; see formats.trellis_tables
     tables: i32 [256], the table of each class
     widths: i32 [tables, 2]: the low bits of k that buckets of the core, and of the tails, leave
     gains: f64 [256]: what a number of each class is multiplied by, besides the step
@@ -76,7 +76,7 @@ def encode(
     gained: bool,
     model: EncodeModel,
     rows: npt.NDArray[np.uint8],
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int]:
+) -> Measures:
     """Encode superblocks.
 
     values: the weights as raw bytes of `dtype` (BF16, F16 or F32)
@@ -85,8 +85,7 @@ def encode(
     gained: whether steps are enlarged until the product of decoded weights with the weights is the energy of these
     rows: out: u8 [superblocks, stride]
 
-    Returns the sums of squares of the weights and of the errors, [superblocks] f64 each, and the first superblock that
-    holds a NaN or an infinity, or -1. Raises ValueError for arrays, superblocks or states of a number that is none.
+    Raises ValueError for arrays, superblocks or states of a number that is none.
     """
     _check(cut)
     if states not in STATES:
@@ -116,7 +115,7 @@ def encode(
         _room("stream", np.uint16, tiles * _TILE_WORDS + _LANES),
         *(cut.number, cut.blocks, cut.stride, states, VALUE_DTYPES[dtype]),
     )
-    return energies, errors, int(bad[0])
+    return Measures(energies, errors, int(bad[0]))
 
 
 def decode(

@@ -12,7 +12,7 @@ from pqweights.checkpoint.master import column_specs
 from pqweights.checkpoint.readers import scale_shape
 from pqweights.errors import OptionError, RecipeError
 from pqweights.formats.columns import MOST_STORED_COLUMNS, ColumnCut
-from pqweights.formats.hadamard_trellis import HadamardTrellis
+from pqweights.formats.trellis import Trellis
 from pqweights.planning.context_memory import layers_and_width
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import QUANTIZE, TensorPlan
@@ -34,7 +34,7 @@ def check_calibration(options: QuantizeOptions) -> None:
 
 def measures(recipe: Recipe, options: QuantizeOptions) -> bool:
     """Whether sensitivities are measured: for a size, of weights whose codes no calibration finds."""
-    return options.calibrate is not None and recipe.size is not None and HadamardTrellis.name not in recipe.codecs
+    return options.calibrate is not None and recipe.size is not None and Trellis.codec not in recipe.codecs
 
 
 def wanted_bits(recipe: Recipe, tensors: Sequence[TensorPlan]) -> dict[str, float]:
@@ -46,14 +46,14 @@ def wanted_bits(recipe: Recipe, tensors: Sequence[TensorPlan]) -> dict[str, floa
     """
     wanted: dict[str, float] = {}
     for tensor in tensors:
-        if tensor.codec == HadamardTrellis.name and _fills_strips(tensor.shape):
+        if tensor.codec == Trellis.codec and _fills_strips(tensor.shape):
             columns = column_specs(tensor.name, ColumnCut.of(tensor.shape), tensor.bytes)
             counts_headers = recipe.size is not None and recipe.size.output_bytes is not None
             more = _header_bytes(columns) - _header_bytes(tensor.stored) if counts_headers else 0
             wanted[tensor.name] = 8.0 * (tensor.bytes - more)
     if not wanted:
         raise RecipeError(
-            f"recipe {recipe.name!r}: `calibrate` is for matrices with the codec {HadamardTrellis.name}, and it gives "
+            f"recipe {recipe.name!r}: `calibrate` is for matrices with the codec {Trellis.codec}, and it gives "
             "it to none here; choose a recipe such as t4, or a target, for which bit widths are then chosen"
         )
     return wanted

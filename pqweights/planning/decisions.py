@@ -109,7 +109,7 @@ def is_smaller(tensor: LogicalTensor, codec: str | None, bits: float) -> bool:
 
 def _sizes(tensor: LogicalTensor, codec: str, bits: float) -> tuple[int, int]:
     """Return the size of a tensor in bytes if it is encoded, and if it is kept."""
-    encoded = sum(spec.byte_count for spec in encoded_specs(tensor.name, tensor.shape, get_codec(codec).coder(bits)))
+    encoded = sum(spec.byte_count for spec in encoded_specs(tensor.name, tensor.shape, get_codec(codec).at(bits)))
     return encoded, math.prod(tensor.shape) * item_bytes(tensor.plain_dtype)
 
 

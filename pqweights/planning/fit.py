@@ -20,7 +20,7 @@ from pqweights.errors import RecipeError
 from pqweights.formats import get_codec
 from pqweights.planning.decisions import RatePlanner, Rates
 from pqweights.planning.knapsack import Choice, Solution, best_within, cheapest, solve
-from pqweights.planning.plan import QUANTIZE, TensorPlan, coder_of
+from pqweights.planning.plan import QUANTIZE, TensorPlan, block_format_of
 from pqweights.planning.recipe import SizeTarget
 from pqweights.planning.sensitivity import HEURISTIC, Sensitivity, alphas_for, groups_of, taken_apart
 
@@ -307,7 +307,9 @@ def _rate_option(asked: float | None, members: Sequence[_Member], planner: RateP
         header_bytes += tensors * sum(entry_bytes(spec.dtype, spec.shape) + len(spec.name) for spec in plan.stored)
         header_bytes += len(plan.stored) * name_bytes
         weights += tensors * plan.weights
-        errors.append(0.0 if plan.codec is None else tensors * plan.weights * coder_of(plan).least_squares().distortion)
+        errors.append(
+            0.0 if plan.codec is None else tensors * plan.weights * block_format_of(plan).least_squares().distortion
+        )
     # Codecs that lack a rate take their nearest.
     given = (free_bits or fixed_bits) - {None}
     bits = given.pop() if len(given) == 1 else asked if given else None

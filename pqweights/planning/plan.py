@@ -11,16 +11,16 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, encode_header, in_file_order, stored_tensors
 from pqweights.checkpoint.names import INDEX_FILE, awq_name, shard_name
 from pqweights.common.dtypes import FLOAT8_DTYPES, PACKED_DTYPES
-from pqweights.formats import UNRATED, Coding, get_codec
+from pqweights.formats import UNRATED, get_codec
+from pqweights.formats.master import BlockFormat, MasterFormat
 from pqweights.formats.native import Native
-from pqweights.formats.protocol import Coder
 
 DEFAULT_MAX_SHARD_BYTES = 2_000_000_000
 # What becomes of a tensor: it is encoded with a codec, kept as it is, decoded to a plain weight, or rounded to
@@ -327,7 +327,7 @@ class Plan:
     def already_quantized(self) -> tuple[QuantizedAlready, ...]:
         """The formats in which weights were that a master rounds again: the squared errors of both add up."""
         formats = {**PACKED_DTYPES, **dict.fromkeys(FLOAT8_DTYPES, (8, "FP8"))}
-        again = (t for t in self.tensors if t.action == QUANTIZE and t.codec != Native.name)
+        again = (t for t in self.tensors if t.action == QUANTIZE and t.codec != Native.codec)
         of = Counter(formats[t.dtype] for t in again if t.dtype in formats)
         return tuple(QuantizedAlready(name, bits, count) for (bits, name), count in of.items())
 
@@ -349,24 +349,26 @@ class Plan:
         return total(self.tensors, source_bytes=self.source_bytes, output_bytes=self.output_bytes)
 
 
-def coder_of(tensor: TensorPlan, effort: int | None = None) -> Coder:
-    """Return the coder of a quantized tensor, sized for it; an effort matters for encoding alone.
+def block_format_of(tensor: TensorPlan, effort: int | None = None) -> BlockFormat:
+    """Return the format in which a weight is encoded first, sized for it; an effort matters for encoding alone.
 
     If input channels are scaled, their scales were searched for the least squared error.
     """
     assert tensor.action == QUANTIZE and tensor.codec is not None and tensor.bits is not None
-    coder = get_codec(tensor.codec).coder(tensor.bits, effort).sized(tensor.weights)
-    return coder.least_squares() if tensor.is_scaled else coder
+    format = get_codec(tensor.codec).at(tensor.bits, effort).sized(tensor.weights)
+    return format.least_squares() if tensor.is_scaled else format
 
 
-def coding_of(tensor: TensorPlan) -> Coding:
-    """Return how a quantized tensor is encoded.
+def format_of(tensor: TensorPlan, settings: Mapping[str, Any] | None = None) -> MasterFormat:
+    """Return the format of a quantized tensor. settings: what a record states of its last pass
 
     Raises RecipeError for a codec or bits that there are not.
     """
     if tensor.codec in UNRATED and tensor.bits is not None:
-        return UNRATED[tensor.codec].coder(tensor.bits)
-    return coder_of(tensor)
+        format = UNRATED[tensor.codec].at(tensor.bits)
+    else:
+        format = block_format_of(tensor)
+    return format if settings is None else format.with_settings(settings)
 
 
 def index_json(shards: Sequence[ShardPlan]) -> dict[str, Any]:

@@ -376,7 +376,7 @@ def with_known_codecs(recipe: Recipe, keys: tuple[str, str] = ("", "")) -> Recip
     """
     rules = []
     for number, rule in enumerate(recipe.rules, start=1):
-        codec = checked(f"rule {number}", partial(get_codec, rule.codec or recipe.codec)).name
+        codec = checked(f"rule {number}", partial(get_codec, rule.codec or recipe.codec)).codec
         bits = None if rule.bits is None else checked(f"rule {number}: bits", partial(checked_rate, codec, rule.bits))
         rules.append(msgspec.structs.replace(rule, bits=bits))
     bits = checked(keys[0], partial(checked_rate, recipe.codec, recipe.bits))

@@ -18,8 +18,7 @@ from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.common.strict_json import is_utf8
 from pqweights.errors import GenerationError
-from pqweights.formats import CODECS
-from pqweights.formats.lloyd_max import HadamardLloydMax
+from pqweights.formats.lloyd_max import LloydMax
 from pqweights.runtime.cached import CachedRun, CacheFigures
 from pqweights.runtime.folders import LLAMA_CPP, MASTER, Folder, read_model
 from pqweights.runtime.models import check_options, check_packed, choose_device, open_model
@@ -161,8 +160,8 @@ def _prompt_ids(folder: Folder, tokenizer: Any, prompt: str, *, chat: bool) -> I
 def _is_scalar(folder: Folder) -> bool:
     """Whether a master has scalar codes alone, which are multiplied without being decoded: packed is then faster."""
     tensors = open_local(folder.path).tensors if folder.runtime == MASTER else []
-    codecs = {tensor.coder.codec for tensor in tensors if isinstance(tensor, EncodedTensor)}
-    return bool(codecs) and all(isinstance(CODECS.get(codec), HadamardLloydMax) for codec in codecs)
+    codecs = {type(tensor.format) for tensor in tensors if isinstance(tensor, EncodedTensor)}
+    return bool(codecs) and all(issubclass(codec, LloydMax) for codec in codecs)
 
 
 def _continue(model: Any, tokenizer: Any, ids: Ids, seed: int | None, show: Show, **settings: Any) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from pqweights.errors import OptionError
 from pqweights.formats.gguf_blocks import BlockRule
 from pqweights.formats.packing import PackedFormat
 from pqweights.models import text_model
-from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, coding_of, stored_bytes
+from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, format_of, stored_bytes
 from pqweights.targets import target_name
 from pqweights.targets.architectures import unexamined_warnings
 from pqweights.targets.assignment import Kept
@@ -269,7 +269,7 @@ def _known_errors(outline: Outline, master: Checkpoint, manifest: Manifest) -> d
     errors = {
         tensor.name: record.relative_mse
         for tensor, record in manifest.pairs
-        if record.relative_mse is not None and not tensor.is_scaled and coding_of(tensor).orthogonal_error
+        if record.relative_mse is not None and not tensor.is_scaled and format_of(tensor).orthogonal_error
     }
     return {t.name: error for t in outline.tensors if (error := _error(t, master.weights, errors)) is not None}
 

@@ -41,7 +41,7 @@ from pqweights.planning.roles import classify
 RECIPE = {
     "name": "lossless",
     "description": "Every weight in the source's own numbers, coded by their entropy where that makes it smaller.",
-    "codec": Native.name,
+    "codec": Native.codec,
     "rules": [],
 }
 RUN_CHUNKS = 16  # of a stored tensor that are coded at once
@@ -162,7 +162,7 @@ def _planned(tensor: LogicalTensor, model: ModelDescription, lengths: Mapping[st
         action, codec, bits = KEEP, None, None
     else:
         stored = tuple(spec for part in source.parts for spec in _stored(part, lengths))
-        action, codec, bits = QUANTIZE, Native.name, bits_of(stored_bytes(stored), math.prod(tensor.shape))
+        action, codec, bits = QUANTIZE, Native.codec, bits_of(stored_bytes(stored), math.prod(tensor.shape))
         reason = "lossless, coded by its entropy" if is_coded else "lossless, as it is stored"
     return TensorPlan(
         name=tensor.name,

@@ -149,7 +149,7 @@ def _planned(recipe: Recipe, tensor: LogicalTensor, decision: Decision, chosen: 
         if bits is None or not is_smaller(tensor, codec, bits):
             codec = bits = None
     if codec is not None and bits is not None:
-        stored = encoded_specs("", tensor.shape, get_codec(codec).coder(bits), awq=scaled)
+        stored = encoded_specs("", tensor.shape, get_codec(codec).at(bits), awq=scaled)
         reason += ", input channels scaled" if scaled else ""
     else:
         stored = (TensorSpec("", tensor.plain_dtype, tensor.shape),)

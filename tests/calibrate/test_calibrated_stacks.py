@@ -144,7 +144,7 @@ def test_stacks_are_decoded_as_the_page_says_exported_and_kept_packed(made: Made
     done("export", made.master, tmp_path / "out", "--target", "bf16")
     exported = read_all(tmp_path / "out")
     for name, stack in made.stacks.items():
-        values = independent(made.master, name, stack.state.transposed)
+        values = independent(made.master, name, stack.format.transposed)
         assert exported[name][1].tobytes() == to_bytes(values.reshape(-1), "BF16")
         source = as_float32(read_all(made.source)[name])
         error = np.square(source - as_float32(bf16(values))).sum() / np.square(source).sum()

@@ -18,8 +18,8 @@ from hard_weights import norm_ties
 from pqweights.checkpoint.source import open_local
 from pqweights.formats import get_codec
 from pqweights.formats import lloyd_max as codebook
-from pqweights.formats.protocol import RESCUE_FACTOR
-from pqweights.formats.weight import encode_weight
+from pqweights.formats.master import RESCUE_FACTOR
+from pqweights.formats.weight import decode_weight, encode_weight
 from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, SIGN_BITS, BlockCoding, load_backend, reference
 from pqweights.kernels.codebook import codebook_from_levels
 from pqweights.planning.options import ExportOptions
@@ -109,7 +109,7 @@ def test_fields_of_each_bit_width():
     text = re.sub(r"\s+", " ", between("The width is the sum of its binary digits", "A code is cut"))
     stated = {int(bits): tuple(map(int, parts.split(" + "))) for bits, parts in re.findall(r"(\d) = ([\d +]*\d)", text)}
     assert stated == {bits: FIELD_WIDTHS[bits] for bits in BITS}
-    assert CODEC.coder(5).block_size == BLOCK_SIZE == independent_reader.BLOCK == 128
+    assert CODEC.at(5).block_size == BLOCK_SIZE == independent_reader.BLOCK == 128
 
 
 def test_distortions_and_the_rescue_factor():
@@ -154,21 +154,23 @@ def test_independent_writer_gives_the_same_weight(bits, dtype):
     for name, values in (FAMILIES | {"ties of norms in F32": ties}).items():
         raw = helpers.raw_bytes(values, dtype)
         exact = helpers.values_of(raw, dtype)
-        ours, measured = encode_weight(raw, dtype=dtype, shape=values.shape, coder=CODEC.coder(bits))
-        state, norms = measured.state, ours.parts[1].view(np.float16).reshape(-1)
-        theirs = independent_writer.encode(exact, codebook.codebook(bits).levels, bits, CODEC.distortion(bits))
-        assert (state.rotation, state.norm_exponent) == (theirs.rotation, theirs.norm_exponent), name
-        assert np.array_equal(ours.parts[0], theirs.codes), name
+        parts, measured = encode_weight(raw, dtype=dtype, shape=values.shape, format=CODEC.at(bits))
+        format, norms = measured.format, parts[1].view(np.float16).reshape(-1)
+        theirs = independent_writer.encode(exact, codebook.codebook(bits).levels, bits, codebook.DISTORTION[bits])
+        assert (format.rotation, format.norm_exponent) == (theirs.rotation, theirs.norm_exponent), name
+        assert np.array_equal(parts[0], theirs.codes), name
         assert np.array_equal(norms.view(np.uint16), theirs.norms), name
         assert (measured.energy, measured.error) == (theirs.energy, theirs.squared_error), name
         assert measured.relative_mse == theirs.relative_mse, name
-        rotations.add(state.rotation)
-        exponents.add(np.sign(state.norm_exponent))
+        rotations.add(format.rotation)
+        exponents.add(np.sign(format.norm_exponent))
         # The independent reader decodes what the package wrote to the bytes that the package decodes.
         decoded = independent_reader.decode_blocks(
-            ours.parts[0], norms, codebook.codebook(bits).levels, bits, state.rotation, state.norm_exponent
+            parts[0], norms, codebook.codebook(bits).levels, bits, format.rotation, format.norm_exponent
         )
-        assert independent_reader.to_bytes(decoded, dtype) == ours.decode().tobytes(), name
+        assert (
+            independent_reader.to_bytes(decoded, dtype) == decode_weight(format, parts, values.size, dtype).tobytes()
+        ), name
     assert rotations == {"hadamard", "signed-hadamard"}
     assert exponents == ({0, 1} if dtype == "F16" else {-1, 0, 1})  # the smallest F16 weights have normal norms
 
@@ -177,8 +179,8 @@ def test_independent_writer_gives_the_same_weight(bits, dtype):
 def test_independent_writer_pads_in_the_same_way(bits):
     values = helpers.gaussian(7, 91, seed=bits)
     raw = values.reshape(-1).view(np.uint8)
-    ours, measured = encode_weight(raw, dtype="F32", shape=values.shape, coder=CODEC.coder(bits))
-    theirs = independent_writer.encode(values, codebook.codebook(bits).levels, bits, CODEC.distortion(bits))
-    assert ours.parts[0].shape == (5, 16 * bits) and np.array_equal(ours.parts[0], theirs.codes)
-    assert np.array_equal(ours.parts[1].view(np.uint16).reshape(-1), theirs.norms)
+    parts, measured = encode_weight(raw, dtype="F32", shape=values.shape, format=CODEC.at(bits))
+    theirs = independent_writer.encode(values, codebook.codebook(bits).levels, bits, codebook.DISTORTION[bits])
+    assert parts[0].shape == (5, 16 * bits) and np.array_equal(parts[0], theirs.codes)
+    assert np.array_equal(parts[1].view(np.uint16).reshape(-1), theirs.norms)
     assert (measured.energy, measured.error) == (theirs.energy, theirs.squared_error)

@@ -97,7 +97,7 @@ def test_constant_weight_is_rescued_at_the_same_size(
     rescued = run_command(work, tmp_path / "rescued")
     assert rescued.records[0].state == {"rotation": "signed-hadamard", "norm_exponent": 0}
     with monkeypatch.context() as patch:
-        patch.setattr("pqweights.formats.protocol.RESCUE_FACTOR", float("inf"))
+        patch.setattr("pqweights.formats.master.RESCUE_FACTOR", float("inf"))
         plain = run_command(work, tmp_path / "plain")
     assert plain.records[0].state == {"rotation": "hadamard", "norm_exponent": 0}
     assert rescued.plan.output_bytes == plain.plan.output_bytes

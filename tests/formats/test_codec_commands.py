@@ -36,9 +36,9 @@ from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import MasterError
 from pqweights.formats import CODECS
-from pqweights.formats.hadamard_trellis import superblocks
-from pqweights.formats.protocol import has_rate
-from pqweights.formats.weight import encode_weight
+from pqweights.formats.master import has_rate
+from pqweights.formats.trellis import superblocks
+from pqweights.formats.weight import decode_weight, encode_weight
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import parse_recipe
@@ -95,8 +95,9 @@ def test_weights_are_stored_as_the_recipe_says_and_decode_to_those_encoded_in_me
         }
         assert shown[name]["bytes"] == stored[codec], name
         raw = np.ascontiguousarray(exact).reshape(-1).view(np.uint8)
-        weight, _ = encode_weight(raw, dtype="F32", shape=exact.shape, coder=CODECS[codec].coder(bits))
-        assert np.array_equal(values, weight.decode().view(np.float32).reshape(exact.shape)), name
+        parts, last = encode_weight(raw, dtype="F32", shape=exact.shape, format=CODECS[codec].at(bits))
+        expected = decode_weight(last.format, parts, exact.size, "F32").view(np.float32)
+        assert np.array_equal(values, expected.reshape(exact.shape)), name
         error = np.square(values - exact, dtype=np.float64).sum() / np.square(exact, dtype=np.float64).sum()
         assert shown[name]["relative_mse"] == approx(error, F32_SOLVED), name
 
@@ -186,7 +187,7 @@ def test_computed_errors_of_exports_are_those_measured(target: str, folder: Path
         exact = as_float32(weights[name]).astype(np.float64)
         measured = np.square(decoded(name) - exact).sum() / np.square(exact).sum()
         codec, bits = coding_of(name)
-        if not CODECS[codec].coder(bits).orthogonal_error:
+        if not CODECS[codec].at(bits).orthogonal_error:
             assert record.total_mse is None, name
         else:
             assert record.total_mse == approx(measured, ORTHOGONAL), name

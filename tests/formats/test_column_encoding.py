@@ -28,8 +28,8 @@ from pqweights.formats.column_encoding import (
     spread_of,
 )
 from pqweights.formats.columns import ColumnCodes, ColumnCut
-from pqweights.formats.hadamard_trellis import HadamardTrellis
-from pqweights.formats.protocol import Floats
+from pqweights.formats.master import Floats
+from pqweights.formats.trellis import Trellis
 from pqweights.formats.trellis_tables import decode_tables
 from pqweights.kernels import columns
 from pqweights.kernels.trellis import STATES
@@ -136,11 +136,11 @@ def test_outputs_have_a_fraction_of_the_error_of_the_plain_trellis_of_as_many_by
     given = problem(256, 256)
     codes, _ = given.encode(0.05)
     stored = sum(part.nbytes for part in (codes.trellis, codes.lengths, codes.row_scales, codes.column_scales))
-    coder = HadamardTrellis().coder(8 * stored / given.weight.size, 8).sized(given.weight.size)
-    rows = np.empty((coder._cut.number, coder._cut.stride), dtype=np.uint8)
+    format = Trellis.at(8 * stored / given.weight.size, 8).sized(given.weight.size)
+    rows = np.empty((-(-given.weight.size // format.block_size), format.parts[0].bytes_per_block), dtype=np.uint8)
     plain = np.empty(given.weight.nbytes, dtype=np.uint8)
-    coder.encode(given.weight.reshape(-1).view(np.uint8), [rows], dtype="F32", state=coder.first_state())
-    coder.decode([rows], plain, dtype="F32", state=coder.first_state())
+    format.encode(given.weight.reshape(-1).view(np.uint8), [rows], dtype="F32")
+    format.decode([rows], plain, dtype="F32")
     assert given.cost(plain.view(np.float32).reshape(given.weight.shape)) > 2 * given.cost(decoded(codes)[0])
 
 

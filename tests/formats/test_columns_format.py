@@ -29,14 +29,13 @@ from pqweights.errors import MasterError, RecipeError
 from pqweights.formats import checked_rate
 from pqweights.formats.columns import (
     ColumnCodes,
-    ColumnCoding,
     ColumnCut,
-    Orientation,
+    TrellisColumns,
     bits_of,
     decode_codes,
     decode_columns,
 )
-from pqweights.formats.protocol import VALUE_DTYPES, DamagedBlock
+from pqweights.formats.master import VALUE_DTYPES, DamagedBlock
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 SECTION = PAGE[PAGE.index("## 10. ") : PAGE.index("## 11. ")]
@@ -62,14 +61,13 @@ def tensor_of(codes: ColumnCodes, dtype: str = "BF16") -> tuple[ColumnTensor, An
     storage: Any = Memory(codes)
     stored = stored_tensors("file", 0, column_specs("w", codes.cut, len(codes.trellis)))
     shape = codes.cut.shape
-    coder = ColumnCoding(bits_of(codes.cut, len(codes.trellis)))
+    bits = bits_of(codes.cut, len(codes.trellis))
     tensor = ColumnTensor(
         storage=storage,
         name="w",
         shape=shape,
         dtype=dtype,
-        coder=coder,
-        state=Orientation(transposed=codes.transposed),
+        format=TrellisColumns(bits=bits, transposed=codes.transposed),
         encoded=stored,
     )
     return tensor, storage
@@ -205,7 +203,7 @@ def test_stacks_are_those_of_an_independent_decoder(shape: tuple[int, ...], tran
     codes = column_writer.encoded(gaussian(*shape, seed=3), 2.5, seed=shape[0], transposed=transposed)
     assert codes.cut.shape == shape and codes.cut == ColumnCut.of(shape, transposed=transposed)
     tensor, _ = tensor_of(codes)
-    assert tensor.coder.bits == column_decoder.bits(shape, len(codes.trellis), transposed=transposed)
+    assert tensor.format.bits == column_decoder.bits(shape, len(codes.trellis), transposed=transposed)
     for dtype in VALUE_DTYPES:
         assert read(tensor, 0, int(np.prod(shape)), dtype) == independent(codes, dtype)
 

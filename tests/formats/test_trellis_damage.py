@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +16,8 @@ from helpers import gaussian
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pqweights.formats.hadamard_trellis import HadamardTrellis, TrellisCoder, TrellisState
-from pqweights.formats.protocol import DamagedBlock
+from pqweights.formats.master import DamagedBlock
+from pqweights.formats.trellis import Trellis
 from pqweights.formats.weight import encode_weight
 from pqweights.kernels.trellis import Superblocks
 
@@ -51,11 +52,12 @@ def decode(row: bytes, blocks: int, *, dtype: str = "F32", signed: bool = False)
     rows[GUARD:-GUARD] = np.frombuffer(b"".join(trio), dtype=np.uint8)
     before, superblock = rows.copy(), blocks * 128 * SIZES[dtype]
     values = guarded(3 * superblock)
-    coder = TrellisCoder(rate=8.0, states=8, cut=Superblocks(3, blocks, size))
-    state, inside = TrellisState("signed-hadamard", 0.5) if signed else TrellisState("hadamard"), values[GUARD:-GUARD]
+    settings: dict[str, Any] = {"rotation": "signed-hadamard", "step_power": 0.5} if signed else {}
+    format = Trellis(bits=8.0, cut=Superblocks(3, blocks, size)).with_settings(settings)
+    inside = values[GUARD:-GUARD]
     damage = None
     try:
-        coder.decode([rows[GUARD:-GUARD].reshape(3, size)], inside, dtype=dtype, state=state)
+        format.decode([rows[GUARD:-GUARD].reshape(3, size)], inside, dtype=dtype)
     except DamagedBlock as found:
         damage = found
     assert damage is None or damage.block == place
@@ -82,9 +84,9 @@ def page_refuses(row: bytes, blocks: int) -> bool:
 def sound(blocks: int, seed: int, *, rate: float = 3.0) -> bytes:
     """A superblock that the encoder wrote."""
     values = gaussian(blocks, 128, seed=seed) * np.exp2(np.arange(blocks) % 5)[:, None].astype(np.float32)
-    coder = HadamardTrellis().coder(rate)
-    weight, _ = encode_weight(values.view(np.uint8).reshape(-1), dtype="F32", shape=values.shape, coder=coder)
-    return weight.parts[0][0].tobytes()
+    raw = values.view(np.uint8).reshape(-1)
+    (rows,), _ = encode_weight(raw, dtype="F32", shape=values.shape, format=Trellis.at(rate))
+    return rows[0].tobytes()
 
 
 blocks_of = st.sampled_from([1, 2, 15, 16, 17, 33])
@@ -151,10 +153,10 @@ def test_property_page_and_kernel_refuse_the_same_bytes(
 ) -> None:
     blocks, _, wrong = case
     wrong = wrong if stream else header
-    coder = TrellisCoder(rate=8.0, states=8, cut=Superblocks(1, blocks, len(wrong)))
+    format = Trellis(bits=8.0, step_power=0, cut=Superblocks(1, blocks, len(wrong)))
     values = np.empty(blocks * 128 * 4, dtype=np.uint8)
     try:
-        coder.decode([np.frombuffer(wrong, dtype=np.uint8)[None]], values, dtype="F32", state=TrellisState("hadamard"))
+        format.decode([np.frombuffer(wrong, dtype=np.uint8)[None]], values, dtype="F32")
     except DamagedBlock:
         assert page_refuses(wrong, blocks)
     else:
@@ -180,11 +182,11 @@ def test_flipped_bits_of_words_and_unused_bytes_are_noticed(unused: int, begin: 
 @pytest.mark.parametrize("bit", range(8))
 def test_flipped_bit_of_zeros_is_noticed_or_harmless(bit: int) -> None:
     """Nothing is read of zeros but their header, in which the step may be -0."""
-    coder = TrellisCoder(rate=8.0, states=8, cut=Superblocks(1, 3, 100))
+    format = Trellis(bits=8.0, step_power=0, cut=Superblocks(1, 3, 100))
     for at in range(100):
         row, values = np.zeros((1, 100), dtype=np.uint8), np.full(3 * 128, 7, dtype=np.float32)
         row[0, at] = 1 << bit
         harmless = at >= 7 or (at, bit) == (3, 7)
         with contextlib.nullcontext() if harmless else pytest.raises(DamagedBlock):
-            coder.decode([row], values.view(np.uint8), dtype="F32", state=TrellisState("hadamard"))
+            format.decode([row], values.view(np.uint8), dtype="F32")
         assert not harmless or not values.any()

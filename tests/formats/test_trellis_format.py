@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,49 +18,52 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.formats import trellis_tables
-from pqweights.formats.hadamard_trellis import STEP_POWERS, HadamardTrellis, TrellisCoder, TrellisState, superblocks
-from pqweights.formats.protocol import DamagedBlock, Measures
+from pqweights.formats.master import DamagedBlock
+from pqweights.formats.trellis import STEP_POWERS, Trellis, superblocks
 from pqweights.formats.trellis_tables import decode_tables
+from pqweights.kernels import Measures
 from pqweights.kernels.trellis import Superblocks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 SECTION = PAGE[PAGE.index("## 8. ") : PAGE.index("## 10. ")]
-STATES = [TrellisState(rotation, power) for power in STEP_POWERS for rotation in ("hadamard", "signed-hadamard")]
-PLAIN = STATES[0]
+SETTINGS = [
+    {"rotation": rotation, "step_power": power} for power in STEP_POWERS for rotation in ("hadamard", "signed-hadamard")
+]
+PLAIN = SETTINGS[0]
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.uint8]
 
 
-def encoded(values: Floats, rate: float, states: int, state: TrellisState) -> tuple[TrellisCoder, Rows, Measures]:
+def encoded(values: Floats, rate: float, states: int, settings: dict[str, Any]) -> tuple[Trellis, Rows, Measures]:
     """The superblocks of a weight of whole blocks, and what was measured."""
-    coder = HadamardTrellis().coder(rate, states).sized(values.size)
-    superblock, stride = coder.block_size, coder.parts[0].bytes_per_block
+    format = Trellis.at(rate, states).with_settings(settings).sized(values.size)
+    superblock, stride = format.block_size, format.parts[0].bytes_per_block
     count = -(-values.size // superblock)
     padded = np.zeros(count * superblock, dtype=np.float32)
     padded[: values.size] = values.reshape(-1)
     rows = np.full((count, stride), 0xAB, dtype=np.uint8)
-    return coder, rows, coder.encode(padded.view(np.uint8), [rows], dtype="F32", state=state)
+    return format, rows, format.encode(padded.view(np.uint8), [rows], dtype="F32")
 
 
-def decoded(coder: TrellisCoder, rows: Rows, state: TrellisState) -> Floats:
+def decoded(format: Trellis, rows: Rows) -> Floats:
     """What the kernel decodes, [superblocks, weights]."""
-    values = np.empty(len(rows) * coder.block_size, dtype=np.float32)
-    coder.decode([rows], values.view(np.uint8), dtype="F32", state=state)
+    values = np.empty(len(rows) * format.block_size, dtype=np.float32)
+    format.decode([rows], values.view(np.uint8), dtype="F32")
     return values.reshape(len(rows), -1)
 
 
-def coder_of_row(row: bytes, blocks: int) -> TrellisCoder:
-    """A coder of superblocks of any size."""
-    return TrellisCoder(rate=8.0, states=8, cut=Superblocks(1, blocks, len(row)))
+def format_of_row(row: bytes, blocks: int) -> Trellis:
+    """A format of superblocks of any size, with one step."""
+    return Trellis(bits=8.0, step_power=0, cut=Superblocks(1, blocks, len(row)))
 
 
-def kernel_bits(rows: Rows, coder: TrellisCoder, state: TrellisState) -> npt.NDArray[np.uint32]:
-    return decoded(coder, rows, state).view(np.uint32)
+def kernel_bits(rows: Rows, format: Trellis) -> npt.NDArray[np.uint32]:
+    return decoded(format, rows).view(np.uint32)
 
 
-def page_bits(rows: Rows, blocks: int, state: TrellisState) -> npt.NDArray[np.uint32]:
-    signed = state.rotation == "signed-hadamard"
-    return trellis_decoder.decode(rows, blocks, signed=signed, step_power=state.step_power).view(np.uint32)
+def page_bits(rows: Rows, blocks: int, settings: dict[str, Any]) -> npt.NDArray[np.uint32]:
+    signed = settings["rotation"] == "signed-hadamard"
+    return trellis_decoder.decode(rows, blocks, signed=signed, step_power=settings["step_power"]).view(np.uint32)
 
 
 # --- tables ---
@@ -93,11 +97,11 @@ def test_trellises_are_those_of_the_page() -> None:
     for bits in trellis_decoder.TRELLISES:
         row = trellis_writer.superblock(np.random.default_rng(bits), 3, step=0.5, state_bits=bits)
         rows = np.frombuffer(row, dtype=np.uint8)[None].copy()
-        assert np.array_equal(kernel_bits(rows, coder_of_row(row, 3), PLAIN), page_bits(rows, 3, PLAIN))
+        assert np.array_equal(kernel_bits(rows, format_of_row(row, 3)), page_bits(rows, 3, PLAIN))
     for bits in set(range(256)) - set(trellis_decoder.TRELLISES):
         rows[0, 4] = bits
         with pytest.raises(DamagedBlock, match="header"):
-            decoded(coder_of_row(row, 3), rows, PLAIN)
+            decoded(format_of_row(row, 3), rows)
 
 
 @examples(300)
@@ -108,9 +112,9 @@ def test_property_weights_are_cut_as_the_page_says(weights: int, rate: float) ->
 
 def test_page_states_the_promise() -> None:
     (stated,) = re.findall(r"`4\*\*\(([\d.]+) - R\)`", SECTION)
-    assert HadamardTrellis().coder(4).distortion == 4.0 ** (float(stated) - 4)
+    assert Trellis.at(4).distortion == 4.0 ** (float(stated) - 4)
     least = 4.0 ** (float(stated) - 2)
-    assert HadamardTrellis().coder(2).distortion == least / (1 - least)
+    assert Trellis.at(2).distortion == least / (1 - least)
 
 
 # --- what is decoded ---
@@ -120,13 +124,13 @@ def test_page_states_the_promise() -> None:
 @pytest.mark.parametrize("kind", trellis_writer.KINDS)
 def test_page_and_kernel_decode_the_same_bits(kind: str, rate: float) -> None:
     states = (8, 64, 256)[(trellis_writer.KINDS.index(kind) + int(rate)) % 3]
-    for blocks, state in zip((1, 3, 15, 17), (PLAIN, STATES[3], STATES[2], STATES[1]), strict=True):
+    for blocks, settings in zip((1, 3, 15, 17), (PLAIN, SETTINGS[3], SETTINGS[2], SETTINGS[1]), strict=True):
         if blocks > 3 and states > 8:
             continue  # the states matter to the encoder
         values = trellis_writer.hostile(kind, blocks, seed=blocks)
-        coder, rows, _ = encoded(values, rate, states, state)
-        found = kernel_bits(rows, coder, state)
-        assert np.array_equal(found, page_bits(rows, blocks, state)), (blocks, state)
+        format, rows, _ = encoded(values, rate, states, settings)
+        found = kernel_bits(rows, format)
+        assert np.array_equal(found, page_bits(rows, blocks, settings)), (blocks, settings)
         assert np.isfinite(found.view(np.float32)).all()
 
 
@@ -154,13 +158,15 @@ def written(draw: st.DrawFn) -> tuple[int, bytes]:
 
 
 @examples(25)
-@given(written(), st.sampled_from(STATES))
-def test_property_page_and_kernel_decode_every_trellis_and_class(case: tuple[int, bytes], state: TrellisState) -> None:
+@given(written(), st.sampled_from(SETTINGS))
+def test_property_page_and_kernel_decode_every_trellis_and_class(
+    case: tuple[int, bytes], settings: dict[str, Any]
+) -> None:
     blocks, row = case
     rows = np.frombuffer(row, dtype=np.uint8)[None]
-    found = kernel_bits(rows, coder_of_row(row, blocks), state)
+    found = kernel_bits(rows, format_of_row(row, blocks).with_settings(settings))
     assert np.isfinite(found.view(np.float32)).all()
-    assert np.array_equal(found, page_bits(rows, blocks, state))
+    assert np.array_equal(found, page_bits(rows, blocks, settings))
 
 
 # --- the worked example ---
@@ -175,7 +181,7 @@ def test_worked_example_of_the_page() -> None:
     weights = ((37 * j * j + 11 * j) % 101 - 50) / 1000
     values = trellis_decoder.decode_superblock(row, 1, signed=False)[0]
     assert ((values - weights) ** 2).sum() < 0.17 * (weights**2).sum()
-    bits = kernel_bits(np.frombuffer(row, dtype=np.uint8)[None], coder_of_row(row, 1), PLAIN)
+    bits = kernel_bits(np.frombuffer(row, dtype=np.uint8)[None], format_of_row(row, 1))
     assert np.array_equal(bits[0], values.view(np.uint32))
     numbers = re.findall(r"-?0\.\d{9}(?!\d)", example[example.index("first weights") :])
     assert [float(number) for number in numbers] == approx(values[:4].tolist(), 0, decimals(9))
@@ -228,11 +234,11 @@ def test_headers_that_no_encoder_writes_are_refused(place: int, form: str, value
     row = trellis_writer.superblock(
         np.random.default_rng(1), 3, step=0.1, state_bits=3, first=4, frequencies=(100, 100, 56), unused=300
     )
-    decoded(coder_of_row(row, 3), np.frombuffer(row, dtype=np.uint8)[None], PLAIN)
+    decoded(format_of_row(row, 3), np.frombuffer(row, dtype=np.uint8)[None])
     wrong = changed(row, place, form, value)
     if len(wrong) >= 7:
         with pytest.raises(trellis_decoder.Damaged):
             trellis_decoder.decode_superblock(wrong, 3, signed=False)
     with pytest.raises(DamagedBlock) as found:
-        decoded(coder_of_row(wrong, 3), np.frombuffer(wrong, dtype=np.uint8)[None], PLAIN)
+        decoded(format_of_row(wrong, 3), np.frombuffer(wrong, dtype=np.uint8)[None])
     assert found.value.block == 0

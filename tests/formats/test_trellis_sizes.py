@@ -12,24 +12,24 @@ from helpers import gaussian
 from trellis_writer import KINDS, hostile
 
 from pqweights.checkpoint.master import encoded_specs
-from pqweights.formats.hadamard_trellis import STEP_POWERS, HadamardTrellis, TrellisCoder
-from pqweights.formats.protocol import PassResult
-from pqweights.formats.weight import EncodedWeight, encode_weight
+from pqweights.formats.master import Bytes, Pass
+from pqweights.formats.trellis import STEP_POWERS, Trellis
+from pqweights.formats.weight import decode_weight, encode_weight
 
-CODEC = HadamardTrellis()
 Floats = npt.NDArray[np.float32]
 
 
 def encode(
-    values: Floats, rate: float, states: int = 8, step_power: float = CODEC.step_power
-) -> tuple[EncodedWeight, PassResult]:
+    values: Floats, rate: float, states: int = 8, step_power: float = Trellis.first_step_power
+) -> tuple[Bytes, Pass]:
     raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-    coder = TrellisCoder(rate=rate, states=states, step_power=step_power)
-    return encode_weight(raw, dtype="F32", shape=values.shape, coder=coder)
+    format = Trellis(bits=rate, states=states, step_power=step_power)
+    (rows,), last = encode_weight(raw, dtype="F32", shape=values.shape, format=format)
+    return rows, last
 
 
-def decoded(weight: EncodedWeight) -> npt.NDArray[np.float64]:
-    return weight.decode().view(np.float32).astype(np.float64)
+def decoded(rows: Bytes, last: Pass, weights: int) -> npt.NDArray[np.float64]:
+    return decode_weight(last.format, [rows], weights, "F32").view(np.float32).astype(np.float64)
 
 
 def unused(row: npt.NDArray[np.uint8]) -> int:
@@ -45,11 +45,10 @@ def unused(row: npt.NDArray[np.uint8]) -> int:
 @pytest.mark.parametrize("rate", [1.5, 2.0, 3.3, 4.38, 6.0, 8.0])
 @pytest.mark.parametrize("shape", [(512, 128), (600, 128), (1000, 100), (768, 384), (7, 61_001)])
 def test_ordinary_weights_leave_few_bytes_unused(shape: tuple[int, int], rate: float, step_power: float) -> None:
-    weight, measured = encode(gaussian(*shape, seed=3), rate, step_power=step_power)
-    (rows,) = weight.parts
-    assert rows.size == math.prod(encoded_specs("x", shape, CODEC.coder(rate))[0].shape)
+    rows, measured = encode(gaussian(*shape, seed=3), rate, step_power=step_power)
+    assert rows.size == math.prod(encoded_specs("x", shape, Trellis.at(rate))[0].shape)
     assert max(unused(row) for row in rows) <= 0.002 * rows.shape[1]
-    assert measured.relative_mse <= 1.03 * CODEC.coder(rate).distortion
+    assert measured.relative_mse <= 1.03 * Trellis.at(rate).distortion
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 16, 40, 100, 300])
@@ -59,7 +58,7 @@ def test_small_weights_keep_the_promise(blocks: int, rate: float) -> None:
     ratios = []
     for seed in range(max(1, 40 // blocks)):
         _, measured = encode(gaussian(blocks, 128, seed=seed), rate)
-        ratios.append(measured.relative_mse / CODEC.coder(rate).distortion)
+        ratios.append(measured.relative_mse / Trellis.at(rate).distortion)
     assert np.mean(ratios) <= 1.25
 
 
@@ -72,11 +71,11 @@ def test_errors_grow_with_the_power_of_the_norm(step_power: float, rate: float) 
     """Four norms, 2**2 apart, mixed in every superblock: squared errors are in proportion to norm**(2 * power)."""
     norms = 4.0 ** (np.arange(2048) % 4)
     values = (gaussian(2048, 128, seed=6) * norms[:, None]).astype(np.float32)
-    weight, measured = encode(values, rate, step_power=step_power)
-    errors = ((decoded(weight).reshape(values.shape) - values) ** 2).mean(axis=1)
+    rows, measured = encode(values, rate, step_power=step_power)
+    errors = ((decoded(rows, measured, values.size).reshape(values.shape) - values) ** 2).mean(axis=1)
     by_norm = np.log2([errors[kind::4].mean() for kind in range(4)])
     assert np.diff(by_norm) == approx([4 * step_power] * 3, 0, ONE_DRAW)
-    assert measured.relative_mse <= CODEC.coder(rate).distortion and not measured.state.rescued
+    assert measured.relative_mse <= Trellis.at(rate).distortion and not measured.format.rescued
 
 
 # --- hostile weights ---
@@ -90,8 +89,8 @@ def test_hostile_weights_stay_within_their_bytes_and_their_errors_are_as_stated(
 ) -> None:
     for rate, states in ((1.5, 8), (2.0, 64), (4.3, 8), (8.0, 8)):
         values = hostile(kind, blocks, seed=blocks)
-        weight, measured = encode(values, rate, states, step_power)
-        found, exact = decoded(weight), values.reshape(-1).astype(np.float64)
+        rows, measured = encode(values, rate, states, step_power)
+        found, exact = decoded(rows, measured, values.size), values.reshape(-1).astype(np.float64)
         assert np.isfinite(found).all()
         error, energy = ((found - exact) ** 2).sum(), (exact**2).sum()
         assert measured.energy == approx(energy, F32_SUM)
@@ -106,5 +105,5 @@ def test_hostile_weights_stay_within_their_bytes_and_their_errors_are_as_stated(
 def test_modelled_error_of_one_block_among_zeros_is_a_small_number(magnitude: float) -> None:
     blocks = np.zeros((1000, 128), dtype=np.float32)
     blocks[0] = magnitude
-    modelled = CODEC.coder(4.0).modelled_errors(blocks)
+    modelled = Trellis.at(4.0).modelled_errors(blocks)
     assert 0 < modelled[0] < F32_SUM * magnitude**2 and not modelled[1:].any()

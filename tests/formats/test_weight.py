@@ -9,12 +9,12 @@ import pytest
 from closeness import F32_SUM, approx
 
 from pqweights.formats import get_codec
-from pqweights.formats.protocol import Measures, NormRange, PassResult
-from pqweights.formats.scalar import ScalarState, norm_exponent_for
-from pqweights.formats.weight import PassTotals, encode_weight
+from pqweights.formats.lloyd_max import norm_exponent_for
+from pqweights.formats.master import Pass
+from pqweights.formats.weight import decode_weight, encode_weight
+from pqweights.kernels import Measures
 
 CODEC = get_codec("hadamard-lloyd-max")
-H, S = "hadamard", "signed-hadamard"
 
 
 @pytest.mark.parametrize(
@@ -32,15 +32,14 @@ H, S = "hadamard", "signed-hadamard"
     ],
 )
 def test_norm_exponent_brings_norms_into_the_range_of_float16(smallest, largest, expected):
-    exponent = norm_exponent_for(NormRange(smallest, largest))
+    exponent = norm_exponent_for(smallest, largest)
     assert exponent == expected
     if expected:
         assert 2.0**14 <= largest * 2.0**-exponent < 2.0**15
 
 
 def blocks_of_errors(energies, errors, norms):
-    seen = NormRange(min(norms, default=math.inf), max(norms, default=0.0))
-    return Measures(energies=energies, errors=errors, first_bad_block=-1, norms=seen)
+    return Measures(energies, errors, -1, min(norms, default=math.inf), max(norms, default=0.0))
 
 
 def test_totals_do_not_depend_on_the_size_of_chunks():
@@ -53,13 +52,11 @@ def test_totals_do_not_depend_on_the_size_of_chunks():
         expected_energy, expected_error = expected_energy + energy, expected_error + error
     assert expected_energy != math.fsum(energies) and expected_energy != float(np.sum(energies))
     for cuts in ([0, 1000], [0, 1, 2, 999, 1000], [0, 0, 500, 500, 1000], list(range(1001)), [0, 128, 256, 700, 1000]):
-        totals = PassTotals(ScalarState(S, 4))
+        totals = Pass(CODEC.at(4))
         for a, b in itertools.pairwise(cuts):
             totals.add(blocks_of_errors(energies[a:b], errors[a:b], norms[a:b].tolist()))
-        seen = NormRange(norms.min(), norms.max())
-        assert totals.result() == PassResult(
-            state=ScalarState(S, 4), energy=expected_energy, error=expected_error, norms=seen
-        )
+        assert (totals.energy, totals.error) == (expected_energy, expected_error)
+        assert (totals.smallest_norm, totals.largest_norm) == (norms.min(), norms.max())
 
 
 @pytest.mark.parametrize("bits", CODEC.rates)
@@ -67,9 +64,9 @@ def test_a_partial_last_block_is_padded_with_zeros_whose_error_does_not_count(bi
     values = helpers.gaussian(1000, seed=9)
     padded = np.concatenate([values, np.zeros(24, np.float32)])
     (part, measured), (whole, measured_whole) = (
-        encode_weight(v.view(np.uint8), dtype="F32", shape=v.shape, coder=CODEC.coder(bits)) for v in (values, padded)
+        encode_weight(v.view(np.uint8), dtype="F32", shape=v.shape, format=CODEC.at(bits)) for v in (values, padded)
     )
-    back = part.decode().view(np.float32)
-    assert np.array_equal(back, whole.decode().view(np.float32)[:1000])
+    back = decode_weight(measured.format, part, 1000, "F32").view(np.float32)
+    assert np.array_equal(back, decode_weight(measured_whole.format, whole, 1000, "F32").view(np.float32))
     assert measured.error == approx(((back.astype(np.float64) - values) ** 2).sum(), F32_SUM)
     assert measured.error < measured_whole.error

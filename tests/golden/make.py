@@ -23,7 +23,7 @@ import numpy.typing as npt
 from calls import quantize
 from commands import done
 
-from pqweights.formats.lloyd_max import HadamardLloydMax
+from pqweights.formats.lloyd_max import LloydMax
 from pqweights.planning.recipe import parse_recipe
 
 HERE = Path(__file__).parent
@@ -125,7 +125,7 @@ def write_source(folder: Path) -> Path:
 
 def write_master(source: Path, out: Path, threads: int = 1) -> None:
     """Quantize the source with the golden recipe, with norms of least squares at all widths as up to version 0.2.0."""
-    with mock.patch.object(HadamardLloydMax, "gained", ()):
+    with mock.patch.object(LloydMax, "gained", ()):
         quantize(source, out, parse_recipe(RECIPE, "golden"), threads=threads, max_shard_bytes=MAX_SHARD_BYTES)
 
 

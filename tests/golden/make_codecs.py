@@ -33,8 +33,8 @@ from independent_reader import Stored, Tensor
 
 from pqweights.convert.ready import CodeMeasures, ReadyWeights, write_ready
 from pqweights.convert.task import RunOptions
-from pqweights.formats.hadamard_trellis import HadamardTrellis
-from pqweights.formats.lloyd_max import HadamardLloydMax
+from pqweights.formats.lloyd_max import LloydMax
+from pqweights.formats.trellis import Trellis
 from pqweights.planning.recipe import parse_recipe
 from pqweights.targets.master import Learned
 
@@ -164,9 +164,9 @@ class Golden:
         return helpers.write_checkpoint(folder, self.source, config={"model_type": "golden"})
 
     def write_master(self, source: Path, out: Path, threads: int = 1) -> None:
-        power, most = (0, 0) if self.is_first else (HadamardTrellis.step_power, HadamardTrellis.most_gained)
-        trellis = mock.patch.multiple(HadamardTrellis, step_power=power, most_gained=most)
-        with trellis, mock.patch.object(HadamardLloydMax, "gained", () if self.is_first else HadamardLloydMax.gained):
+        power, most = (0, 0) if self.is_first else (Trellis.first_step_power, Trellis.most_gained)
+        trellis = mock.patch.multiple(Trellis, first_step_power=power, most_gained=most)
+        with trellis, mock.patch.object(LloydMax, "gained", () if self.is_first else LloydMax.gained):
             write_by_command(source, out, self.recipe, threads)
 
     def read_master(self, folder: Path) -> Iterator[Tensor]:

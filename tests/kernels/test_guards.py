@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from pqweights.formats import get_codec
 from pqweights.formats.lloyd_max import codebook
 from pqweights.formats.trellis_tables import decode_tables, encode_model
-from pqweights.kernels import BlockCoding, columns, trellis
+from pqweights.kernels import BlockCoding, columns, load_backend, trellis
+from pqweights.kernels.codebook import codebook_from_levels
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, fit_groups, round_groups
 from pqweights.kernels.products import InputBasis, PreparedInputs, Product
 
@@ -100,9 +100,9 @@ def decode_columns(*, lengths: list[list[int]], blocks: int = 2, rows: int = 1, 
 
 
 def encode_with_levels(levels: list[float]) -> None:
-    coder = get_codec("hadamard-lloyd-max").coder_from_tables(2, levels)
-    parts = [np.zeros((1, part.bytes_per_block), dtype=np.uint8) for part in coder.parts]
-    coder.encode(np.ones(128, dtype=np.float32).view(np.uint8), parts, dtype="F32", state=coder.first_state())
+    coding = BlockCoding(codebook=codebook_from_levels(2, np.array(levels, dtype=np.float32)))
+    encoded = np.zeros((1, 32), dtype=np.uint8), np.zeros(1, dtype=np.uint16)
+    load_backend("cpu").encode(np.ones(128, dtype=np.float32).view(np.uint8), "F32", coding, encoded)
 
 
 def quantized(rule: GroupRule | FloatRule, weights: int) -> None:

@@ -38,7 +38,7 @@ from pqweights.convert.manifest import read_manifest
 from pqweights.convert.scales import write_scales
 from pqweights.errors import MasterError, SourceError
 from pqweights.formats import get_codec
-from pqweights.formats.weight import encode_weight
+from pqweights.formats.weight import decode_weight, encode_weight
 from pqweights.planning.recipe import SizeTarget, load_recipe
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify
@@ -125,13 +125,14 @@ def test_scaled_weight_is_encoded_and_decoding_divides(master: Path) -> None:
         scaled = np.ascontiguousarray(weight * per_element(name))
         codec = get_codec("hadamard-lloyd-max")
         raw = scaled.view(np.uint8).reshape(-1)
-        encoded, _ = encode_weight(raw, dtype="F32", shape=scaled.shape, coder=codec.coder(5))
-        for suffix, part in zip(("_codes", "_norms"), encoded.parts, strict=True):
+        parts, last = encode_weight(raw, dtype="F32", shape=scaled.shape, format=codec.at(5))
+        for suffix, part in zip(("_codes", "_norms"), parts, strict=True):
             assert stored[name + suffix][1].tobytes() == part.tobytes()
         dtype, kept = stored[name + "_awq_scale"]
         assert dtype == "F16"
         assert np.array_equal(kept.astype(np.float32), values)
-        expected = encoded.decode().view(np.float32).reshape(weight.shape) / per_element(name)
+        expected = decode_weight(last.format, parts, weight.size, "F32").view(np.float32)
+        expected = expected.reshape(weight.shape) / per_element(name)
         assert read(tensors[name], 0, weight.size).tobytes() == expected.tobytes()
         # in any range and any dtype
         assert read(tensors[name], 77, 500).tobytes() == expected.reshape(-1)[77:577].tobytes()
@@ -296,10 +297,11 @@ CODEC = get_codec("hadamard-lloyd-max")
 def test_output_error_is_the_mean_over_rows() -> None:
     weight, rows, factors = gaussian(40, 256, seed=1), gaussian(16, 256, seed=2, scale=1), some_scales(256, seed=3)
     raw = (weight * factors).view(np.uint8).reshape(-1)
-    encoded, _ = encode_weight(raw, dtype="F32", shape=weight.shape, coder=CODEC.coder(4))
-    decoded = encoded.decode().view(np.float32).reshape(weight.shape).astype(np.float64) / factors
+    parts, last = encode_weight(raw, dtype="F32", shape=weight.shape, format=CODEC.at(4))
+    values = decode_weight(last.format, parts, weight.size, "F32").view(np.float32)
+    decoded = values.reshape(weight.shape).astype(np.float64) / factors
     expected = ((rows.astype(np.float64) @ (decoded - weight).T) ** 2).sum() / 16
-    assert output_errors(CODEC.coder(4), weight, factors, rows).sum() / 16 == approx(expected, F32_MATRIX)
+    assert output_errors(CODEC.at(4), weight, factors, rows).sum() / 16 == approx(expected, F32_MATRIX)
 
 
 def test_gain_for_outlier_channels_matches_theory(tmp_path: Path) -> None:
@@ -308,7 +310,7 @@ def test_gain_for_outlier_channels_matches_theory(tmp_path: Path) -> None:
     sizes = np.exp(1.2 * random.standard_normal(512)).astype(np.float32)
     weight = gaussian(256, 512, seed=6) / sizes
     rows, held_back = (gaussian(400, 512, seed=seed, scale=1) * sizes for seed in (7, 8))
-    found, best = search(CODEC.coder(5), a_layer(tmp_path, weight), inputs(rows, held_back))
+    found, best = search(CODEC.at(5), a_layer(tmp_path, weight), inputs(rows, held_back))
     assert found.scaled
     assert best is not None
     # the sizes of inputs and weights are inverse to each other: only the sum of the exponents is determined
@@ -320,7 +322,7 @@ def test_gain_for_outlier_channels_matches_theory(tmp_path: Path) -> None:
     # and the error of the whole matrix falls by that much on inputs that the search has not seen
     fresh = gaussian(300, 512, seed=9, scale=1) * sizes
     plain, scaled = (
-        output_errors(CODEC.coder(5), weight, factors, fresh).sum() for factors in (np.ones(512, np.float32), best)
+        output_errors(CODEC.at(5), weight, factors, fresh).sum() for factors in (np.ones(512, np.float32), best)
     )
     assert scaled / plain == approx(1 - theory, 1.5 * SMALL_SAMPLE)
 
@@ -329,11 +331,11 @@ def test_scales_without_gain_on_the_held_back_text_are_dropped(tmp_path: Path) -
     sizes = np.exp(1.2 * np.random.default_rng(5).standard_normal(256)).astype(np.float32)
     weight = gaussian(128, 256, seed=6)
     rows, held_back = gaussian(400, 256, seed=1, scale=1) * sizes, gaussian(200, 256, seed=2, scale=1) / sizes
-    found, best = search(CODEC.coder(5), a_layer(tmp_path, weight), inputs(rows, held_back))
+    found, best = search(CODEC.at(5), a_layer(tmp_path, weight), inputs(rows, held_back))
     assert best is None and (found.gain or 0) > 0.05 and (found.held_back_gain or 0) < 0
     assert "held back" in found.reason
     alike = inputs(gaussian(400, 256, seed=1, scale=1), gaussian(200, 256, seed=2, scale=1))
-    found, best = search(CODEC.coder(5), a_layer(tmp_path / "alike", weight), alike)
+    found, best = search(CODEC.at(5), a_layer(tmp_path / "alike", weight), alike)
     assert best is None and not found.scaled and "1%" in found.reason
 
 
@@ -345,7 +347,7 @@ def test_too_few_tokens_leave_the_scale_at_1(rows: int, held_back: int, windows:
     seen = inputs(gaussian(max(rows, 1), 128, seed=1) * sizes, gaussian(held_back, 128, seed=2) * sizes, windows)
     if not rows:
         seen = replace(seen, tokens=0, rows=seen.rows[:0])
-    found, best = search(CODEC.coder(5), a_layer(tmp_path, gaussian(64, 128, seed=3)), seen)
+    found, best = search(CODEC.at(5), a_layer(tmp_path, gaussian(64, 128, seed=3)), seen)
     assert best is None
     assert "256 tokens, and 128 held back from 4 windows" in found.reason
     assert f"; found {rows}, and {held_back} from {min(windows, held_back)}" in found.reason
@@ -369,7 +371,7 @@ def test_matrix_that_shares_blocks_keeps_scale_1(tmp_path: Path) -> None:
     (tensor,) = open_local(folder).tensors
     sizes = np.exp(1.2 * np.random.default_rng(5).standard_normal(100)).astype(np.float32)
     seen = inputs(gaussian(300, 100, seed=1) * sizes, gaussian(200, 100, seed=2) * sizes)
-    found, best = search(CODEC.coder(5), Matrix(tensor=tensor, number=0, rows=5, columns=100, block_size=128), seen)
+    found, best = search(CODEC.at(5), Matrix(tensor=tensor, number=0, rows=5, columns=100, block_size=128), seen)
     assert best is None
     assert "shares blocks" in found.reason
 
@@ -378,13 +380,13 @@ def test_matrix_that_shares_blocks_keeps_scale_1(tmp_path: Path) -> None:
 def test_non_finite_activations_and_weights_are_named(value: float, tmp_path: Path) -> None:
     seen = inputs(gaussian(300, 128, seed=1), gaussian(200, 128, seed=2))
     for broken in (replace(seen, rms=seen.rms * np.float32(value)), replace(seen, held_back=seen.held_back + value)):
-        found, best = search(CODEC.coder(5), a_layer(tmp_path, gaussian(64, 128, seed=3)), broken)
+        found, best = search(CODEC.at(5), a_layer(tmp_path, gaussian(64, 128, seed=3)), broken)
         assert best is None
         assert "not finite" in found.reason
     weight = gaussian(64, 128, seed=3)
     weight[40, 3] = value
     with pytest.raises(SourceError, match="tensor 'w': expected finite weights"):
-        search(CODEC.coder(5), a_layer(tmp_path / "weights", weight), seen)
+        search(CODEC.at(5), a_layer(tmp_path / "weights", weight), seen)
 
 
 def test_channels_of_zeros_get_a_finite_scale(tmp_path: Path) -> None:
@@ -392,7 +394,7 @@ def test_channels_of_zeros_get_a_finite_scale(tmp_path: Path) -> None:
     rows[:, ::2] = held_back[:, ::2] = 0
     weight = gaussian(128, 256, seed=3)
     weight[:, 1::8] = 0
-    found, best = search(CODEC.coder(5), a_layer(tmp_path, weight), inputs(rows, held_back))
+    found, best = search(CODEC.at(5), a_layer(tmp_path, weight), inputs(rows, held_back))
     assert found.scaled
     assert best is not None
     assert np.isfinite(best).all()

@@ -21,7 +21,7 @@ from helpers import Tensor, bf16, f32, folder_bytes, gaussian, write_checkpoint
 from pqweights_cli.plan import fit_lines
 
 from pqweights.errors import OutputError, RecipeError
-from pqweights.formats import get_codec
+from pqweights.formats.lloyd_max import DISTORTION
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, Plan
 from pqweights.planning.recipe import Recipe, load_recipe, make_size, parse_recipe
@@ -213,7 +213,7 @@ def test_no_other_choice_of_bit_widths_is_better(tmp_path: Path) -> None:
         },
     )
     least, most = ends(small, DEFAULT_MAX_SHARD_BYTES)
-    by_widths, distortion = [], get_codec("hadamard-lloyd-max").distortion
+    by_widths = []
     some, _ = fitted(small, targeted(most - 200))
     for widths in itertools.product((2, 3, 4, 6, 8, None), repeat=3):
         entries = [
@@ -222,7 +222,7 @@ def test_no_other_choice_of_bit_widths_is_better(tmp_path: Path) -> None:
         ]
         recipe = parse_recipe(json.dumps({"name": "fixed", "rules": entries}), "fixed")
         plan = plan_quantize(small, recipe).plan
-        rises = [g.alpha * distortion(b) for g, b in zip(some.groups, widths, strict=True) if b is not None]
+        rises = [g.alpha * DISTORTION[b] for g, b in zip(some.groups, widths, strict=True) if b is not None]
         by_widths.append((plan.output_bytes, math.fsum(rises)))
     for size in np.linspace(least, most, 12).astype(int).tolist():
         fit, _ = fitted(small, targeted(size))

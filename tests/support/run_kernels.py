@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,12 @@ import restoring_cases
 import torch
 import trellis_writer
 
-from pqweights.formats.hadamard_trellis import STEP_POWERS, HadamardTrellis, TrellisCoder, TrellisState
 from pqweights.formats.lloyd_max import codebook
-from pqweights.formats.protocol import Bytes
+from pqweights.formats.master import Bytes
+from pqweights.formats.trellis import STEP_POWERS, Trellis
 from pqweights.formats.trellis_tables import decode_tables, encode_model
 from pqweights.kernels import (
     BlockCoding,
-    EncodedArrays,
     attention,
     compensation,
     gguf_encoding,
@@ -104,11 +104,10 @@ def encode() -> Arrays:
     for dtype, bits, blocks in itertools.product(DTYPES, range(2, 9), COUNTS):
         raw = np.ascontiguousarray(words[dtype][-blocks:]).reshape(-1).view(np.uint8)
         codes, norms = np.empty((blocks, 16 * bits), np.uint8), np.empty(blocks, np.uint16)
-        out = EncodedArrays(codes, norms, np.empty(blocks), np.empty(blocks))
         coding = BlockCoding(codebook=codebook(bits), signed=bits % 2 == 0, norm_exponent=90)
-        stats = load_backend("cpu").encode(raw, dtype, coding, out)
-        yield from out
-        yield np.array([stats.smallest_norm, stats.largest_norm, stats.first_bad_block])
+        measures = load_backend("cpu").encode(raw, dtype, coding, (codes, norms))
+        yield from (codes, norms, measures.energies, measures.errors)
+        yield np.array([measures.smallest_norm, measures.largest_norm, measures.first_bad_block])
 
 
 def decode() -> Arrays:
@@ -256,13 +255,18 @@ def fit_by_importance() -> Arrays:
         yield from (each.rows_of() for each in tiles)
 
 
+def trellis_settings(number: int) -> dict[str, Any]:
+    """Settings of a case: all combinations in turns."""
+    return {"rotation": ("hadamard", "signed-hadamard")[number % 2], "step_power": STEP_POWERS[number // 2 % 2]}
+
+
 def encode_trellis() -> Arrays:
     """Encode with every number of states: norms of every size, blocks of padding, a sparse and a constant one."""
     rng = np.random.default_rng(3)
     values = rng.standard_normal((BLOCKS, 128)).astype(np.float32)
     values[3:20] *= np.exp2(rng.uniform(-30, 30, (17, 1))).astype(np.float32)
     values[7], values[8, 1:], values[9], values[-5:] = 0, 0, 0.0125, 0
-    for states in HadamardTrellis.efforts:
+    for states in Trellis.efforts:
         plain = np.random.default_rng(states).standard_normal((BLOCKS, 128)).astype(np.float32)
         words = (plain.view(np.uint32) >> 16).astype(np.uint16)
         cases: list[tuple[str, float, npt.NDArray[Any]]] = [("F32", rate, values) for rate in (2.125, 4.38, 8.0)]
@@ -270,10 +274,9 @@ def encode_trellis() -> Arrays:
         cases += [("F32", 5.0, plain[:1] * np.float32(1e-30))]
         for number, (dtype, rate, weights) in enumerate(cases):
             raw: Bytes = np.ascontiguousarray(weights).reshape(-1).view(np.uint8)
-            coder = HadamardTrellis().coder(rate, states).sized(len(raw) // DTYPES[dtype])
-            rows = np.full((1, coder.parts[0].bytes_per_block), 0xAB, dtype=np.uint8)
-            state = TrellisState(("hadamard", "signed-hadamard")[number % 2], STEP_POWERS[number // 2 % 2])
-            measures = coder.encode(raw, [rows], dtype=dtype, state=state)
+            format = replace(Trellis.at(rate, states), **trellis_settings(number)).sized(len(raw) // DTYPES[dtype])
+            rows = np.full((1, format.parts[0].bytes_per_block), 0xAB, dtype=np.uint8)
+            measures = format.encode(raw, [rows], dtype=dtype)
             yield from (rows, measures.energies, measures.errors)
 
 
@@ -294,11 +297,10 @@ def decode_trellis() -> Arrays:
     """Decode superblocks of every kind to every dtype, in both rotations."""
     for number, (blocks, kind) in enumerate(TRELLIS_SUPERBLOCKS):
         row = np.frombuffer(trellis_writer.superblock(np.random.default_rng(number), blocks, **kind), np.uint8)
-        state = TrellisState(("hadamard", "signed-hadamard")[number % 2], STEP_POWERS[number // 2 % 2])
-        coder = TrellisCoder(rate=1.0, states=8, cut=Superblocks(2, blocks, len(row)))
+        format = Trellis(bits=1.0, cut=Superblocks(2, blocks, len(row)), **trellis_settings(number))
         for dtype, size in DTYPES.items():
             values = np.empty(2 * blocks * 128 * size, dtype=np.uint8)
-            coder.decode([np.stack([row, row])], values, dtype=dtype, state=state)
+            format.decode([np.stack([row, row])], values, dtype=dtype)
             yield values
 
 
@@ -366,14 +368,14 @@ def feed_back_columns() -> Arrays:
 
 def search_columns() -> Arrays:
     """Find the numbers of columns with every number of states."""
-    for states in HadamardTrellis.efforts:
+    for states in Trellis.efforts:
         for group, found in _searched_columns(states):
             yield from (found.numbers, found.classes, found.squares, group)
 
 
 def pack_columns() -> Arrays:
     """Pack what was found with every number of states."""
-    for states in HadamardTrellis.efforts:
+    for states in Trellis.efforts:
         for _, found in _searched_columns(states):
             yield from column_kernels.pack(found, strips=9, model=encode_model(), states=states, step=0.01)
 

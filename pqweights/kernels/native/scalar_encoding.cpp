@@ -236,8 +236,8 @@ Measured measure(const Group& group, double unit, double gain) {
 }  // namespace
 
 // values: [blocks, 128] of a dtype. search: see Search. signs: [128], factors of the coordinates, or null.
-// codes, norms, energies, errors: out, see EncodedArrays in kernels/__init__.py. stats: out, [3], the numbers of its
-// EncodeStats. unit: 2**e of section 5. gain: see there.
+// codes, norms, energies, errors: out. stats: out, [3], the smallest norm, the largest, and the first bad block: see
+// Measures in kernels/__init__.py. unit: 2**e of section 5. gain: see there.
 void pqweights::encode(const uint8_t* values, int64_t dtype_number, const float* search, const float* signs,
                        uint8_t* codes, uint16_t* norms, double* energies, double* errors, double* stats,
                        int64_t blocks, int64_t width, double unit, double gain) {

@@ -10,8 +10,8 @@ from pqweights.common.markdown import code, listed, number, table, words
 from pqweights.common.units import counted, size_text
 from pqweights.convert.manifest import Manifest, shards_of
 from pqweights.convert.records import TensorRecord, figures_by_type, is_rescued, mean_error
+from pqweights.formats.master import RESCUE_FACTOR
 from pqweights.formats.native import Native
-from pqweights.formats.protocol import RESCUE_FACTOR
 from pqweights.planning.plan import DECODE, INTEGER, KEEP, TensorPlan
 from pqweights.planning.roles import ROLES
 from pqweights.results.evaluation_record import EvaluationRecord, Figure
@@ -41,7 +41,7 @@ def main_bits(manifest: Manifest) -> float | None:
 
 def is_lossless(manifest: Manifest) -> bool:
     """Whether weights are the numbers of the source."""
-    return any(tensor.codec == Native.name for tensor in manifest.tensors)
+    return any(tensor.codec == Native.codec for tensor in manifest.tensors)
 
 
 def weights(manifest: Manifest) -> list[str]:

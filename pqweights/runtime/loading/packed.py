@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from pqweights.checkpoint.readers import BlockTensor, ColumnTensor, EncodedTensor
 from pqweights.errors import MasterError, PqweightsError
-from pqweights.formats.protocol import Bytes, DamagedBlock
+from pqweights.formats.master import Bytes, DamagedBlock
 from pqweights.formats.weight import block_count, damaged_error
 from pqweights.runtime.loading.packed_products import linear
 from pqweights.runtime.loading.packed_rows import (
@@ -49,7 +49,7 @@ def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
     if not isinstance(tensor, BlockTensor) or len(tensor.shape) not in (2, 3) or not math.prod(tensor.shape):
         return None
     *stack, rows, columns = tensor.shape
-    count, block_size = math.prod(stack), tensor.coder.block_size
+    count, block_size = math.prod(stack), tensor.format.block_size
     parts = [torch.from_numpy(part) for part in _checked_parts(tensor)]
     awq = None if tensor.awq is None else torch.from_numpy(tensor.awq_scales()).view(count, -1)
     matrices = []
@@ -62,8 +62,7 @@ def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
             weights=math.prod(tensor.shape),
             rows=rows,
             columns=columns,
-            coder=tensor.coder,
-            state=tensor.state,
+            format=tensor.format,
             parts=tuple(part[first:last] for part in parts),
             offset=offset,
             first_block=first,
@@ -76,10 +75,10 @@ def pack(tensor: EncodedTensor, dtype: torch.dtype) -> PackedTensor | None:
 
 def _checked_parts(tensor: BlockTensor) -> list[Bytes]:
     """Return the parts of a weight as they lie in its file, because products with codes check nothing later."""
-    mapped = zip(tensor.mapped_parts(), tensor.coder.parts, strict=True)
+    mapped = zip(tensor.mapped_parts(), tensor.format.parts, strict=True)
     parts = [raw.reshape(-1, part.bytes_per_block) for raw, part in mapped]
     try:
-        tensor.coder.check(parts, tensor.state)
+        tensor.format.check(parts)
     except DamagedBlock as damage:
         raise damaged_error(tensor.place, damage, first=0) from None
     return parts

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import ColumnTensor, divide_scales
-from pqweights.formats.lloyd_max import ScalarCoder
-from pqweights.formats.protocol import Bytes, Coder, DamagedBlock, State
+from pqweights.formats.lloyd_max import LloydMax
+from pqweights.formats.master import BlockFormat, Bytes, DamagedBlock
 from pqweights.formats.weight import block_count, damaged_error
 from pqweights.kernels import BLOCK_SIZE, BlockCoding
 from pqweights.kernels.openmp import map_in_threads
@@ -41,8 +41,8 @@ class PackedRows:
     place: file and name of the weight that they belong to, for messages
     weights: how many elements that weight has
     rows, columns: how many there are
-    coder, state: what decodes them; the coder is sized for the whole weight
-    parts: the parts of the coder over the flattened rows, [blocks, bytes per block] u8 each
+    format: how they are stored, sized for the whole weight
+    parts: the parts of the format over the flattened rows, [blocks, bytes per block] u8 each
     offset: how many weights of the first block come before the first row
     first_block: the number of the first block in the weight; None if the blocks do not lie together there
     awq: the scales of the columns, [columns] f32; None if they are not scaled
@@ -53,8 +53,7 @@ class PackedRows:
     weights: int
     rows: int
     columns: int
-    coder: Coder
-    state: State
+    format: BlockFormat
     parts: tuple[Tensor, ...]
     offset: int
     first_block: int | None
@@ -67,7 +66,7 @@ class PackedRows:
 
         Raises MasterError if a block cannot be decoded.
         """
-        block_size, begin = self.coder.block_size, self.offset + start * self.columns
+        block_size, begin = self.format.block_size, self.offset + start * self.columns
         first, last = begin // block_size, block_count(self.offset + stop * self.columns, block_size)
         skip, count = begin - first * block_size, (stop - start) * self.columns
         here = slice(skip, skip + count)
@@ -83,18 +82,18 @@ class PackedRows:
             out.mul_(self.factor.value)
 
     def _decode_numpy(self, row: int, blocks: range, *, here: slice, out: Tensor) -> None:
-        """Decode blocks on the CPU, straight into `out` if they fill it and coders have its dtype.
+        """Decode blocks on the CPU, straight into `out` if they fill it and formats have its dtype.
 
         row: the row in which the first block begins
         here: the part of the blocks that belongs in `out`
         """
-        whole = len(blocks) * self.coder.block_size
+        whole = len(blocks) * self.format.block_size
         direct = self.awq is None and out.dtype in NAMES
         name = NAMES[out.dtype] if direct else "F32"
         in_place = direct and whole == len(out)
         values = out.view(torch.uint8).numpy() if in_place else scratch("packed", whole * TORCH_DTYPES[name].itemsize)
         parts = [part[blocks.start : blocks.stop].numpy() for part in self.parts]
-        self.coder.decode(parts, values, dtype=name, state=self.state)
+        self.format.decode(parts, values, dtype=name)
         if in_place:
             return
         decoded = torch.from_numpy(values).view(TORCH_DTYPES[name])[here]
@@ -106,14 +105,14 @@ class PackedRows:
     def _decode_torch(self, blocks: range, *, here: slice, out: Tensor) -> None:
         """Decode blocks on another device; `here` is the part of them that belongs in `out`."""
         parts = [part[blocks.start : blocks.stop] for part in self.parts]
-        decoded = self.coder.decode_torch(parts, self.state).reshape(-1)[here]
+        decoded = self.format.decode_torch(parts).reshape(-1)[here]
         if self.awq is not None:
             decoded = (decoded.view(-1, self.columns) / self.awq).view(-1)
         out.copy_(_saturated(decoded, out.dtype))
 
     def selected(self, rows: Tensor) -> PackedRows | None:
         """Return the rows with these numbers; None if a block may hold parts of two rows."""
-        if self.columns % self.coder.block_size:
+        if self.columns % self.format.block_size:
             return None
         parts = tuple(part.view(self.rows, -1).index_select(0, rows).view(-1, part.shape[1]) for part in self.parts)
         return replace(self, rows=len(rows), parts=parts, first_block=None)
@@ -126,12 +125,12 @@ class PackedRows:
     @property
     def unit(self) -> int:
         """How many weights are decoded together."""
-        return self.coder.block_size
+        return self.format.block_size
 
     @property
     def rows_of_whole_blocks(self) -> int:
         """The smallest number of rows that whole blocks fill."""
-        return self.coder.block_size // math.gcd(self.columns, self.coder.block_size)
+        return self.format.block_size // math.gcd(self.columns, self.format.block_size)
 
     def copied(self, device: torch.device) -> PackedRows:
         """Return the rows on a device, with a factor of their own; codes are shared where the device is the same."""
@@ -142,8 +141,8 @@ class PackedRows:
     @property
     def coding(self) -> BlockCoding | None:
         """How blocks were coded, for products with the codes; None if a row is not so many blocks of a scalar codec."""
-        if isinstance(self.coder, ScalarCoder) and self.columns % BLOCK_SIZE == 0 and self.offset == 0:
-            return self.coder.coding(self.state)
+        if isinstance(self.format, LloydMax) and self.columns % BLOCK_SIZE == 0 and self.offset == 0:
+            return self.format.coding
         return None
 
     @property
@@ -186,7 +185,7 @@ class PackedColumns:
         """
         names = [stored.name for stored in tensor.encoded]
         parts = [torch.from_numpy(part) for part in tensor.mapped_parts()]
-        about = {name: getattr(tensor, name) for name in ("name", "shape", "dtype", "coder", "state", "encoded")}
+        about = {name: getattr(tensor, name) for name in ("name", "shape", "dtype", "format", "encoded")}
         mapped = MappedColumns(**about, mapped=dict(zip(names, parts, strict=True)))
         assert mapped.ends is not None  # which are checked
         numbers, cpu = range(math.prod(mapped.cut.stack)), torch.device("cpu")

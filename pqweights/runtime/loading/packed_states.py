@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
 
 import torch
 from msgspec import Meta
@@ -20,14 +21,15 @@ from pqweights.checkpoint.readers import SMALLEST_SCALE
 from pqweights.common.documents import ClosedDocument, Count, Number, Size, as_document
 from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.errors import MasterError, RecipeError
-from pqweights.formats import CODECS, UNRATED
-from pqweights.formats.columns import MOST_STORED_COLUMNS, ColumnCoding, ColumnCut, Orientation, bits_of
-from pqweights.formats.protocol import Coder, DamagedBlock, State
+from pqweights.formats import CODECS
+from pqweights.formats.columns import MOST_STORED_COLUMNS, ColumnCut, TrellisColumns, bits_of
+from pqweights.formats.master import DamagedBlock, MasterFormat
 from pqweights.formats.weight import block_count
 from pqweights.runtime.loading.packed_rows import Factor, MappedColumns, Matrix, PackedColumns, PackedRows, Rows
 
 _Text = Annotated[str, Meta(max_length=5000)]
-_Settings = dict[_Text, _Text | int | float | bool]  # State.to_json
+Format = TypeVar("Format", bound=MasterFormat)
+_Settings = dict[_Text, _Text | int | float | bool]  # MasterFormat.stated
 
 
 class _Blocks(ClosedDocument, frozen=True, kw_only=True, tag="blocks"):
@@ -87,7 +89,7 @@ def state_of(matrices: Sequence[Matrix]) -> dict[str, Any]:
                 "name": weight.name,
                 "dtype": weight.dtype,
                 "shape": list(weight.shape),
-                "state": weight.state.to_json(),
+                "state": weight.format.stated(),
                 "parts": [weight.mapped[stored.name] for stored in weight.encoded],
             }
             for weight in weights.values()
@@ -106,9 +108,9 @@ def _state_of_rows(rows: Rows, numbers: Mapping[int, int]) -> dict[str, Any]:
         "weights": rows.weights,
         "rows": rows.rows,
         "columns": rows.columns,
-        "codec": rows.coder.codec,
-        "bits": rows.coder.bits,
-        "state": rows.state.to_json(),
+        "codec": rows.format.codec,
+        "bits": rows.format.bits,
+        "state": rows.format.stated(),
         "parts": list(rows.parts),
         "offset": rows.offset,
         "first_block": rows.first_block,
@@ -140,23 +142,23 @@ def _blocks(stated: _Blocks) -> PackedRows:
     if codec is None:
         raise _damaged(f"{where}: codec: expected one of {', '.join(CODECS)}, found {stated.codec!a}")
     try:
-        coder = codec.coder(stated.bits).sized(stated.weights)
+        format = codec.at(stated.bits).sized(stated.weights)
     except RecipeError as error:
         raise _damaged(f"{where}: bits: {error}") from None
-    state, count = _parsed(where, coder, stated.state, codec.state_defaults), stated.rows * stated.columns
-    if not count or stated.offset >= coder.block_size or not _is_power_of_two(stated.factor):
+    format, count = _with_settings(where, format, stated.state), stated.rows * stated.columns
+    if not count or stated.offset >= format.block_size or not _is_power_of_two(stated.factor):
         raise _damaged(
-            f"{where}: expected rows, columns, an offset below {coder.block_size} and a power of two, found "
+            f"{where}: expected rows, columns, an offset below {format.block_size} and a power of two, found "
             f"{stated.rows}, {stated.columns}, {stated.offset} and {stated.factor}"
         )
-    blocks = block_count(stated.offset + count, coder.block_size)
-    shapes = [(blocks, part.bytes_per_block) for part in coder.parts]
+    blocks = block_count(stated.offset + count, format.block_size)
+    shapes = [(blocks, part.bytes_per_block) for part in format.parts]
     parts = _checked(where, stated.parts, shapes)
     awq = None if stated.awq is None else _scales(where, stated.awq, stated.columns)
     if len({tensor.device for tensor in (*parts, *(() if awq is None else (awq,)))}) > 1:
         raise _damaged(f"{where}: expected tensors on one device")
     try:
-        coder.check([part.cpu().numpy() for part in parts], state)
+        format.check([part.cpu().numpy() for part in parts])
     except DamagedBlock as damage:
         raise _damaged(f"{where}: block {(stated.first_block or 0) + damage.block}: {damage.reason}") from None
     return PackedRows(
@@ -164,8 +166,7 @@ def _blocks(stated: _Blocks) -> PackedRows:
         weights=stated.weights,
         rows=stated.rows,
         columns=stated.columns,
-        coder=coder,
-        state=state,
+        format=format,
         parts=parts,
         offset=stated.offset,
         first_block=stated.first_block,
@@ -182,10 +183,8 @@ def _column_weight(stated: _ColumnWeight) -> MappedColumns:
         raise _damaged(f"{where}: shape: expected rows, and 1 to {MOST_STORED_COLUMNS} columns, found {list(shape)}")
     if stated.dtype not in LOGICAL_DTYPES:
         raise _damaged(f"{where}: dtype: expected one of {', '.join(LOGICAL_DTYPES)}, found {stated.dtype!a}")
-    defaults = UNRATED[ColumnCoding.codec].state_defaults
-    state = _parsed(where, ColumnCoding(1), stated.state, defaults)
-    assert isinstance(state, Orientation)
-    cut, total = ColumnCut.of(shape, transposed=state.transposed), stated.parts[0].numel() if stated.parts else 0
+    format = _with_settings(where, TrellisColumns(bits=1), stated.state)
+    cut, total = ColumnCut.of(shape, transposed=format.transposed), stated.parts[0].numel() if stated.parts else 0
     specs = column_specs(stated.name, cut, total)
     encoded = tuple(StoredTensor(*spec, stated.file, 0, byte_count(spec.dtype, spec.shape)) for spec in specs)
     parts = [part.cpu() for part in _checked(where, stated.parts, [(stored.byte_count,) for stored in encoded])]
@@ -196,8 +195,7 @@ def _column_weight(stated: _ColumnWeight) -> MappedColumns:
         name=stated.name,
         shape=shape,
         dtype=stated.dtype,
-        coder=ColumnCoding(bits_of(cut, total)),
-        state=state,
+        format=replace(format, bits=bits_of(cut, total)),
         encoded=encoded,
         mapped={stored.name: part for stored, part in zip(encoded, parts, strict=True)},
     )
@@ -211,12 +209,13 @@ def _columns(stated: _ColumnState, weights: Sequence[MappedColumns]) -> PackedCo
     return PackedColumns(tensor=weight, matrix=stated.matrix, device=stated.on.device, factor=Factor(stated.factor))
 
 
-def _parsed(where: str, coder: Coder | ColumnCoding, settings: dict[str, Any], defaults: Mapping[str, Any]) -> State:
-    """Return the state of a coder. defaults: the keys that it may have"""
-    if not settings.keys() <= defaults.keys():
-        raise _damaged(f"{where}: state: expected {', '.join(defaults)}, found {', '.join(map(ascii, settings))}")
+def _with_settings(where: str, format: Format, settings: dict[str, Any]) -> Format:
+    """Return a format with settings."""
+    if not settings.keys() <= format.settings.keys():
+        expected = ", ".join(format.settings)
+        raise _damaged(f"{where}: state: expected {expected}, found {', '.join(map(ascii, settings))}")
     try:
-        return coder.parse_state(settings)
+        return format.with_settings(settings)
     except ValueError as error:
         raise _damaged(f"{where}: {error}") from None
 
