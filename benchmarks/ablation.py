@@ -24,7 +24,7 @@ from pqweights.planning.recipe import Recipe
 from pqweights.results.inspect import inspect
 from pqweights.runtime.models import Model, open_model
 from pqweights.runtime.packages import package
-from pqweights.runtime.protocol import Estimate, Scores, Windows, compare, perplexity_change
+from pqweights.runtime.protocol import Estimate, Scores, TextWindows, compare, perplexity_change
 from pqweights.runtime.texts import Ids
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -121,7 +121,7 @@ class Ablation:
     recipe: Recipe
     widths: Sequence[float]
     ids: Ids
-    windows: Windows
+    windows: TextWindows
     calibration: str | None
     work: Path
     threads: int

@@ -40,7 +40,7 @@ from pqweights.kernels.groups import unpack_bits
 from pqweights.runtime.evaluation import choose_windows
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import Model, open_model
-from pqweights.runtime.protocol import Windows, compare
+from pqweights.runtime.protocol import TextWindows, compare
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -190,7 +190,7 @@ class Bench:
     model: Path
     base: Model
     ids: Ids
-    windows: Windows
+    windows: TextWindows
     calibration: Path
     work: Path
     environments: str

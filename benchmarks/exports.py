@@ -42,7 +42,7 @@ from pqweights.convert.manifest import read_manifest
 from pqweights.errors import MissingDependencyError, SourceError
 from pqweights.results.inspect import inspect
 from pqweights.runtime.models import open_model
-from pqweights.runtime.protocol import Loss, Windows, change, compare, perplexity
+from pqweights.runtime.protocol import Loss, TextWindows, change, compare, perplexity
 from pqweights.runtime.texts import Ids, tokenize
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -50,7 +50,7 @@ from export_decoders import export_weight
 from weight_errors import relative_mse
 
 SOURCE = "original"
-WINDOWS = Windows(size=256, stride=128, score_first=True, count=40)
+WINDOWS = TextWindows(size=256, stride=128, score_first=True, count=40)
 WIDTHS = (6, 5, 4)
 TARGETS = ("torchao", "mlx", "vllm")
 # what the weights are taken from, and the rule for scales and offsets
@@ -208,7 +208,7 @@ class Evaluation:
 
     model: Path
     ids: Ids
-    windows: Windows
+    windows: TextWindows
     reference: list[Loss] = field(default_factory=list)
 
     def measure(self, made: Made) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def language_model(model: Path, options: Any, absent: set[str]) -> Iterator[dict
     evaluation = Evaluation(
         model=model,
         ids=tokenize(model, text),
-        windows=Windows(size=options.window, stride=options.stride, score_first=True, count=options.windows),
+        windows=TextWindows(size=options.window, stride=options.stride, score_first=True, count=options.windows),
     )
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
         bench = Bench(source=model, work=Path(work), targets=tuple(options.targets), absent=absent)

@@ -40,7 +40,7 @@ from pqweights.results.inspect import inspect
 from pqweights.runtime.evaluation import choose_windows
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import Model, open_model
-from pqweights.runtime.protocol import Windows, compare, perplexity
+from pqweights.runtime.protocol import TextWindows, compare, perplexity
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.storage import open_store
 from pqweights.targets.master import Learned, plan_quantize
@@ -114,7 +114,7 @@ class Bench:
         self.model, self.work = model, work
         text = read_text(model / "eval.txt")
         self.ids: Ids = tokenize(model, text, max_tokens)
-        self.windows: Windows = choose_windows([read_folder(model)], TextOptions(stride=128))
+        self.windows: TextWindows = choose_windows([read_folder(model)], TextOptions(stride=128))
         self.base: Model = remembering(open_model(model))
         self.perplexity = 0.0
         self.measured: dict[tuple[tuple[str, float | None], ...], dict[str, Any]] = {}

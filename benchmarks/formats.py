@@ -38,7 +38,7 @@ from pqweights.formats import get_codec
 from pqweights.formats.gguf_blocks import BlockRule
 from pqweights.kernels.groups import BEST, GroupRule
 from pqweights.runtime.models import Model, open_model
-from pqweights.runtime.protocol import Windows, compare
+from pqweights.runtime.protocol import TextWindows, compare
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
@@ -156,7 +156,7 @@ class Bench:
     copy: Model
     originals: Weights
     ids: Ids
-    windows: Windows
+    windows: TextWindows
     work: Path
     absent: list[str] = field(default_factory=list)
 
@@ -389,7 +389,7 @@ def open_bench(model: Path, options: Any, work: Path) -> Bench:
         copy=open_model(model),
         originals={tensor.name: values_of(tensor) for tensor in linear},
         ids=ids[: options.max_tokens],
-        windows=Windows(size=options.window, stride=options.window, score_first=True),
+        windows=TextWindows(size=options.window, stride=options.window, score_first=True),
         work=work,
     )
     compare(base, None, ids=bench.ids, windows=bench.windows)

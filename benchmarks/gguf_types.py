@@ -45,7 +45,7 @@ from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.planning.options import ExportOptions
 from pqweights.runtime.models import Model, open_model
-from pqweights.runtime.protocol import Windows, compare
+from pqweights.runtime.protocol import TextWindows, compare
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.storage import open_store
 
@@ -166,7 +166,7 @@ class Bench:
     model: Path
     base: Model
     ids: Ids
-    windows: Windows
+    windows: TextWindows
     work: Path
 
     def figures(self, file: Path) -> Document:
@@ -199,7 +199,7 @@ def prepared(model: Path, work: Path, *, tokens: int, window: int) -> Bench:
         model=model,
         base=quality.remembering(open_model(model)),
         ids=ids[:tokens],
-        windows=Windows(size=window, stride=window // 2, score_first=True),
+        windows=TextWindows(size=window, stride=window // 2, score_first=True),
         work=work,
     )
     bench.export("plain", "bf16", ("source",))

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, QuantizedCache
 from pqweights.runtime.kv.cache import KVCache, kv_cache
 from pqweights.runtime.kv.states import tensor_bytes
 from pqweights.runtime.models import Model
-from pqweights.runtime.protocol import Scores, Windows, compare
+from pqweights.runtime.protocol import Scores, TextWindows, compare
 from pqweights.runtime.texts import Ids, read_text, tokenize
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -252,7 +252,7 @@ def scores_of(bench: Bench, predictions: Floats) -> Scores:
         return Model(runtime="", dtype="", logits=looked_up)
 
     # Windows that do not overlap, of which the last tokens are scored: compare() sees `scored` as the stride.
-    class Apart(Windows):
+    class Apart(TextWindows):
         def starts(self, tokens: int, *, max_tokens: int | None = None) -> range:
             return range(0, tokens, self.size)
 

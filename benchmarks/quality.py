@@ -49,7 +49,7 @@ from pqweights.results.inspect import inspect
 from pqweights.runtime.evaluation import choose_windows
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import Model, open_model
-from pqweights.runtime.protocol import Scores, Windows, compare
+from pqweights.runtime.protocol import Scores, TextWindows, compare
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.targets.master import rate_planner
 
@@ -112,7 +112,7 @@ class Bench:
     text: str
     ids: Ids
     rest: Ids
-    windows: Windows
+    windows: TextWindows
     widths: tuple[int, ...]
     work: Path
     absent: dict[str, str] = field(default_factory=dict)

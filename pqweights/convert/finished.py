@@ -47,17 +47,17 @@ def finished_result(conversion: Conversion, store: Store) -> Manifest | None:
 
 def _difference(conversion: Conversion, store: Store, manifest: Manifest) -> str | None:
     """Say how the finished result in the output folder differs from the one that is asked for; None if it is that."""
-    asked, theirs = conversion.manifest.decisive, manifest.decisive
-    if _named(theirs) != _named(asked):
+    ours, theirs = conversion.manifest.decisive, manifest.decisive
+    if _named(theirs) != _named(ours):
         return f"holds another result: {_named(theirs)}"
     # The content of a commit never changes; that of a local folder may.
-    if (theirs.origin, theirs.source_bytes) != (asked.origin, asked.source_bytes) or (
-        asked.origin is None and manifest.source_fingerprint != conversion.checkpoint.fingerprint()
+    if (theirs.origin, theirs.source_bytes) != (ours.origin, ours.source_bytes) or (
+        ours.origin is None and manifest.source_fingerprint != conversion.checkpoint.fingerprint()
     ):
-        source = "master" if asked.master else "source"
+        source = "master" if ours.master else "source"
         return f"holds another result: {_named(theirs)} made from another {source}"
-    if theirs != asked:
-        return f"holds another result: {_named(theirs)} made {_by_other_means(theirs, asked)}"
+    if theirs != ours:
+        return f"holds another result: {_named(theirs)} made {_by_other_means(theirs, ours)}"
     files = store.files()
     problems = file_problems(files, manifest)
     if lost := [*problems, *(f"{name} is missing" for name in manifest.files if name not in files)]:

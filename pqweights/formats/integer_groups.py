@@ -45,7 +45,7 @@ PACK_QUANTIZED = (
     StoredPart(SCALES, "{weight}_scale", "BF16"),
     StoredPart(SHAPE, "{weight}_shape", "I64", shape=(2,)),
 )
-PACK_QUANTIZED_ZEROS = (*PACK_QUANTIZED, StoredPart(ZEROS, "{weight}_zero_point", "I32", across=True, turned=True))
+PACK_QUANTIZED_ZEROS = (*PACK_QUANTIZED, StoredPart(ZEROS, "{weight}_zero_point", "I32", across=True, transposed=True))
 # A weight q is stored as itself.
 INT_QUANTIZED = (StoredPart(CODES, "{weight}", "I8", flipped=128), StoredPart(SCALES, "{weight}_scale", "BF16"))
 
@@ -56,7 +56,7 @@ def _gptq(first_zero: int) -> tuple[StoredPart, ...]:
     N is a multiple of 32 / bits.
     """
     return (
-        StoredPart(CODES, "{module}.qweight", "I32", turned=True),
+        StoredPart(CODES, "{module}.qweight", "I32", transposed=True),
         StoredPart(ZEROS, "{module}.qzeros", "I32", across=True, first=first_zero),
         StoredPart(SCALES, "{module}.scales", "F16", across=True),
         StoredPart(GROUP_OF, "{module}.g_idx", "I32"),

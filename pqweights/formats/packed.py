@@ -253,7 +253,7 @@ class QuantizedTensor:
         if part.across:  # words of several rows
             first, last = part.run_of(region.row, region.last, words, rule)
             raw = self._read(matrix, first * lines * word, last - first, lines * word)
-            packed = part.transposed(raw[:, region.column * word : region.end * word])
+            packed = part.transpose(raw[:, region.column * word : region.end * word])
             rows = part.unpack(packed, rule)[:, region.row % WORD :]
             return rows[:, : region.last - region.row].T
         first, last = (0, words)
@@ -286,7 +286,7 @@ class QuantizedTensor:
             numbers = part.unpack(raw[region.column : region.end, begin:stop], rule)
             return numbers[:, row % WORD :][:, : end - row].T
         low, high = part.run_of(region.column, region.end, words, rule)
-        packed = part.transposed(raw[low:high, row * word : end * word])
+        packed = part.transpose(raw[low:high, row * word : end * word])
         return part.unpack(packed, rule)[:, region.column % WORD :][:, : region.end - region.column]
 
     def _read(self, matrix: StoredTensor, first: int, rows: int, row_bytes: int) -> Bytes:

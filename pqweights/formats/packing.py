@@ -83,7 +83,7 @@ class StoredPart(NamedTuple):
     name: its name, from {weight}, and from {module} and {parameter} before and after the last dot of that
     dtype: its dtype; codes and zeros of fewer bits share its words, and follow each other from the lowest bits on
     across: whether numbers follow each other down the columns of the matrix, and not along its rows
-    turned: whether the matrix of words is stored transposed
+    transposed: whether the matrix of words is stored so
     flipped: the bits of each byte that are inverted
     order: how codes follow each other in a word, if not in their own order
     first: the number that is stored as 0
@@ -96,7 +96,7 @@ class StoredPart(NamedTuple):
     name: str
     dtype: str
     across: bool = False
-    turned: bool = False
+    transposed: bool = False
     flipped: int = 0
     order: tuple[int, ...] = ()
     first: int = 0
@@ -112,7 +112,7 @@ class StoredPart(NamedTuple):
     @property
     def by_columns(self) -> bool:
         """Whether rows of the weight are columns of the stored tensor."""
-        return self.across != self.turned or (self.tiled and self.holds == SCALES)
+        return self.across != self.transposed or (self.tiled and self.holds == SCALES)
 
     @property
     def once(self) -> bool:
@@ -140,7 +140,7 @@ class StoredPart(NamedTuple):
         of_run = self.words(WORD, rule)
         return first // WORD * of_run, min(words, -(-last // WORD) * of_run)
 
-    def transposed(self, raw: Bytes) -> Bytes:
+    def transpose(self, raw: Bytes) -> Bytes:
         """Return a matrix of words, as bytes [rows, bytes], transposed."""
         words = np.ascontiguousarray(raw).view(f"u{item_bytes(self.dtype)}")
         return np.ascontiguousarray(words.T).view(np.uint8)
@@ -162,7 +162,7 @@ class StoredPart(NamedTuple):
         if self.by_tile:
             tiles = shape[-1] // rule.group_size
             return (*shape[:-1], tiles, words // tiles)
-        return (*shape[:-2], words, lines) if self.turned else (*shape[:-2], lines, words)
+        return (*shape[:-2], words, lines) if self.transposed else (*shape[:-2], lines, words)
 
     def pack(self, groups: Groups, shape: Shape, rule: RoundingRule) -> Bytes:
         """Return the bytes of some rows of a weight, or of all that they have in common.
@@ -184,7 +184,7 @@ class StoredPart(NamedTuple):
         lines = _packed(numbers.T if self.across else numbers, self.dtype, self.bits(rule))
         if self.flipped:
             lines = lines ^ np.uint8(self.flipped)
-        lines = self.transposed(lines) if self.turned else lines
+        lines = self.transpose(lines) if self.transposed else lines
         return lines if self.by_columns else lines.reshape(-1)
 
     def _numbers(self, groups: Groups, columns: int, rule: RoundingRule) -> Bytes | Floats:

@@ -15,7 +15,7 @@ from pqweights.planning.options import path_of
 from pqweights.runtime.cached import CachedRun, CacheFigures, check_spec
 from pqweights.runtime.folders import Folder, Size, read_model, size
 from pqweights.runtime.models import Model, check_options, check_packed, choose_device, open_model
-from pqweights.runtime.protocol import Scores, Windows, compare
+from pqweights.runtime.protocol import Scores, TextWindows, compare
 from pqweights.runtime.report import EvaluationReport, EvaluationSettings, ModelScores
 from pqweights.runtime.texts import EncodedText, Ids, check_vocabulary, encode
 from pqweights.targets.target import MLX
@@ -42,7 +42,7 @@ class _EvaluationJob:
     folders: tuple[Folder, ...]
     sizes: tuple[Size, ...]
     ids: Ids
-    windows: Windows
+    windows: TextWindows
     starts: range
     device: str
     options: EvaluationOptions
@@ -209,7 +209,7 @@ def _settings(job: _EvaluationJob) -> EvaluationSettings:
     )
 
 
-def choose_windows(folders: Sequence[Folder], options: TextOptions) -> Windows:
+def choose_windows(folders: Sequence[Folder], options: TextOptions) -> TextWindows:
     """Return windows of the size that was asked for, or of the default size if all models can take it.
 
     Raises EvaluationError if a model takes fewer tokens than was asked for.
@@ -224,7 +224,7 @@ def choose_windows(folders: Sequence[Folder], options: TextOptions) -> Windows:
             f"`window` {window}: {folder.path} takes at most {shortest} tokens (by its {folder.stated_in})"
         )
     stride = options.stride or min(DEFAULT_STRIDE, max(1, window // 4))
-    return Windows(size=window, stride=stride, score_first=options.score_first)
+    return TextWindows(size=window, stride=stride, score_first=options.score_first)
 
 
 def _check_same_vocabulary(base: Folder, others: Sequence[Folder]) -> None:

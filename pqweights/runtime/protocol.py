@@ -31,7 +31,7 @@ LOGITS_AT_ONCE = 1 << 21
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windows:
+class TextWindows:
     """Overlapping windows over a text; each scores its last `stride` tokens and masks the others.
 
     A window has no prediction for its first token, so windows without overlap score one token less than their size.
@@ -150,7 +150,7 @@ def compare(
     reference: Model | None,
     *,
     ids: Ids,
-    windows: Windows,
+    windows: TextWindows,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Scores:
     """Run a model, and a reference beside it, over the windows of a text; keep only the figures of each window.
@@ -179,7 +179,7 @@ def compare(
     return Scores(losses, reference_losses, _divergence(of_windows))
 
 
-def _predictions(model: Model, ids: Ids, windows: Windows, starts: Sequence[int]) -> Iterator[Floats]:
+def _predictions(model: Model, ids: Ids, windows: TextWindows, starts: Sequence[int]) -> Iterator[Floats]:
     """Yield what a model predicts for the scored tokens of each window, [tokens, vocabulary]."""
     for scored, alike in itertools.groupby(starts, windows.scored):
         pieces = (windows.piece(ids, start) for start in alike)

@@ -44,7 +44,7 @@ from pqweights.kernels.groups import FloatRule, GroupRule, Groups
 from pqweights.models.description import ModelDescription
 from pqweights.planning.inputs import KnownInputs
 from pqweights.targets.bf16 import role_of
-from pqweights.targets.integers import IntegerJob, RoundedChunk
+from pqweights.targets.integers import IntegerJob
 
 Floats = npt.NDArray[np.float32]
 
@@ -277,10 +277,10 @@ class CompensatedJob(_InformedJob):
         about = _OutputErrors(matrix, before, np.where(worse, before, after), int(worse.sum()), ready.damping)
         return groups, about
 
-    def collect(self, result: RoundedChunk) -> None:
+    def collect(self, result: tuple[Doubles, Doubles, bool, Any]) -> None:
         """Add up the errors of outputs besides those of weights."""
         super().collect(result)
-        about = result.about
+        about = result[-1]
         if about is not None:
             load_backend("cpu").add_in_order(self._outputs[about.matrix], about.plain, about.stored)
             self._plain_rows += about.plain_rows

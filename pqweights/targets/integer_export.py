@@ -6,12 +6,11 @@ result follow from these decisions. docs/exports.md has the rules, and what the 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -59,17 +58,14 @@ def plan_integers(source: ExportSource, target: IntegerTarget) -> Conversion:
         raise OptionError("`calibrate`: expected `rounding` gptq or `target_size` as well, which use it")
     outline = target.outline(checkpoint)
     unexamined = unexamined_warnings(target_name(target.describe()["target"]) or "", outline.config)
-    rounding = IntegerRounding(
-        outline=outline,
-        is_original=not checkpoint.is_master,
-        master_errors={} if manifest is None else _known_errors(outline, checkpoint, manifest),
-        compensation=None
-        if inputs is None
-        else Compensation(
-            inputs, [(tensor, how.rule) for tensor, how in outline.rounded], text_model(checkpoint.config)
-        ),
-    )
-    read = replace(checkpoint, tensors=reading_together(outline.tensors, rounding.fused))
+    master_errors = {} if manifest is None else _known_errors(outline, checkpoint, manifest)
+    compensation = None
+    if inputs is not None:
+        rules = [(tensor, how.rule) for tensor, how in outline.rounded]
+        compensation = Compensation(inputs, rules, text_model(checkpoint.config))
+    known: dict[str, Any] = {"is_original": not checkpoint.is_master, "master_errors": master_errors}
+    fused = fused_weights(outline.tensors, outline.decisions)
+    read = replace(checkpoint, tensors=reading_together(outline.tensors, fused))
     read = read if outline.companions is None else _with_companions(read, outline.companions)
     tensors = [_planned(tensor, read, outline) for tensor in read.tensors]
     most = source.max_shard_bytes
@@ -77,15 +73,15 @@ def plan_integers(source: ExportSource, target: IntegerTarget) -> Conversion:
     by_columns = sorted(how.column_bytes(tensor.shape) for tensor, how in outline.rounded)
     return Conversion(
         kind=EXPORT,
-        made_by=target.describe() | rounding.describe(),
+        made_by=target.describe() | _about_rounding(outline, compensation, **known),
         checkpoint=read,
         plan=make_plan(read, tensors, container, most, outline.left_out),
-        encode=rounding.job,
+        encode=partial(_encode, outline=outline, fused=fused, compensation=compensation, **known),
         config=None if outline.config is None else partial(_stated, outline.config),
         small_files=outline.small_files or no_files,
         learn=nothing_to_learn if inputs is None else inputs.prepare,
         warnings=partial(_warnings, (*outline.warnings, *remarks(outline, checkpoint), *unexamined)),
-        memory_bytes=0 if rounding.compensation is None else rounding.compensation.memory_bytes,
+        memory_bytes=0 if compensation is None else compensation.memory_bytes,
         disk_bytes=sum(by_columns[-TENSORS_AT_ONCE:]),
     )
 
@@ -137,61 +133,57 @@ def _planned(tensor: LogicalTensor, checkpoint: Checkpoint, outline: Outline) ->
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class IntegerRounding:
-    """How the weights of an export are rounded.
+def _about_rounding(
+    outline: Outline, compensation: Compensation | None, *, is_original: bool, master_errors: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return what manifests say of it: a digest of the errors of the master, and the sample of the inputs."""
+    stated: dict[str, Any] = {}
+    if not is_original:
+        errors = json.dumps(master_errors, sort_keys=True).encode() if master_errors else None
+        stated["master_errors"] = None if errors is None else hashlib.sha256(errors).hexdigest()
+    if compensation is not None:
+        in_blocks = any(isinstance(rounding.rule, BlockRule) for _, rounding in outline.rounded)
+        stated["rounding"] = IMPORTANCE if in_blocks else GPTQ
+        stated["calibration"] = compensation.inputs.identity
+    return stated
+
+
+def _encode(
+    planned: TensorPlan,
+    tensor: LogicalTensor,
+    *,
+    outline: Outline,
+    fused: Mapping[str, tuple[LogicalTensor, ...]],
+    compensation: Compensation | None,
+    is_original: bool,
+    master_errors: Mapping[str, float],
+) -> Job:
+    """Return the job that rounds a weight or copies another tensor.
 
     outline: what the target makes of the model
+    fused: for each weight whose scales have a unit, the weights that share it, by name
+    compensation: what is known of the inputs, if rounding is compensated by it
     is_original: whether the weights are those of the source, and not decoded from a master
     master_errors: relative errors of a master's weights by name, where they are known and add up with those of rounding
-    compensation: what is known of the inputs, if rounding is compensated by it
     """
+    decision = outline.decisions.get(tensor.name)
+    if not isinstance(decision, PackedFormat):
+        return CopyJob(planned, tensor)
+    about: dict[str, Any] = {"master_error": master_errors.get(tensor.name), "is_original": is_original}
+    kind: type[IntegerJob] = IntegerJob
+    if compensation is not None:
+        kind = WeightedJob if isinstance(decision.rule, BlockRule) else CompensatedJob
+        about["compensation"] = compensation
 
-    outline: Outline
-    is_original: bool
-    master_errors: Mapping[str, float] = field(default_factory=dict)
-    compensation: Compensation | None = None
+    def rounding(format: PackedFormat) -> Job:
+        return kind(planned, tensor, format, **about)
 
-    @functools.cached_property
-    def fused(self) -> dict[str, tuple[LogicalTensor, ...]]:
-        """For each weight whose scales have a unit, the weights that share it, by name."""
-        return fused_weights(self.outline.tensors, self.outline.decisions)
-
-    def describe(self) -> dict[str, Any]:
-        """Return what manifests say of it: a digest of the errors of the master, and the sample of the inputs."""
-        stated: dict[str, Any] = {}
-        if not self.is_original:
-            errors = json.dumps(self.master_errors, sort_keys=True).encode() if self.master_errors else None
-            stated["master_errors"] = None if errors is None else hashlib.sha256(errors).hexdigest()
-        if self.compensation is not None:
-            in_blocks = any(isinstance(rounding.rule, BlockRule) for _, rounding in self.outline.rounded)
-            stated["rounding"] = IMPORTANCE if in_blocks else GPTQ
-            stated["calibration"] = self.compensation.inputs.identity
-        return stated
-
-    def job(self, planned: TensorPlan, tensor: LogicalTensor) -> Job:
-        """Return the job that rounds a weight or copies another tensor."""
-        decision = self.outline.decisions.get(tensor.name)
-        if not isinstance(decision, PackedFormat):
-            return CopyJob(planned, tensor)
-        if decision.unit_of is None:
-            return self._rounding_job(planned, tensor, decision)
-        unit = carried_unit(self.fused[tensor.name])
-        if unit is not None:
-            return self._rounding_job(planned, tensor, of_unit(decision, unit))
-        return UnitJob(
-            self.fused[tensor.name],
-            lambda largest: self._rounding_job(planned, tensor, with_unit(decision, largest)),
-        )
-
-    def _rounding_job(self, planned: TensorPlan, tensor: LogicalTensor, decision: PackedFormat) -> Job:
-        error, is_original = self.master_errors.get(tensor.name), self.is_original
-        if self.compensation is None:
-            return IntegerJob(planned, tensor, decision, master_error=error, is_original=is_original)
-        job = WeightedJob if isinstance(decision.rule, BlockRule) else CompensatedJob
-        return job(
-            planned, tensor, decision, master_error=error, is_original=is_original, compensation=self.compensation
-        )
+    if decision.unit_of is None:
+        return rounding(decision)
+    unit = carried_unit(fused[tensor.name])
+    if unit is not None:
+        return rounding(of_unit(decision, unit))
+    return UnitJob(fused[tensor.name], lambda largest: rounding(with_unit(decision, largest)))
 
 
 def remarks(outline: Outline, checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -92,19 +92,6 @@ class IntegerTarget(Protocol):
         ...
 
 
-class RoundedChunk(NamedTuple):
-    """What was measured of a chunk.
-
-    measures: sums of squares by group: of the values, and of their errors
-    about: what else the job is to know of it
-    is_carried: whether its codes are those of the source, which decode to the same bits
-    """
-
-    measures: tuple[Doubles, ...]
-    about: Any
-    is_carried: bool
-
-
 class IntegerJob:
     """The job that turns one weight into integers; a chunk is some whole rows of one matrix."""
 
@@ -161,8 +148,11 @@ class IntegerJob:
         count = min(self._rows_per_chunk, self._rows - part * self._rows_per_chunk)
         return matrix * self._rows + part * self._rows_per_chunk, count
 
-    def write(self, chunk: int, values: npt.NDArray[np.float32], sink: Sink) -> RoundedChunk:
+    def write(self, chunk: int, values: npt.NDArray[np.float32], sink: Sink) -> tuple[Doubles, Doubles, bool, Any]:
         """Round the values of one chunk, and write its pieces.
+
+        Returns the sums of squares by group, of the values and of their errors, whether the codes are those of the
+        source, which decode to the same bits, and what else `_round` found out.
 
         Raises SourceError if a weight or a scale is not finite.
         """
@@ -178,7 +168,7 @@ class IntegerJob:
             )
         for piece in self._rounding.pieces(self._planned.name, self._planned.shape, first_row=first, groups=groups):
             (sink.write if piece.data.ndim == 1 else sink.write_columns)(piece.stored_name, piece.offset, piece.data)
-        return RoundedChunk((groups.energies, groups.errors), about, carried is not None)
+        return groups.energies, groups.errors, carried is not None, about
 
     def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
         """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights.
@@ -201,10 +191,11 @@ class IntegerJob:
         energies = sums_of_squares(values.reshape(groups.codes.shape))
         return replace(groups, energies=energies, errors=_errors(values, groups, rule))
 
-    def collect(self, result: RoundedChunk) -> None:
+    def collect(self, result: tuple[Doubles, Doubles, bool, Any]) -> None:
         """Add up the errors of a chunk."""
-        load_backend("cpu").add_in_order(self._sums, *result.measures)
-        self._rounded_chunks += not result.is_carried
+        energies, errors, is_carried, _ = result
+        load_backend("cpu").add_in_order(self._sums, energies, errors)
+        self._rounded_chunks += not is_carried
 
     def finish(self) -> TensorRecord | Job:
         """Return the record with the errors as far as they are known."""

@@ -30,7 +30,7 @@ from pqweights.models.description import ModelDescription
 from pqweights.models.names import fused_layer
 from pqweights.planning.decisions import is_smaller
 from pqweights.planning.plan import DEFAULT_METADATA, stored_bytes
-from pqweights.planning.recipe import DEFAULT_BITS, NOTHING, Recipe, Weight
+from pqweights.planning.recipe import DEFAULT_BITS, Recipe, Weight
 from pqweights.planning.roles import classify
 from pqweights.targets.architectures import check_architecture
 from pqweights.targets.assignment import PLAIN, PLAIN_ERROR, Candidate, Kept, chosen_within, distortion, weight_of
@@ -201,9 +201,18 @@ class LinearWeights:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearRules:
-    """What a target takes for a linear layer.
+def linear_weights(
+    checkpoint: Checkpoint,
+    target: str,
+    formats: Mapping[str, LinearFormat],
+    *,
+    ladder: Sequence[str],
+    recipe: Recipe,
+    experts: str | None = None,
+    one_size: bool = False,
+    stacks: bool = False,
+) -> LinearWeights:
+    """Decide for every weight that the master encoded whether it can become integers, and in groups of which size.
 
     target: what messages call the target
     formats: its formats, by name; the first is the default
@@ -212,40 +221,32 @@ class LinearRules:
     experts: why single experts stay plain; None if they need not
     one_size: whether all layers outside of experts must have the same group size
     stacks: whether it takes the stacks of all experts of a layer, and nothing else
-    """
-
-    target: str
-    formats: Mapping[str, LinearFormat]
-    ladder: tuple[str, ...] = ()
-    recipe: Recipe = NOTHING
-    experts: str | None = None
-    one_size: bool = False
-    stacks: bool = False
-
-
-def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
-    """Decide for every weight that the master encoded whether it can become integers, and in groups of which size.
 
     Raises ExportError for an architecture that the target cannot hold, for a group size that was asked for and that
     does not divide the rows of a weight, and if no weight can become integers; RecipeError for a rule that matches
     nothing, and for a size that cannot be met.
     """
-    check_architecture(rules.target, checkpoint.config)
+    check_architecture(target, checkpoint.config)
     weights = checkpoint.weights
     encoded = [tensor for tensor in checkpoint.tensors if is_weight(tensor, weights)]
     config = checkpoint.config or {}
     places = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     tokens = {part["vocab_size"] for part in places if isinstance(part.get("vocab_size"), int)}
     model = text_model(checkpoint.config)
-    plain = {t.name: why for t in encoded if (why := _not_linear(t, model, rules, weights, tokens)) is not None}
+    reasons_by_name = (
+        (t.name, _not_linear(t, model, weights, tokens, experts=experts, stacks=stacks)) for t in encoded
+    )
+    plain = {name: why for name, why in reasons_by_name if why is not None}
     linear = [tensor for tensor in encoded if tensor.name not in plain]
-    sizes = _Sizes(rules.formats, linear, model, one_size=rules.one_size)
+    groups = {n: _one_size(how.groups, linear) if one_size else how.groups for n, how in formats.items()}
+    of_experts = {tensor.shape[-1] for tensor in linear if role_of(tensor, model) == "expert"}
+    size_of = functools.partial(_size_of, model=model, formats=formats, groups=groups, expert_columns=of_experts)
     chosen: dict[str, Chosen] = {}
     removable: list[str] = []  # reasons that another option removes
     fused_with: dict[str, list[LogicalTensor]] = {}
     free: dict[str, Sequence[LogicalTensor]] = {}  # layers about which no rule decides
     known: list[Weight] = []
-    stay = _plain_in_source(rules, linear)
+    stay = _plain_in_source(formats, linear) if recipe.size is None else set()
     for key, layer in _fused_layers(checkpoint, model).items():
         possible = [tensor for tensor in layer if is_weight(tensor, weights) and tensor.name not in plain]
         kept = [tensor for tensor in layer if not is_weight(tensor, weights)]
@@ -255,15 +256,15 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
             continue
         of_layer = [weight_of(tensor, model) for tensor in possible]
         known += of_layer
-        rule, why = rules.recipe.rule_for(of_layer)
+        rule, why = recipe.rule_for(of_layer)
         if rule is not None and rule.keep:
             plain |= dict.fromkeys((tensor.name for tensor in possible), why)
             continue
         if rule is None and possible and all(tensor.name in stay for tensor in possible):
             plain |= dict.fromkeys((tensor.name for tensor in possible), PLAIN_IN_SOURCE)
             continue
-        name = (rule and rule.format) or next(iter(rules.formats))
-        reasons, size = sizes.of_layer(possible, name)
+        name = (rule and rule.format) or next(iter(formats))
+        reasons, size = size_of(possible, name)
         removable += reasons.values()
         if len(possible) < len(layer) or reasons:
             plain |= dict.fromkeys((tensor.name for tensor in possible), FUSED_WITH_PLAIN) | reasons
@@ -271,44 +272,46 @@ def linear_weights(checkpoint: Checkpoint, rules: LinearRules) -> LinearWeights:
         chosen |= dict.fromkeys((tensor.name for tensor in possible), Chosen(name, size, why or None))
         if rule is None and possible:
             free[key] = possible
-    rules.recipe.check(known, [name for tensor in checkpoint.tensors for name in weight_of(tensor, model).names])
+    recipe.check(known, [name for tensor in checkpoint.tensors for name in weight_of(tensor, model).names])
     if not chosen:
         why = next(iter([*removable, *plain.values()]), "none of its weights is a linear layer that quantize encodes")
-        raise ExportError(f"no weight of this model can become integers for {rules.target}: {why}")
+        raise ExportError(f"no weight of this model can become integers for {target}: {why}")
     warnings = fused_warnings(fused_with)
-    result = LinearWeights(model=model, formats=rules.formats, chosen=chosen, plain=plain, warnings=warnings)
-    return result if rules.recipe.size is None else _within(checkpoint, rules, result, free, sizes)
+    result = LinearWeights(model=model, formats=formats, chosen=chosen, plain=plain, warnings=warnings)
+    if recipe.size is None:
+        return result
+    return _within(checkpoint, recipe, result, free=free, ladder=ladder, size_of=size_of)
 
 
-def _plain_in_source(rules: LinearRules, linear: Sequence[LogicalTensor]) -> set[str]:
+def _plain_in_source(formats: Mapping[str, LinearFormat], linear: Sequence[LogicalTensor]) -> set[str]:
     """Return the linear layers that stay plain as in the source, unless a rule or a size decides; see carried.py."""
-    usual = next(iter(rules.formats.values()))
+    usual = next(iter(formats.values()))
     sizes = ((tensor.shape, usual.groups.fitting([tensor.shape[-1]])) for tensor in linear)
     shape, size = next(((shape, size) for shape, size in sizes if size is not None), ((), None))
-    if size is None or rules.recipe.size is not None:
-        return set()
-    return plain_beside_codes(linear, usual.format(shape, size).rule)
+    return set() if size is None else plain_beside_codes(linear, usual.format(shape, size).rule)
 
 
 def _within(
     checkpoint: Checkpoint,
-    rules: LinearRules,
+    recipe: Recipe,
     weights: LinearWeights,
+    *,
     free: Mapping[str, Sequence[LogicalTensor]],
-    sizes: _Sizes,
+    ladder: Sequence[str],
+    size_of: Callable[[Sequence[LogicalTensor], str], tuple[dict[str, str], int]],
 ) -> LinearWeights:
     """Return the weights with other formats for the free layers, so that the files have at most the size asked for."""
     layers: dict[str, list[Candidate]] = {}
     chosen_as: dict[tuple[str, str], Chosen] = {}
-    reason = f"chosen for {rules.recipe.size}"
+    reason = f"chosen for {recipe.size}"
     for key, layer in free.items():
         count = sum(map(element_count, layer))
         layers[key] = [Candidate(PLAIN, 2 * count, PLAIN_ERROR)]
-        for name in rules.ladder:
-            reasons, size = sizes.of_layer(layer, name)
+        for name in ladder:
+            reasons, size = size_of(layer, name)
             if reasons:
                 continue
-            roundings = [rules.formats[name].format(tensor.shape, size) for tensor in layer]
+            roundings = [weights.formats[name].format(tensor.shape, size) for tensor in layer]
             cost = sum(stored_bytes(how.specs(t.name, t.shape)) for how, t in zip(roundings, layer, strict=True))
             layers[key].append(Candidate(name, cost, distortion(roundings[0].rule)))
             chosen_as[key, name] = Chosen(name, size, reason)
@@ -322,7 +325,7 @@ def _within(
             dtype = stored_dtype(tensor, checkpoint.weights, model=model, dtype="BF16")
             overhead += TensorSpec(tensor.name, dtype, tensor.shape).byte_count
     formats = chosen_within(
-        rules.recipe,
+        recipe,
         layers,
         overhead=overhead,
         weights={key: [tensor.name for tensor in layer] for key, layer in free.items()},
@@ -363,37 +366,33 @@ def _joined_matrix(tensor: LogicalTensor, model: ModelDescription) -> str:
     return fused_layer(tensor.name, role, tied=False, in_masters=False, model=model)
 
 
-class _Sizes:
-    """The group sizes of layers in any format."""
+def _size_of(
+    layer: Sequence[LogicalTensor],
+    name: str,
+    *,
+    model: ModelDescription,
+    formats: Mapping[str, LinearFormat],
+    groups: Mapping[str, GroupSize],
+    expert_columns: set[int],
+) -> tuple[dict[str, str], int]:
+    """Return why weights of one layer stay plain in a format, by name, and the group size if none does.
 
-    def __init__(
-        self,
-        formats: Mapping[str, LinearFormat],
-        linear: Sequence[LogicalTensor],
-        model: ModelDescription,
-        *,
-        one_size: bool,
-    ) -> None:
-        """Prepare for the linear layers of a model. one_size: see LinearRules"""
-        self._formats, self._model = formats, model
-        self._groups = {n: _one_size(how.groups, linear) if one_size else how.groups for n, how in formats.items()}
-        self._expert_columns = {t.shape[-1] for t in linear if role_of(t, model) == "expert"}
-
-    def of_layer(self, layer: Sequence[LogicalTensor], name: str) -> tuple[dict[str, str], int]:
-        """Return why weights of one layer stay plain, by name, and the group size that they get if none does."""
-        groups = self._groups[name]
-        columns = {tensor.shape[-1] for tensor in layer}
-        if any(role_of(tensor, self._model) == "expert" for tensor in layer):
-            # transformers decodes the experts of all layers in one group size
-            columns |= {length for length in self._expert_columns if groups.fitting([length]) is not None}
-        size = groups.fitting(columns) or groups.size
-        reasons = {}
-        for tensor in layer:
-            groups.check(tensor.name, tensor.shape[-1])
-            why = groups.why_not(tensor.shape[-1]) or self._formats[name].why_not(tensor.shape, size)
-            if why is not None:
-                reasons[tensor.name] = why
-        return reasons, size
+    name: of the format
+    groups: the sizes that layers may have, by format
+    expert_columns: of the experts of all layers
+    """
+    allowed, columns = groups[name], {tensor.shape[-1] for tensor in layer}
+    if any(role_of(tensor, model) == "expert" for tensor in layer):
+        # transformers decodes the experts of all layers in one group size
+        columns |= {length for length in expert_columns if allowed.fitting([length]) is not None}
+    size = allowed.fitting(columns) or allowed.size
+    reasons = {}
+    for tensor in layer:
+        allowed.check(tensor.name, tensor.shape[-1])
+        why = allowed.why_not(tensor.shape[-1]) or formats[name].why_not(tensor.shape, size)
+        if why is not None:
+            reasons[tensor.name] = why
+    return reasons, size
 
 
 def fused_warnings(fused_with: Mapping[str, Sequence[LogicalTensor]]) -> tuple[str, ...]:
@@ -423,19 +422,26 @@ def _one_size(groups: GroupSize, tensors: Sequence[LogicalTensor]) -> GroupSize:
     def divided(size: int) -> int:
         return sum(element_count(tensor) for tensor in tensors if tensor.shape[-1] % size == 0)
 
-    return groups if groups.asked is not None else replace(groups, only=max(groups.tried, key=divided))
+    return groups if groups.chosen is not None else replace(groups, only=max(groups.tried, key=divided))
 
 
 def _not_linear(
-    tensor: LogicalTensor, model: ModelDescription, rules: LinearRules, weights: frozenset[str], tokens: set[int]
+    tensor: LogicalTensor,
+    model: ModelDescription,
+    weights: frozenset[str],
+    tokens: set[int],
+    *,
+    experts: str | None,
+    stacks: bool,
 ) -> str | None:
     """Return why a weight is no linear layer that the format stores; None if it is one.
 
     weights: see Checkpoint
     tokens: vocabulary sizes
+    experts, stacks: see linear_weights
     """
     role = role_of(tensor, model)
-    if rules.stacks:
+    if stacks:
         return None if is_stack(tensor, weights) else "the format stores stacks of experts alone"
     if role in ("embedding", "lm_head"):
         return f"{role}: the runtime does not quantize it"
@@ -443,8 +449,8 @@ def _not_linear(
         return "vLLM joins it with another, and holds both plain"
     if len(tensor.shape) != 2:
         return "the format stores single linear layers"
-    if role == "expert" and rules.experts is not None:
-        return rules.experts
+    if role == "expert" and experts is not None:
+        return experts
     if role not in ("attention", "mlp", "linear", "expert") or not tensor.name.endswith(".weight"):
         return f"{role}: not known to be a linear layer"
     is_numbered = any(component.isdigit() for component in tensor.name.split("."))

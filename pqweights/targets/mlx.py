@@ -433,12 +433,12 @@ class EvaluatedTensor:
 
 def read_options(options: ExportOptions) -> MlxFormat:
     """Return the format. Raises OptionError for an option that it does not have."""
-    asked = None if options.format is None else one_of(NAME, "format", options.format, allowed=(*FORMATS, *MIXES))
-    if asked is not None and (options.mode is not None or options.bits is not None):
+    name = None if options.format is None else one_of(NAME, "format", options.format, allowed=(*FORMATS, *MIXES))
+    if name is not None and (options.mode is not None or options.bits is not None):
         raise OptionError("`format`: says the mode and the bits; leave out `mode` and `bits`")
-    by_format = FORMATS.get(asked or "", ("affine", None)) if asked is not None else (options.mode, options.bits)
+    by_format = FORMATS.get(name or "", ("affine", None)) if name is not None else (options.mode, options.bits)
     mode = one_of(NAME, "mode", by_format[0], allowed=tuple(BITS))
-    mix = asked if asked in MIXES else None
+    mix = name if name in MIXES else None
     why_not = None if mode == "affine" else f"expected integers (`mode` affine), found the float format {mode}"
     check_rounding(NAME, options, why_not=why_not)
     with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"

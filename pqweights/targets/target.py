@@ -170,15 +170,15 @@ def check_rounding(target: str, options: ExportOptions, *, why_not: str | None =
         raise OptionError(f"`rounding` {GPTQ}: expected `qparams` {BEST}, found {MINMAX}")
 
 
-def one_of(target: str, option: str, asked: T | None, *, allowed: Sequence[T]) -> T:
-    """Return the value that was asked for, or by default the first allowed value, which may be None."""
-    if asked is None:
+def one_of(target: str, option: str, value: T | None, *, allowed: Sequence[T]) -> T:
+    """Return an option's value, or by default the first allowed value, which may be None."""
+    if value is None:
         return allowed[0]
-    if asked not in allowed:
-        ordered = sorted(allowed, key=lambda value: value if isinstance(value, int) else 0)
-        listed = ", ".join(str(value) for value in ordered if value is not None)
-        raise OptionError(f"`{option}` {asked}: the target {target} takes {listed}")
-    return asked
+    if value not in allowed:
+        ordered = sorted(allowed, key=lambda other: other if isinstance(other, int) else 0)
+        listed = ", ".join(str(other) for other in ordered if other is not None)
+        raise OptionError(f"`{option}` {value}: the target {target} takes {listed}")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,31 +187,31 @@ class GroupSize:
 
     target: what messages call the target
     allowed: the sizes that the target has, the default first
-    asked: the size that the user asked for, which must divide every row; None for the default, and where it does not
+    chosen: the size that the user chose, which must divide every row; None for the default, and where it does not
         divide the rows of a layer, for the largest smaller size that does
     only: the size that all layers have, if the runtime reads one size for all
     """
 
     target: str
     allowed: tuple[int, ...]
-    asked: int | None
+    chosen: int | None
     only: int | None = None
 
     @staticmethod
-    def of(target: str, allowed: tuple[int, ...], asked: int | None) -> GroupSize:
-        """Check the size that was asked for. Raises OptionError for one that the target does not have."""
-        checked = one_of(target, "group_size", asked, allowed=(None, *sorted(allowed)))
-        return GroupSize(target=target, allowed=allowed, asked=checked)
+    def of(target: str, allowed: tuple[int, ...], chosen: int | None) -> GroupSize:
+        """Check the size that the user chose. Raises OptionError for one that the target does not have."""
+        checked = one_of(target, "group_size", chosen, allowed=(None, *sorted(allowed)))
+        return GroupSize(target=target, allowed=allowed, chosen=checked)
 
     @property
     def size(self) -> int:
         """The number of weights that share a scale wherever that is possible."""
-        return self.asked or self.only or self.allowed[0]
+        return self.chosen or self.only or self.allowed[0]
 
     @property
     def tried(self) -> tuple[int, ...]:
         """The sizes that a layer may get, the largest first."""
-        one_alone = self.asked is not None or self.only is not None
+        one_alone = self.chosen is not None or self.only is not None
         return (self.size,) if one_alone else tuple(s for s in sorted(self.allowed, reverse=True) if s <= self.size)
 
     def fitting(self, columns: Collection[int]) -> int | None:
@@ -229,14 +229,14 @@ class GroupSize:
         return f"groups of {sizes} do not divide its rows of {columns} weights (--group-size that would: {would})"
 
     def check(self, tensor: str, columns: int) -> None:
-        """Raise ExportError if the user asked for a size that does not divide the rows of a tensor."""
-        if self.asked is None or columns % self.asked == 0:
+        """Raise ExportError if the user chose a size that does not divide the rows of a tensor."""
+        if self.chosen is None or columns % self.chosen == 0:
             return
         fitting = self._dividing(columns)
         advice = "; without `group_size` each layer gets one that divides its rows" if fitting else ""
         raise ExportError(
-            f"tensor {tensor!r}: `group_size` {self.asked} does not divide its rows of {columns} weights; of the sizes "
-            f"that {self.target} has, these would: {fitting or 'none'}{advice}"
+            f"tensor {tensor!r}: `group_size` {self.chosen} does not divide its rows of {columns} weights; of the "
+            f"sizes that {self.target} has, these would: {fitting or 'none'}{advice}"
         )
 
     def _dividing(self, columns: int) -> str:

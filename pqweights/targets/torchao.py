@@ -34,7 +34,7 @@ from pqweights.planning.recipe import NOTHING, Recipe
 from pqweights.targets.assignment import describe, recipe_of
 from pqweights.targets.integer_export import plan_integers
 from pqweights.targets.integers import Outline
-from pqweights.targets.linear import CHANNEL, Chosen, LinearFormat, LinearRules, linear_weights, patterns
+from pqweights.targets.linear import CHANNEL, Chosen, LinearFormat, linear_weights, patterns
 from pqweights.targets.loading import LoadableModel, by_transformers
 from pqweights.targets.possible import one_of_each
 from pqweights.targets.target import (
@@ -53,8 +53,8 @@ from pqweights.targets.target import (
 )
 
 NAME = "torchao"
-GROUPS = GroupSize(target=NAME, allowed=(128, 64, 32, 256), asked=None)
-ROWS = GroupSize(target=NAME, allowed=CHANNEL, asked=None)
+GROUPS = GroupSize(target=NAME, allowed=(128, 64, 32, 256), chosen=None)
+ROWS = GroupSize(target=NAME, allowed=CHANNEL, chosen=None)
 # The share of the integers that the other packing must save before a user is told of it.
 WORTH_A_WARNING = 0.1
 # Why single experts stay plain.
@@ -100,8 +100,7 @@ class TorchaoFormat:
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which linear layers become integers; names and shapes are those of the source."""
         ladder = tuple(dict.fromkeys([self.name, INT4, "int8"]))
-        rules = LinearRules(target=NAME, formats=self.formats, ladder=ladder, recipe=self.recipe, experts=EXPERTS)
-        linear = linear_weights(checkpoint, rules)
+        linear = linear_weights(checkpoint, NAME, self.formats, ladder=ladder, recipe=self.recipe, experts=EXPERTS)
         quantization = {
             "quant_method": "torchao",
             "quant_type": {"default": self._quant_type(linear.chosen)},

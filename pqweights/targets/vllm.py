@@ -57,7 +57,6 @@ from pqweights.targets.linear import (
     CHANNEL,
     Chosen,
     LinearFormat,
-    LinearRules,
     LinearWeights,
     linear_weights,
     module_of,
@@ -89,7 +88,7 @@ UNSTACKED = "the experts of this model stay plain; --format mxfp4-gpt-oss rounds
 
 
 GROUPS, TILES, ROWS, BY_32, BY_16 = (
-    GroupSize(target=NAME, allowed=sizes, asked=None) for sizes in ((128, 64, 32), TILE[1:], CHANNEL, (32,), (16,))
+    GroupSize(target=NAME, allowed=sizes, chosen=None) for sizes in ((128, 64, 32), TILE[1:], CHANNEL, (32,), (16,))
 )
 
 
@@ -165,9 +164,10 @@ class VllmFormat:
         """Decide which linear layers become integers; names and shapes are those of the source, of single experts."""
         stacks = self.chosen.stacks
         checkpoint = with_upright_stacks(checkpoint) if stacks else with_single_experts(checkpoint)
-        rules = LinearRules(
-            target=NAME,
-            formats=self.formats,
+        linear = linear_weights(
+            checkpoint,
+            NAME,
+            self.formats,
             ladder=_ladder(self.name),
             recipe=self.recipe,
             # Tools with scales in F16 state one group size for all layers, and transformers decodes all layers in one
@@ -175,7 +175,6 @@ class VllmFormat:
             one_size=self.chosen.layout in (AWQ, *GPTQ.values()) or decodes_at_once(checkpoint),
             stacks=stacks,
         )
-        linear = linear_weights(checkpoint, rules)
         if stacks:
             _check_stacks(checkpoint, linear)
         quantization = self._configuration(checkpoint, linear.chosen)

@@ -16,7 +16,7 @@ from helpers import as_float32, folder_bytes, read_all
 from pqweights.formats import get_codec
 from pqweights.formats.weight import encode_weight
 from pqweights.runtime.models import open_model
-from pqweights.runtime.protocol import Windows, compare
+from pqweights.runtime.protocol import TextWindows, compare
 
 TOKENS = np.random.default_rng(11).integers(0, 500, 3000)
 
@@ -93,7 +93,7 @@ def test_scales_halve_the_divergence_on_unseen_text(source, masters):
     reference = open_model(source)
     found = {
         name: compare(
-            open_model(masters / name), reference, ids=unseen, windows=Windows(size=128, stride=64)
+            open_model(masters / name), reference, ids=unseen, windows=TextWindows(size=128, stride=64)
         ).divergence
         for name in ("plain", "scaled")
     }

@@ -21,7 +21,7 @@ from pqweights.planning.recipe import load_recipe
 from pqweights.runtime import cached
 from pqweights.runtime.cached import CachedRun
 from pqweights.runtime.models import open_model
-from pqweights.runtime.protocol import Windows
+from pqweights.runtime.protocol import TextWindows
 from pqweights.runtime.texts import tokenize
 
 SHORT = {"window": 100, "stride": 10, "max_tokens": 130}
@@ -126,7 +126,7 @@ def test_progress_counts_every_cache(work):
     evaluate(
         [work / "q3", work / "source"], TEXT, options, progress=lambda done, total, what: seen.append((done, total))
     )
-    windows = Windows(size=100, stride=10).starts(130)
+    windows = TextWindows(size=100, stride=10).starts(130)
     assert {total for _, total in seen} == {len(windows) * 4}
     assert [count for count, _ in seen] == sorted(count for count, _ in seen) and seen[-1][0] == len(windows) * 4
 

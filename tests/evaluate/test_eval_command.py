@@ -24,7 +24,7 @@ from pqweights.common.threads import listening
 from pqweights.errors import DeviceError, EvaluationError, MissingDependencyError, OptionError, SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.runtime.models import open_model
-from pqweights.runtime.protocol import Windows, compare
+from pqweights.runtime.protocol import TextWindows, compare
 from pqweights.runtime.texts import tokenize, wikitext
 
 CONTEXT, VOCABULARY = 128, 512
@@ -89,7 +89,7 @@ def test_report_holds_settings_and_scores(work):
     }
     assert [row.model for row in report.rows] == [str(work / "q3"), str(work / "bf16")]
     ids = tokenize(work / "source", TEXT)[:290]
-    windows = Windows(size=128, stride=32)
+    windows = TextWindows(size=128, stride=32)
     expected = compare(open_model(work / "bf16"), open_model(work / "source"), ids=ids, windows=windows)
     assert report.rows[1].scores == expected
     # The export holds the decoded weights rounded to BF16, so its scores are close but not equal.

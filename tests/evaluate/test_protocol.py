@@ -17,7 +17,7 @@ from pqweights.runtime.models import Floats, Model
 from pqweights.runtime.protocol import (
     LOGITS_AT_ONCE,
     Loss,
-    Windows,
+    TextWindows,
     change,
     compare,
     perplexity,
@@ -29,7 +29,7 @@ VOCABULARY = 37
 IDS = np.random.default_rng(3).integers(0, VOCABULARY, 160)
 
 
-def window_losses(model: Model, ids: Ids, windows: Windows) -> tuple[Loss, ...]:
+def window_losses(model: Model, ids: Ids, windows: TextWindows) -> tuple[Loss, ...]:
     return compare(model, None, ids=ids, windows=windows).losses
 
 
@@ -86,7 +86,7 @@ def error_of_mean(values: Sequence[float]) -> float:
 @pytest.mark.parametrize(("size", "stride"), [(64, 16), (64, 64), (20, 7), (160, 16), (2, 1)])
 def test_scores_match_a_naive_implementation(size, stride, score_first):
     model, reference = table_model(1, noise=0.3), table_model(1)
-    scores = compare(model, reference, ids=IDS, windows=Windows(size=size, stride=stride, score_first=score_first))
+    scores = compare(model, reference, ids=IDS, windows=TextWindows(size=size, stride=stride, score_first=score_first))
     losses, divergences, agreements = naively([model, reference], IDS, size, stride, score_first)
     assert [loss.predictions for loss in scores.losses] == [len(each[0]) for each in losses]
     assert [loss.total for loss in scores.losses] == approx([sum(each[0]) for each in losses], F64_SUM)
@@ -116,18 +116,18 @@ def test_scores_match_a_naive_implementation(size, stride, score_first):
 
 def test_default_windows_are_those_of_the_paper():
     """arXiv:2603.29078 v1: windows of 2048, stride 512, the first 1536 tokens of every window masked."""
-    windows = Windows()
+    windows = TextWindows()
     assert (windows.size, windows.stride, windows.size - windows.stride) == (2048, 512, 1536)
     starts = windows.starts(5000)
     assert list(starts) == [0, 512, 1024, 1536, 2048, 2560]  # 2952 is the last place where a whole window fits
     assert [windows.scored(start) for start in starts] == [512] * 6
-    first = Windows(score_first=True)
+    first = TextWindows(score_first=True)
     assert [first.scored(start) for start in starts] == [2047] + [512] * 5
 
 
 @given(st.integers(2, 50), st.integers(1, 50), st.integers(0, 300), st.booleans())
 def test_windows_are_whole_and_no_token_is_scored_twice(size, stride, tokens, score_first):
-    windows = Windows(size=size, stride=stride, score_first=score_first)
+    windows = TextWindows(size=size, stride=stride, score_first=score_first)
     if stride > size or tokens < size:
         with pytest.raises(EvaluationError, match="expected at"):
             windows.starts(tokens)
@@ -146,20 +146,20 @@ def test_windows_are_whole_and_no_token_is_scored_twice(size, stride, tokens, sc
 
 
 def test_window_count_limits_the_scored_tokens():
-    losses = window_losses(table_model(1), IDS, Windows(size=64, stride=32, score_first=True, count=4))
+    losses = window_losses(table_model(1), IDS, TextWindows(size=64, stride=32, score_first=True, count=4))
     assert [loss.predictions for loss in losses] == [63, 32, 32, 32]
     with pytest.raises(EvaluationError, match=r"expected at least 192 tokens for 5 windows of 64, found 160"):
-        window_losses(table_model(1), IDS, Windows(size=64, stride=32, score_first=True, count=5))
+        window_losses(table_model(1), IDS, TextWindows(size=64, stride=32, score_first=True, count=5))
 
 
 @pytest.mark.parametrize(("size", "stride"), [(64, 65), (64, 0), (1, 1)])
 def test_stride_outside_the_window_is_refused(size, stride):
     with pytest.raises(EvaluationError, match=rf"`stride` {stride}: .* {size} tokens"):
-        window_losses(table_model(1), IDS, Windows(size=size, stride=stride))
+        window_losses(table_model(1), IDS, TextWindows(size=size, stride=stride))
 
 
 def test_divergence_from_itself_is_zero():
-    scores = compare(table_model(1), table_model(1), ids=IDS, windows=Windows(size=64, stride=16))
+    scores = compare(table_model(1), table_model(1), ids=IDS, windows=TextWindows(size=64, stride=16))
     found = scores.divergence
     assert max(abs(found.mean.value), abs(found.maximum)) <= F32_FEW
     assert found.top1 == (1.0, 0.0)
@@ -167,8 +167,11 @@ def test_divergence_from_itself_is_zero():
 
 
 def test_scores_without_a_reference_have_no_divergence():
-    scores = compare(table_model(1), None, ids=IDS, windows=Windows(size=64, stride=16))
-    assert scores.losses == compare(table_model(1), table_model(2), ids=IDS, windows=Windows(size=64, stride=16)).losses
+    scores = compare(table_model(1), None, ids=IDS, windows=TextWindows(size=64, stride=16))
+    assert (
+        scores.losses
+        == compare(table_model(1), table_model(2), ids=IDS, windows=TextWindows(size=64, stride=16)).losses
+    )
     assert scores.reference_losses is scores.divergence is scores.change is scores.perplexity_change is None
 
 
@@ -178,7 +181,7 @@ def test_small_divergences_are_exact():
     other = base.copy()
     other[7] += np.float32(1e-4)
     models = [scored(lambda ids, last, values=values: np.tile(values, (last, 1))) for values in (other, base)]
-    found = compare(models[0], models[1], ids=IDS, windows=Windows(size=32, stride=8)).divergence
+    found = compare(models[0], models[1], ids=IDS, windows=TextWindows(size=32, stride=8)).divergence
     share = np.exp(base[7].astype(np.float64)) / np.exp(base.astype(np.float64)).sum()
     step = float(other[7]) - float(base[7])
     assert found.mean.value == approx(share * (1 - share) / 2 * step**2, F32_SOLVED)
@@ -191,7 +194,7 @@ def test_large_vocabulary_is_scored_in_pieces():
     def logits(ids: Any, last: int) -> Any:
         return values[None, :] * np.arange(1, last + 1, dtype=np.float32)[:, None] / last
 
-    (loss,) = window_losses(scored(logits), IDS[:12], Windows(size=12, stride=8))
+    (loss,) = window_losses(scored(logits), IDS[:12], TextWindows(size=12, stride=8))
     expected = 0.0
     for row, token in zip(logits(IDS[:12], 9)[:-1].astype(np.float64), IDS[4:12], strict=True):
         expected += math.log(np.exp(row).sum()) - row[token]
@@ -210,9 +213,9 @@ def test_infinite_negative_logits_are_impossible_tokens():
         return scored(logits)
 
     ids = IDS % 30
-    both = compare(ruling_out(33, 34), ruling_out(33, 34), ids=ids, windows=Windows(size=64, stride=16)).divergence
-    fewer = compare(ruling_out(33), ruling_out(33, 34), ids=ids, windows=Windows(size=64, stride=16)).divergence
-    more = compare(ruling_out(33, 34), ruling_out(33), ids=ids, windows=Windows(size=64, stride=16)).divergence
+    both = compare(ruling_out(33, 34), ruling_out(33, 34), ids=ids, windows=TextWindows(size=64, stride=16)).divergence
+    fewer = compare(ruling_out(33), ruling_out(33, 34), ids=ids, windows=TextWindows(size=64, stride=16)).divergence
+    more = compare(ruling_out(33, 34), ruling_out(33), ids=ids, windows=TextWindows(size=64, stride=16)).divergence
     assert both.maximum == 0.0
     assert 0 < fewer.mean.value < math.inf
     assert more.mean.value == math.inf
@@ -227,14 +230,14 @@ def test_nan_or_infinite_logits_are_refused(bad):
 
     broken = scored(logits)
     with pytest.raises(EvaluationError, match="the window from token 0 on: the model's logits are NaN or infinite"):
-        window_losses(broken, IDS, Windows(size=64, stride=16))
+        window_losses(broken, IDS, TextWindows(size=64, stride=16))
     with pytest.raises(EvaluationError, match="the window from token 0 on: the reference's logits are NaN or infinite"):
-        compare(table_model(1), broken, ids=IDS, windows=Windows(size=64, stride=16))
+        compare(table_model(1), broken, ids=IDS, windows=TextWindows(size=64, stride=16))
 
 
 def test_vocabularies_of_different_sizes_are_refused():
     with pytest.raises(EvaluationError, match="the model has 40 logits, the reference 37"):
-        compare(table_model(1, vocabulary=40), table_model(1), ids=IDS, windows=Windows(size=64, stride=16))
+        compare(table_model(1, vocabulary=40), table_model(1), ids=IDS, windows=TextWindows(size=64, stride=16))
 
 
 def test_perplexity_that_overflows_is_infinite():
@@ -242,7 +245,7 @@ def test_perplexity_that_overflows_is_infinite():
         scored(lambda ids, last: np.tile(np.float32([0, 3e6]), (last, 1))),
         None,
         ids=np.zeros(64, dtype=np.int64),
-        windows=Windows(size=16, stride=8),
+        windows=TextWindows(size=16, stride=8),
     )
     assert scores.perplexity.value == math.inf
     assert scores.log_perplexity.value == approx(3e6)
@@ -256,7 +259,7 @@ def test_perplexity_of_a_perfect_and_of_an_ignorant_model():
         logits[np.arange(len(ids)), (ids + 1) % 7] = 100
         return logits[-last:]
 
-    ids, windows = np.arange(100) % 7, Windows(size=20, stride=10)
+    ids, windows = np.arange(100) % 7, TextWindows(size=20, stride=10)
     assert perplexity(window_losses(scored(knowing), ids, windows)) == approx(1)
     ignorant = scored(lambda ids, last: np.zeros((last, 7), dtype=np.float32))
     assert perplexity(window_losses(ignorant, ids, windows)) == approx(7)

@@ -77,7 +77,7 @@ def find(source: Source, name: str, codes: StoredTensor) -> QuantizedTensor | No
 @pytest.fixture(autouse=True)
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line of the target, and that of sources."""
-    groups = GroupSize(target="vllm", allowed=(64,), asked=None)
+    groups = GroupSize(target="vllm", allowed=(64,), chosen=None)
     row = LinearFormat(Halves(), LAYOUT, groups, "float-quantized")
     monkeypatch.setitem(FORMATS, NAME, row)
     tool = sources.TOOLS["compressed-tensors"]
