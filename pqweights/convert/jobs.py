@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import awq_name
 from pqweights.checkpoint.readers import LogicalTensor, element_count, multiply_scales, whole_blocks
 from pqweights.checkpoint.source import find_non_finite
@@ -88,6 +89,8 @@ class CopyJob:
         # A few more bytes than needed, in which encoded tensors can decode whole blocks.
         buffer = sink.memory("copied", spec.name, start * bits // 8, byte_count + COPY_MARGIN)
         tensor.read(start, count, spec.dtype, buffer)
+        if spec.dtype != tensor.plain_dtype and (spec.dtype == "F16" or tensor.plain_dtype == "F64"):
+            _check_range(tensor, start, buffer[:byte_count], spec)
         return buffer[:byte_count]
 
     def write(self, chunk: int, values: Bytes, sink: Sink) -> None:
@@ -101,6 +104,22 @@ class CopyJob:
     def finish(self) -> TensorRecord:
         """Return the record."""
         return self._record
+
+
+def _check_range(tensor: LogicalTensor, start: int, stored: Bytes, spec: TensorSpec) -> None:
+    """Raise SourceError if an element is infinite as it is stored and finite in its tensor. start: of the first"""
+    infinite = np.flatnonzero(np.isinf(to_float32(stored, spec.dtype)))
+    if infinite.size == 0:
+        return
+    count = int(infinite[-1]) + 1
+    values = np.empty(count * item_bytes("F64"), dtype=np.uint8)
+    tensor.read(start, count, "F64", values)
+    too_large = next((value for value in values.view(np.float64)[infinite].tolist() if math.isfinite(value)), None)
+    if too_large is not None:
+        raise SourceError(
+            f"tensor {spec.name!r}: expected numbers that {spec.dtype} holds, found {too_large:g}; store it in a type "
+            "of a wider range, such as BF16 or F32"
+        )
 
 
 class EncodeJob:

@@ -22,7 +22,7 @@ from pqweights.models.llama_cpp import (
     mlp_shapes,
     real,
 )
-from pqweights.models.mlx_lm import MlxDifferences
+from pqweights.models.mlx_lm import MlxDifferences, head_width
 from pqweights.models.tensor_names import BIASED, LOCAL, MLP_BIASED, Names, below
 
 _GRANITE = replace(
@@ -88,7 +88,14 @@ def _mlx(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "layer_types": [names.get(kind, kind) for kind in config["layer_types"]],
         "position_embedding_type": "rope" if config.get("position_embedding_type") == "rope" else "nope",
+        "mamba_d_head": head_width(config, config["mamba_expand"] * config["hidden_size"]),
     }
+
+
+def _mlx_differs(config: Mapping[str, Any]) -> str:
+    if config.get("mamba_n_groups", 1) == 1 or "mamba" not in str(config.get("layer_types")).replace("linear", "mamba"):
+        return ""
+    return "mlx-lm has one norm over all mamba_n_groups of a granitemoehybrid, and the model one of each"
 
 
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
@@ -113,10 +120,10 @@ ROWS: dict[str, Row] = {
     "granitemoehybrid": Row(
         llama_cpp=_HYBRID, variants=(_DENSE_HYBRID,), restate=_restate, publish=_publish,
         names=replace(_SHARED, class_name="GraniteMoeHybridForCausalLM", layers=_SHARED.layers + parts.MAMBA),
-        mlx=MlxDifferences(computed=_mlx),
+        mlx=MlxDifferences(computed=_mlx, differs=_mlx_differs),
         defaults=_OF_EXPERTS | {
             "shared_intermediate_size": 1024, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_d_state": 256,
-            "mamba_n_heads": 128, "mamba_n_groups": 1,
+            "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_conv_bias": True, "mamba_proj_bias": False,
         },
     ),
 }  # fmt: skip

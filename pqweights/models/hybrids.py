@@ -5,6 +5,7 @@ Those of Qwen, Granite and Kimi are in the files of their families.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import replace
 from fractions import Fraction
@@ -36,7 +37,7 @@ from pqweights.models.llama_cpp import (
     layer_count,
     real,
 )
-from pqweights.models.mlx_lm import MlxDifferences
+from pqweights.models.mlx_lm import MlxDifferences, head_width
 from pqweights.models.settings import Settings
 from pqweights.models.tensor_names import ROUTED, Names, below
 
@@ -238,10 +239,33 @@ _FALCON_H1 = Architecture(
     values={**SILU_ONLY, "mamba_rms_norm": (False,), "tie_word_embeddings": (False,)},
 )  # fmt: skip
 _FINAL_NORM = "model.embed_tokens model.final_layernorm lm_head"
+_BIASES = ("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias")
 _MULTIPLIERS = (
     "key_multiplier", "attention_in_multiplier", "ssm_out_multiplier", "lm_head_multiplier", "attention_out_multiplier",
     "ssm_in_multiplier", "embedding_multiplier",
 )  # fmt: skip
+
+
+def _falcon_h1_mlx(config: Mapping[str, Any]) -> dict[str, Any]:
+    """mlx-lm multiplies weights by these: queries and keys by the first, and neither keys nor values by their own."""
+    inputs, keys = config["attention_in_multiplier"], config["key_multiplier"]
+    return {
+        "attention_in_multiplier": inputs * math.sqrt(keys),
+        "attention_out_multiplier": inputs * config["attention_out_multiplier"],
+        "mamba_d_head": head_width(config, config["mamba_d_ssm"]),
+    }
+
+
+def _falcon_h1_differs(config: Mapping[str, Any]) -> str:
+    scaled = [key for key in _MULTIPLIERS if config.get(key, 1.0) != 1.0]
+    scaled += [key for key in ("mlp_multipliers", "ssm_multipliers") if set(config.get(key, [])) - {1.0}]
+    biased = [key for key in _BIASES if config.get(key)]
+    if scaled and biased:
+        return f"mlx-lm does not multiply the biases of a falcon_h1 ({biased[0]}) by {scaled[0]}"
+    if config.get("mamba_rms_norm") and config.get("mamba_n_groups", 1) != 1:
+        return "mlx-lm has one norm over all mamba_n_groups of a falcon_h1, and the model one of each"
+    return "mlx-lm takes no key_multiplier below 0" if config.get("key_multiplier", 1.0) < 0 else ""
+
 
 ROWS: dict[str, Row] = {
     "lfm2": Row(
@@ -291,11 +315,12 @@ ROWS: dict[str, Row] = {
             "mamba_num_heads": 128, "ssm_state_size": 128, "n_groups": 8, "num_experts": 8, "num_experts_per_tok": 2,
             "n_group": 1, "topk_group": 1, "moe_intermediate_size": 7688, "n_shared_experts": 1,
             "routed_scaling_factor": 1.0, "norm_topk_prob": True, "moe_shared_expert_intermediate_size": 7688,
-            "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu",
+            "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "use_conv_bias": True,
+            **dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "use_bias"), False),
         },
     ),
     "falcon_h1": Row(
-        llama_cpp=_FALCON_H1, mlx=MlxDifferences(other_head_dim=True),
+        llama_cpp=_FALCON_H1, mlx=MlxDifferences(computed=_falcon_h1_mlx, differs=_falcon_h1_differs),
         names=Names(
             class_name="FalconH1ForCausalLM", outside=_FINAL_NORM,
             layers=parts.ATTENTION + parts.FEED_FORWARD + parts.MAMBA + " pre_ff_layernorm",

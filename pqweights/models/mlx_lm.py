@@ -18,7 +18,6 @@ class MlxDifferences:
 
     module: the type under which it has the model
     layout: one of the constants above: what its sanitize expects, and transformers does not write
-    other_head_dim: whether its default for head_dim is not that of transformers
     head_in_text: whether the text_config of a model of images and text must say whether the head is tied
     tied: what it takes if that does not say it, where it is known
     vocabulary: its default for the size, which it looks for in the outer configuration only
@@ -30,7 +29,6 @@ class MlxDifferences:
 
     module: str | None = None
     layout: str | None = None
-    other_head_dim: bool = False
     head_in_text: bool = False
     tied: bool | None = None
     vocabulary: int | None = None
@@ -42,3 +40,9 @@ class MlxDifferences:
 
 # How experts are chosen by DeepSeek V3, and by many since.
 BIASED_SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
+def head_width(config: Mapping[str, Any], inner: int) -> int:
+    """Return how wide the heads of Mamba 2 are, which a configuration may leave to be computed. inner: of all heads"""
+    stated = config.get("mamba_d_head")
+    return stated if isinstance(stated, int) else inner // config["mamba_n_heads"]

@@ -80,7 +80,7 @@ def missing_parts(names: Iterable[str], text: Mapping[str, Any]) -> list[str]:
 def _parts_of(text: Mapping[str, Any]) -> dict[str, tuple[re.Pattern[str], bool]]:
     """Return the keys that the class of a text model reads: which parts they are of, and whether it has them."""
     kind = str(text.get("model_type"))
-    keys = _keys_of(kind)
+    keys = part_defaults(kind)
     parts = {}
     for key, is_default in keys.items():
         # Outputs of attention have a key of their own in Seed-OSS.
@@ -90,7 +90,7 @@ def _parts_of(text: Mapping[str, Any]) -> dict[str, tuple[re.Pattern[str], bool]
 
 
 @functools.cache
-def _keys_of(kind: str) -> dict[str, bool]:
-    """Return the keys that a type reads, and what it takes where they are absent."""
+def part_defaults(kind: str) -> dict[str, bool]:
+    """Return the keys that a type reads, and what it takes where they are absent. kind: its `model_type`"""
     read = (key for key, types in READ_BY.items() if kind in types.split())
     return {key: kind in THERE_BY_DEFAULT.get(key, "").split() for key in read}

@@ -168,7 +168,7 @@ _MOE_PARTS = parts.NORMS + parts.HEADS + " mlp.gate mlp.experts"
 _SHARED_PARTS = " mlp.shared_expert mlp.shared_expert_gate"
 _LINEAR_PARTS = below("linear_attn", "conv1d norm out_proj")
 _ZERO_CENTRED = frozenset({Trait.ZERO_CENTRED_NORMS})
-_SPARSE = {"decoder_sparse_step": 1, "norm_topk_prob": False}
+_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
 _LINEAR = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "linear_value_head_dim": 128, "attention_bias": False, "head_dim": 256,
@@ -226,7 +226,7 @@ ROWS: dict[str, Row] = {
         always=_MOE_PARTS + parts.HEAD_NORMS + _SHARED_PARTS + _LINEAR_PARTS, names=_NEXT_NAMES,
         defaults=sizes(2048, 5632, 48, 16, 32768) | LIKE_LLAMA | _LINEAR | {
             "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "norm_topk_prob": True,
+            "shared_expert_intermediate_size": 512, **_SPARSE, "norm_topk_prob": True,
         },
     ),
     "qwen3_5": Row(defaults=sizes(4096, 16, 4, 256), traits=_ZERO_CENTRED),

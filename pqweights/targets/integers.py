@@ -161,10 +161,12 @@ class IntegerJob:
         groups, about = self._round(matrix, values) if carried is None else (carried, None)
         numbers = (groups.energies, groups.errors, groups.scales, groups.offsets)
         if not all(np.isfinite(array).all() for array in numbers):
+            advice = "repair the checkpoint, or keep the tensor with a rule"
+            if not self._is_original:
+                advice = "`pqweights verify` tells whether the folder is damaged"
             raise SourceError(
                 f"tensor {self._tensor.name!r}: expected finite weights, and finite scales for them, found a NaN or an "
-                f"infinity in rows {first} to {first + count - 1}; `pqweights verify` tells whether the folder is "
-                "damaged"
+                f"infinity in rows {first} to {first + count - 1}; {advice}"
             )
         for piece in self._rounding.pieces(self._planned.name, self._planned.shape, first_row=first, groups=groups):
             (sink.write if piece.data.ndim == 1 else sink.write_columns)(piece.stored_name, piece.offset, piece.data)

@@ -44,6 +44,8 @@ from pqweights.models.mlx_lm import (
     MlxDifferences,
 )
 from pqweights.models.names import predicts_further, tower_of
+from pqweights.models.optional_parts import part_defaults
+from pqweights.models.settings import OTHER_NAMES
 from pqweights.targets.architectures import MLX, check_computed, other_targets
 from pqweights.targets.bf16 import is_weight
 from pqweights.targets.linear import kept_by_recipe
@@ -52,8 +54,6 @@ from pqweights.targets.mlx_trace import MLX_DTYPES, Sanitize, Traced, Weights, p
 
 # Keys of a configuration: the old name, and the name that transformers 5 writes.
 RENAMED = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
-# Keys whose defaults in mlx-lm are not those of transformers.
-DEFAULTS = ("rms_norm_eps", "layer_norm_eps", "tie_word_embeddings", "max_position_embeddings", "hidden_act")
 # Settings that some of mlx-lm's models require, and that transformers computes where the configuration lacks them.
 COMPUTED: dict[str, Callable[[dict[str, Any]], int]] = {
     "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
@@ -259,6 +259,8 @@ def _checked(model_type: object, advice: str) -> Iterator[None]:
         for pattern, words in IN_WORDS:
             if match := re.fullmatch(pattern, text, re.DOTALL):
                 said = match.expand(words)
+                if words.startswith("its model has no place"):
+                    advice = f"if the model computes nothing with them, leave them out (`leave_out`), or {advice}"
         raise ExportError(f"{what}: {textwrap.shorten(said, MOST_QUOTED, placeholder=' ...')}; {advice}") from error
 
 
@@ -382,10 +384,14 @@ def _check_activation(config: dict[str, Any], arguments_class: Any) -> None:
 def _add_defaults(config: dict[str, Any]) -> None:
     """State what transformers takes for keys that are absent: mlx-lm takes something else, or refuses the model."""
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-    defaults = text_model(config).defaults
-    for key in DEFAULTS:
-        if key in defaults and (key != "tie_word_embeddings" or text is config):
-            text.setdefault(key, defaults[key])
+    model = text_model(config)
+    defaults = {**model.defaults, **part_defaults(str(text.get("model_type")))}
+    for key, value in defaults.items():
+        is_absent = not any(name in text for name in (key, *OTHER_NAMES.get(key, ())))
+        if value is not None and is_absent and (key != "tie_word_embeddings" or text is config):
+            text[key] = value
+    if defaults and text.get("num_key_value_heads") is None and "num_attention_heads" in text:
+        text["num_key_value_heads"] = text["num_attention_heads"]
 
 
 def _arrange(config: dict[str, Any], mlx: MlxDifferences) -> None:
@@ -401,13 +407,14 @@ def _arrange(config: dict[str, Any], mlx: MlxDifferences) -> None:
 def _add_computed(config: dict[str, Any], arguments_class: Any, mlx: MlxDifferences) -> None:
     """Add settings that mlx-lm reads, and that transformers computes from others or has in another place.
 
-    Only those are added without which mlx-lm refuses the model.
+    Those are added without which mlx-lm refuses the model, and of types that are known also those for which it takes a
+    number of its own.
     """
-    text = config.get("text_config") or {}
+    text, is_known = config.get("text_config") or {}, bool(described(config["model_type"]).defaults)
     for field in dataclasses.fields(arguments_class):
         compute = COMPUTED.get(field.name)
-        has_right_default = field.default is not dataclasses.MISSING and not mlx.other_head_dim
-        if compute is None or field.name in config or has_right_default:
+        takes_own = field.default is not None and is_known
+        if compute is None or field.name in config or not (takes_own or field.default is dataclasses.MISSING):
             continue
         with contextlib.suppress(KeyError):  # mlx-lm will say what is missing
             value = compute(config)

@@ -247,7 +247,9 @@ def _rotated(config: Mapping[str, Any], kind: str, parameters: Mapping[str, Any]
         return rotated
     size = number("head_dim") or number("hidden_size") // (number("num_attention_heads") or 1)
     if kind == FULL and model_type.startswith("gemma4"):
-        size = number("global_head_dim") or 512
+        stated = dict(text)  # which may say it layer by layer
+        described("gemma4_text").restate(stated)
+        size = stated.get("global_head_dim") or 512
     if parameters["rope_type"] == "proportional":
         return size
     return int(size * parameters.get("partial_rotary_factor", 1.0))

@@ -14,7 +14,7 @@ from language_models import VOCABULARY, with_tokenizer
 
 import pqweights
 from pqweights.common.dtypes import DTYPE_BITS, FLOAT_DTYPES
-from pqweights.errors import ExportError
+from pqweights.errors import ExportError, SourceError
 
 TARGETS: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -74,3 +74,12 @@ class _OfShape:
     def tobytes(self) -> bytes:
         """The bytes."""
         return bytes(self._raw)
+
+
+def test_numbers_beyond_f16_are_refused_by_the_name_of_the_tensor(tmp_path: Path) -> None:
+    values = {name: as_float32(of).astype(np.float32) for name, of in llama_tensors(VOCABULARY, SIZES).items()}
+    values["model.layers.0.mlp.down_proj.weight"][1, 2] = 1e5
+    source = write_source(tmp_path / "source", {name: ("F32", of) for name, of in values.items()})
+    with pytest.raises(SourceError, match=r"blk\.0\.ffn_down\.weight.*100000"):
+        pqweights.export(source, tmp_path / "f16", target="gguf", type="f16")
+    pqweights.export(source, tmp_path / "bf16", target="gguf", type="bf16")

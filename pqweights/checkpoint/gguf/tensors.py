@@ -86,7 +86,7 @@ def gguf_tensors(
         if not tensor_type or (not own and name.endswith(".bias") and tensor_type not in biases):
             raise ExportError(
                 f"tensor {tensor.reads.name!r}: llama.cpp's {settings.architecture.name.lower()} models have no such "
-                "tensor"
+                "tensor; if the model computes nothing with it, leave it out (`leave_out`)"
             )
         held[name] = _view(tensor, tensor_type, name, settings)
     inputs, rows = held.get("per_layer_token_embd.weight"), settings.get("vocab_size")
