@@ -172,7 +172,7 @@ def _of_shapes(shapes: Shapes, text: Config) -> Iterator[str]:
     if down is not None and _is_count(width := text.get("intermediate_size")) and shapes[down][-1] not in widths:
         yield f"config.json says intermediate_size {width}, and {down} has {shapes[down][-1]} columns: {REFUSED}"
     heads, width = text.get("num_attention_heads"), text.get("head_dim")
-    groups = text.get("num_key_value_heads", heads)
+    groups = text.get("num_key_value_heads", text.get("num_attention_groups", heads))
     if _is_count(heads) and _is_count(text.get("hidden_size")) and width is None:
         width = text["hidden_size"] // heads
     for last, size in (("k_proj", width), ("v_proj", text.get("v_head_dim") or width)):

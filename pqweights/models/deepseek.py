@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -201,9 +201,16 @@ _WITH_INDEXER = {"head_dim": 64, "index_n_heads": 64, "index_head_dim": 128, "in
 _NEW_KEYS = {key: value for key, value in _V3.items() if key != "rope_interleave"} | _WITH_INDEXER
 _GLM = {"rms_norm_eps": 1e-05, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1}
 
+
+def _v2_mlx(config: Mapping[str, Any]) -> dict[str, Any]:
+    """State YaRN that scales nothing where there is none: mlx-lm's model has no other rotary embeddings."""
+    return {} if config.get("rope_scaling") else {"rope_scaling": {"type": "yarn", "factor": 1.0}}
+
+
 ROWS: dict[str, Row] = {
     "deepseek_v2": Row(
         llama_cpp=_DEEPSEEK_V2, names=replace(_NAMES, class_name="DeepseekV2ForCausalLM"),
+        mlx=MlxDifferences(computed=_v2_mlx),
         defaults=sizes(4096, 11008, 32, 32, 2048) | LIKE_LLAMA | {
             "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
             "v_head_dim": 128, "num_experts": 64, "moe_intermediate_size": 1407, "first_k_dense_replace": 0,

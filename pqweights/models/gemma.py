@@ -51,6 +51,7 @@ def _divides_queries(layers_of_27b: int | None) -> Check:
 def _publish_queries(config: dict[str, Any], held: Set[str]) -> None:
     """State the inverse of that."""
     of_27b = config["num_hidden_layers"] == _LAYERS_OF_27B[config["model_type"]]
+    of_27b = of_27b and config.get("use_bidirectional_attention") is not True
     width = config["hidden_size"] // config["num_attention_heads"] if of_27b else config["head_dim"]
     config["query_pre_attn_scalar"] = width
 

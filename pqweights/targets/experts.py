@@ -41,12 +41,19 @@ def with_single_experts(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _is_transposed(checkpoint: Checkpoint, traits: frozenset[Trait]) -> bool:
-    """Whether stacks are [experts, in, out]."""
+    """Whether stacks are [experts, in, out].
+
+    Where they may be either, those show it whose matrices are not square: if all of one kind are, none of the other is.
+    """
     if Trait.EXPERTS_EITHER_WAY not in traits:
         return Trait.TRANSPOSED_EXPERTS in traits
     width = text_config(checkpoint.config).get("hidden_size")
+    stacks = (tensor for tensor in checkpoint.tensors if is_stack(tensor, checkpoint.weights))
     return any(
-        t.shape[-1] == width for t in checkpoint.tensors if is_stack(t, checkpoint.weights) and "down_proj" in t.name
+        (columns == width) == ("down_proj" in tensor.name)
+        for tensor in stacks
+        for _, rows, columns in (tensor.shape,)
+        if rows != columns
     )
 
 

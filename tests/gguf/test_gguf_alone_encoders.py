@@ -105,6 +105,14 @@ def test_the_model_of_a_file_alone_is_the_original(name: str, tmp_path: Path) ->
 SCALED = {"T5": {"scale_decoder_outputs": False}}
 
 
+def test_an_embedding_gemma_of_62_layers_is_not_taken_for_the_27b_model(tmp_path: Path) -> None:
+    """Which scales queries otherwise, and which llama.cpp tells by this number in another architecture alone."""
+    case = replace(CASES["gemma embedding"], settings=CASES["gemma embedding"].settings | {"num_hidden_layers": 62})
+    encoder_cases.saved(case, tmp_path / "model")
+    source = read_alone(tmp_path / "model", tmp_path / "src")
+    assert source.config is not None and source.config["query_pre_attn_scalar"] == 32
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["roberta", "xlm-roberta", "camembert", "xlm-roberta, scores"])
 def test_a_roberta_with_its_configuration_beside_it_stays_one(name: str, tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ READ = [name for name in (*TOWERS, *ALIKE) if name in {whole.tower for whole in 
 def test_a_tower_and_its_text_model_are_the_original(name: str, tmp_path: Path) -> None:
     write_tower(name, tmp_path / "model")
     source = open_source(write_both(tmp_path / "model", tmp_path / "src"), Access())
-    (remark,) = source.remarks
-    assert "mmproj-F32.gguf is read as" in remark, remark
+    (remark, *others) = source.remarks
+    assert "mmproj-F32.gguf is read as" in remark and not others, others
     original = {tensor.name: tensor for tensor in open_local(tmp_path / "model").tensors}
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     if config.get("tie_word_embeddings"):
@@ -46,6 +46,8 @@ def test_a_tower_and_its_text_model_are_the_original(name: str, tmp_path: Path) 
     assert {tensor.name for tensor in source.tensors} == original.keys() - unread
     for tensor in source.tensors:
         expected = values_of(original[tensor.name])
+        if name == "qwen3_vl_moe" and ".experts." in tensor.name:  # as published, which transformers turns back
+            expected = expected.swapaxes(1, 2)
         assert tensor.shape == expected.shape
         assert each_near(values_of(tensor), expected, 0, rounding("F32", 8 if "A_log" in tensor.name else 2)), (
             tensor.name
@@ -53,6 +55,9 @@ def test_a_tower_and_its_text_model_are_the_original(name: str, tmp_path: Path) 
     assert source.config is not None and source.config["architectures"] == config["architectures"]
     made = json.loads(read_file(source.storage, "preprocessor_config.json"))
     assert {key: approx(value, F32_FEW) for key, value in made.items() if key != "size"} == NORMALIZED
+    if name == "kimi_vl":  # whose class is not in transformers
+        assert config["vision_config"].items() <= source.config["vision_config"].items()
+        return
     found, stated = resolved(source.config), resolved(config)
     for key in stated.keys() - UNSTATED:
         if not key.endswith("_config"):
@@ -60,6 +65,8 @@ def test_a_tower_and_its_text_model_are_the_original(name: str, tmp_path: Path) 
     for part in ("text_config", "vision_config"):
         (one, known), (other, _) = (part_of(of, part) for of in (source.config, config))
         for key in (known & other.keys()) - UNSTATED:
+            if key.startswith("swiglu_limits"):  # none is 0 in the file, which is none to transformers, too
+                one[key], other[key] = ([limit or 0.0 for limit in of[key]] for of in (one, other))
             if key != "tie_word_embeddings":  # which the whole model says
                 assert_same(one.get(key), other[key], f"{part} {key}")
 

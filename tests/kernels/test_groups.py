@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from blocks import examples, same_bits
-from closeness import F32_FEW, F64_SUM, each_near, rounding
+from closeness import F32_FEW, F64_SUM, each_near, near, rounding
 from export_decoders import untiled
 from hard_weights import LARGEST, all_families, families, nearest_bf16
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pqweights.kernels.groups import (
@@ -141,7 +141,11 @@ def assert_sound(rule: GroupRule, values: Floats, where: object = "") -> None:
     assert np.isfinite(decoded).all(), where
     wide = values.reshape(decoded.shape).astype(np.float64)
     assert each_near(groups.energies, (wide**2).sum(axis=1), F64_SUM), where
-    assert each_near(groups.errors, ((wide - decoded) ** 2).sum(axis=1), F32_FEW), where
+    errors = ((wide - decoded) ** 2).sum(axis=1)
+    # The kernel divides a group by the power of two of its largest weight. What then is below the smallest number of
+    # float32, 2**-149, is 0, and so is what it adds to the error.
+    lost = wide.shape[1] * groups.energies * 2.0**-298
+    assert (near(groups.errors, errors, F32_FEW) | (np.maximum(groups.errors, errors) <= lost)).all(), where
 
 
 ORDINARY = ("gaussian", "heavy tails", "one outlier", "positive", "negative")
@@ -177,6 +181,7 @@ def made_of(lists: list[list[float]], size: int) -> Floats:
 
 @examples(200)
 @given(some_groups, any_rule)
+@example([[2.0, 1.4e-45]], best("symmetric", 4, 16))
 def test_property_any_groups_have_finite_numbers_and_true_errors(lists: list[list[float]], rule: GroupRule) -> None:
     assert_sound(rule, made_of(lists, rule.group_size))
 

@@ -72,6 +72,10 @@ TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
 # Of these the tower is that of qwen3_vl, beside another text model.
 _QWEN35 = QWEN | {"num_position_embeddings": 64, "deepstack_visual_indexes": []}
 ALIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe", CASES["qwen3 moe"].settings | {"rope_parameters": ROPE | {"mrope_section": [6, 5, 5]}},
+        QWEN | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2]}, {},
+    ),
     "qwen3_5": ("Qwen3_5", CASES["qwen3_5"].settings, _QWEN35, {}),
     "qwen3_5_moe": ("Qwen3_5Moe", CASES["qwen3_5 moe"].settings, _QWEN35, {}),
 }  # fmt: skip
@@ -85,6 +89,9 @@ PUBLISHED = {
 }
 PUBLISHED["kimi_vl"] = PUBLISHED["kimi_k25"] | {
     "mm_projector": "multi_modal_projector", "proj.0": "linear_1", "proj.2": "linear_2"
+}  # fmt: skip
+MOONVIT = {key: value for key, value in VIT.items() if key != "image_size"} | {
+    "model_type": "moonvit", "init_pos_emb_height": 8, "init_pos_emb_width": 8, "merge_kernel_size": [2, 2],
 }  # fmt: skip
 NORMALIZED = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.25, 0.5, 0.5]}
 
@@ -114,6 +121,8 @@ def write_tower(name: str, folder: Path) -> Any:
     if name in PUBLISHED:
         rename_tensors(folder, PUBLISHED[name])
         edit_config(folder, {"model_type": name})
+    if name == "kimi_vl":
+        edit_config(folder, {"architectures": ["KimiVLForConditionalGeneration"], "vision_config": MOONVIT})
     (folder / "preprocessor_config.json").write_text(json.dumps(NORMALIZED))
     if "pixtral" in str(vision.get("model_type")):
         token = {"id": 9, "content": "[IMG_BREAK]"}

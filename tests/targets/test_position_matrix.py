@@ -262,7 +262,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     "minimax_m2": ("sw-w------", "ss-s------"),
     "ernie4_5_moe": ("lw-w------", "ss-s------"),
     "dots1, windows": ("ll-l------", "ll-l------"),
-    "deepseek_v2": ("rr-s--s---", "sr-r--s---"),
+    "deepseek_v2": ("sr-s--s---", "sr-r--s---"),
     "deepseek_v3": ("ss-s--s---", "sr-r--s---"),
     "glm4_moe_lite": ("ss-s--s---", "sr-r--s---"),
     "gpt_oss, windows": ("ssrsw--s--", "ssrsw--r--"),

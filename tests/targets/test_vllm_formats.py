@@ -223,23 +223,32 @@ def test_stacks_that_are_not_turned_give_the_same_file_as_single_experts(base: P
     assert all(np.array_equal(values, expected[name][1]) for name, (_, values) in found.items())
 
 
+@pytest.mark.parametrize("square", ["gate_up_proj", "down_proj"])
 @pytest.mark.parametrize("turned", [True, False])
-def test_stacks_of_qwen3_vl_moe_give_the_file_of_the_text_model_alone(turned: bool, base: Path, tmp_path: Path) -> None:
+def test_stacks_of_qwen3_vl_moe_give_the_file_of_the_text_model_alone(
+    turned: bool, square: str, base: Path, tmp_path: Path
+) -> None:
     """They are published as [experts, in, out], and transformers saves [experts, out, in]."""
     tensors = read_all(families.model(base, "qwen3_moe"))
+    inner = json.loads((families.model(base, "qwen3_moe") / "config.json").read_text())
+    if square == "down_proj":  # experts of twice the width
+        inner["moe_intermediate_size"] *= 2
+        for name in (name for name in tensors if ".experts." in name):
+            dtype, matrix = tensors[name]
+            tensors[name] = dtype, np.concatenate([matrix, matrix], axis=1 if "down_proj" in name else 0)
+    single = write_checkpoint(tmp_path / "single", tensors, config=inner)
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     for experts in (f"model.layers.{layer}.mlp.experts" for layer in range(2)):
         for stack, names in parts.items():
             of = [[tensors.pop(f"{experts}.{e}.{name}.weight")[1] for name in names] for e in range(4)]
             values = np.stack([np.concatenate(matrices) for matrices in of])
             tensors[f"{experts}.{stack}"] = ("BF16", np.ascontiguousarray(values.swapaxes(1, 2)) if turned else values)
-    inner = json.loads((families.model(base, "qwen3_moe") / "config.json").read_text())
     config = {"model_type": "qwen3_vl_moe", "dtype": "bfloat16", "tie_word_embeddings": False}
     config |= {"text_config": inner | {"model_type": "qwen3_vl_moe_text"}}
     renamed = {re.sub("^model[.]", "model.language_model.", name): tensor for name, tensor in tensors.items()}
     source = write_checkpoint(tmp_path / "source", renamed, config=config)
     expected, plain = (tmp_path / name for name in ("expected", "plain"))
-    run_command({"export": families.model(base, "qwen3_moe"), "target": "vllm"}, plain)
+    run_command({"export": str(single), "target": "vllm"}, plain)
     shown = done("export", source, expected, "-t", "vllm")
     assert "vLLM alone loads this export" in " ".join(shown.stderr.split())
     found = {name.replace("language_model.", ""): tensor for name, tensor in read_all(expected).items()}

@@ -108,7 +108,8 @@ def _shape_of(
         if len(shape) != (2 if match["bias"] else 3):
             return None
         rows = (shape[0], shape[1] * len(parts), *shape[2:])
-        turned = not match["bias"] and Trait.TRANSPOSED_EXPERTS in settings.model.traits
+        published = {Trait.TRANSPOSED_EXPERTS, Trait.EXPERTS_EITHER_WAY}
+        turned = not match["bias"] and bool(published & settings.model.traits)
         return (rows[0], rows[2], rows[1]) if turned else rows
     if (cut := of_layer(known, architecture.cuts)) is not None and (match := LAYER.fullmatch(known)):
         return _cut_shape(cut, in_file(f"{match[1]}{match[2]}.{next(iter(cut.parts))}.weight"), settings)

@@ -54,6 +54,7 @@ from pqweights.models.llama_cpp import JOINED
 from pqweights.models.qwen import OF_IMAGES, TEXT_PARTS
 from pqweights.models.settings import Settings, unused_positions
 from pqweights.models.table import MODELS
+from pqweights.models.tensor_names import Names
 from pqweights.models.wholes import Whole
 
 # The types of models whose files are read: those whose tensors have these names.
@@ -183,13 +184,19 @@ def _as_one(
     """Return the model of a text model and its tower. Raises ExportError if the two files are not of this model."""
     config = with_values_checked(config, f"{contents.path}, as a model of type {whole.model_type}")
     of_text = {**config["text_config"], "vision_config": config["vision_config"]}
-    settings, views = _views(opened, of_text, (text.config or {})["model_type"])
+    names = whole.names or MODELS[(text.config or {})["model_type"]].names
+    settings, views = _views(opened, of_text, names)
     check_configuration(opened, settings, list(views.values()), _factors(text.storage, opened).__getitem__)
     stored = {tensor.name: _stored(tensor) for tensor in contents.tensors}
     dtype = "F16" if model_dtype(config, ()) == "F16" else "BF16"
     held = {tensor.name: _read_as(text.storage, tensor, stored[tensor.name], dtype) for tensor in contents.tensors}
     tower = [SourceTensor.of(of.name, of) for of in restored_tower(whole, config, contents, held)]
-    tensors = (*(SourceTensor.of(whole.name_of_text(of.name), of) for of in text.tensors), *tower)
+    of_texts: Sequence[LogicalTensor] = text.tensors
+    if whole.names is not None:
+        in_file = {tensor.name: _stored(tensor) for tensor in opened.tensors}
+        named, _ = _model_tensors(text.storage, opened, in_file, of_text, names)
+        of_texts = [tensor for tensor in named if tensor.name not in text.left_out_tensors]
+    tensors = (*(SourceTensor.of(whole.name_of_text(of.name), of) for of in of_texts), *tower)
     made = {
         CONFIG_FILE: json.dumps(config, indent=2).encode(),
         PROCESSOR: json.dumps(processor_of(contents), indent=2).encode(),
@@ -345,14 +352,21 @@ def _stored(tensor: FileTensor) -> StoredTensor:
 
 
 def _model_tensors(
-    storage: ByteReads, contents: GgufContents, stored: dict[str, StoredTensor], config: dict[str, Any]
+    storage: ByteReads,
+    contents: GgufContents,
+    stored: dict[str, StoredTensor],
+    config: dict[str, Any],
+    names: Names | None = None,
 ) -> tuple[list[LogicalTensor], dict[str, str]]:
-    """Return the tensors of the model, and those of the file that are none, with reasons."""
+    """Return the tensors of the model, and those of the file that are none, with reasons.
+
+    names: what they are called; by default what the type of the configuration calls them
+    """
     try:
-        if config.get("model_type") not in MODEL_TYPES:
+        if names is None and config.get("model_type") not in MODEL_TYPES:
             raise ExportError(f"its model_type is {config.get('model_type')}; {', '.join(MODEL_TYPES)} can be read")
         has_head = any(tensor.name == "output.weight" for tensor in contents.tensors)
-        settings, views = _views(contents, untied(config) if has_head else config)
+        settings, views = _views(contents, untied(config) if has_head else config, names)
     except ExportError as error:
         raise _refused(contents, error, f"not read as the model of {CONFIG_FILE}") from None
     dtype = "F16" if model_dtype(config, ()) == "F16" else "BF16"
@@ -404,15 +418,15 @@ def _filled(shape: tuple[int, ...]) -> list[int]:
 
 
 def _views(
-    contents: GgufContents, config: dict[str, Any], read_as: str | None = None
+    contents: GgufContents, config: dict[str, Any], called: Names | None = None
 ) -> tuple[Settings, dict[str, LogicalTensor]]:
     """Return what the gguf target makes of the model, by names in the file, as views on tensors without values.
 
-    read_as: the type whose names the tensors get; by default that of the configuration
+    called: the names of the tensors; by default those that the type of the configuration has
     """
     package, settings = gguf_package(), read_settings(config, pooling=pooling_of(contents))
-    if read_as is not None:
-        settings = replace(settings, model=replace(settings.model, names=MODELS[read_as].names))
+    if called is not None:
+        settings = replace(settings, model=replace(settings.model, names=called))
     architecture = architecture_name(settings.architecture)
     if contents.architecture != architecture:
         raise ExportError(f"it has the architecture {architecture}, and the file has {contents.architecture!r}")

@@ -108,6 +108,7 @@ def _config(
     result |= {key: ids[token] for key, token in whole.tokens.items() if token in ids}
     vision = {**_vision(TOWERS[whole.tower], tower), **whole.stated}
     result |= {key: vision.pop(key) for key in BESIDE if key in vision}
+    vision = {whole.keys.get(key, key): value for key, value in vision.items()}
     result["vision_config"] = {"model_type": whole.vision_type, **vision}
     for key, (name, axis) in whole.sizes.items():
         place = result["vision_config"] if key.startswith("vision_config.") else result
@@ -285,6 +286,9 @@ def _restored(
         return RenamedTensor.of(name, whole, shape=(1, *whole.shape)) if name.endswith("position_embeddings") else whole
     if tower.offset and name.removeprefix("model.").startswith(tower.offset):
         return OffsetTensor.of(name, tensor, offset=-1.0, dtype="F32", plain_dtype="F32")
+    if tower.flat_positions and known == "v.position_embd.weight":
+        side = settings.number("pos_emb_height")
+        return RenamedTensor.of(name, tensor, shape=(side, side, math.prod(tensor.shape) // side**2))
     return RenamedTensor.of(name, tensor, shape=_shape(name, known, tensor.shape))
 
 
