@@ -83,6 +83,12 @@ TOWER_PREFIX = "mmproj-"
 GENERATION_CONFIG = "generation_config.json"
 # Names of folders that say what is in them, and not which model.
 UNNAMED = ("checkpoint", "hf", "master", "masters", "model", "models", "original", "source", "src")
+# How the name of a file of weights ends: with the type in it, which part it is, and its format.
+WEIGHT_FILE = re.compile(
+    r"(?:[-._](?:I?Q\d_\w+|TQ\d_0|BF16|FP?(?:16|32)|MXFP4(?:_MOE)?|NVFP4|UD)(?:-mixed)?)*(?:-\d{5}-of-\d{5})?"
+    r"\.(?:gguf|safetensors)$",
+    re.IGNORECASE,
+)
 # What is copied beside the weights, which hold everything that llama.cpp reads of the model.
 COPIED = ("*license*", "*licence*", "copying*", "copyright*", "notice*", "*policy*", "citation*", "authors*")
 NO_TOKENIZER = (
@@ -359,7 +365,7 @@ def _name_of(source: ExportSource) -> str | None:
     origin = source.checkpoint.storage.origin
     if origin is not None:
         return origin.id
-    name = source.where.rstrip("/").rpartition("/")[2]
+    name = WEIGHT_FILE.sub("", source.where.rstrip("/").rpartition("/")[2])
     return None if name.lower() in UNNAMED else file_stem(name)
 
 

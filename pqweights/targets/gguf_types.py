@@ -72,8 +72,8 @@ def read_types(options: ExportOptions) -> tuple[TypeOptions, ...]:
     """
     if options.type is not None and options.format is not None:
         raise OptionError("`format`: is another name of `type`; leave out one of the two")
-    asked = options.type or options.format
-    mixes = [find_mix(name.strip()) for name in (asked or DEFAULT_TYPE).split(",")]
+    asked = options.format if options.type is None else options.type
+    mixes = [find_mix(name.strip()) for name in (DEFAULT_TYPE if asked is None else asked).split(",")]
     if len({mix.name for mix in mixes}) < len(mixes):
         raise OptionError(f"`type` {asked}: expected different types")
     recipe = recipe_of(options, (*BLOCK_TYPES, *PLAIN_TYPES))

@@ -243,3 +243,11 @@ def test_what_lies_in_place_of_weights_is_named(names: list[str], said: str, tmp
         (tmp_path / name).write_bytes(b"{}")
     with pytest.raises(SourceError, match=re.escape(said)):
         open_local(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_named_as_one(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", {UP: bf16(gaussian(4, 128))})
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (source / "model.safetensors").write_text(pointer)
+    with pytest.raises(SourceError, match=r"model\.safetensors: .*git lfs pull"):
+        open_local(source)

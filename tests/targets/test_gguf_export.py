@@ -318,6 +318,14 @@ def test_files_are_called_by_the_option_or_after_the_folder(
     assert stem == ("model" if stated is None else stated.contents())
 
 
+@pytest.mark.parametrize("file", ["Tiny-0.1B.Q4_K_M.gguf", "Tiny-0.1B-UD-IQ2_XXS.gguf", "Tiny-0.1B.gguf"])
+def test_files_of_a_file_are_called_after_its_model(file: str, model: Path, tmp_path: Path) -> None:
+    done("export", model, tmp_path / "first", "--target", "gguf", "--type", "bf16")
+    next((tmp_path / "first").glob("*.gguf")).rename(tmp_path / file)
+    done("export", tmp_path / file, tmp_path / "out", "--target", "gguf", "--type", "q8_0")
+    assert [path.name for path in (tmp_path / "out").glob("*.gguf")] == ["Tiny-0.1B-Q8_0.gguf"]
+
+
 @pytest.mark.parametrize("name", ["a/b", "..", "", "a b", "x" * 97])
 def test_names_that_a_file_cannot_have_are_refused(name: str, master: Path, tmp_path: Path) -> None:
     line = refused("export", master, tmp_path / "out", "--target", "gguf", "--name", name, code=2)
