@@ -223,7 +223,9 @@ def find_gptq(source: Source, name: str, codes: StoredTensor) -> QuantizedTensor
     groups = scales.shape[0] if len(scales.shape) == 2 else 0
     size = own.get("group_size", settings.get("group_size", settings.get("q_group_size", 128)))
     size = size if isinstance(size, int) and size > 0 else columns
-    if groups == 0 or scales.shape[1] != rows or (order is None and groups != -(-columns // size)):
+    if order is not None and groups != -(-columns // size) and groups and columns % groups == 0:
+        size = columns // groups  # and other groups
+    if groups == 0 or scales.shape[1] != rows or groups != -(-columns // size):
         raise unlike(scales, "scales", f"{[-(-columns // size), rows]}")
     zeros = source.part(codes, f"{module}.qzeros", ("I32",), (groups, rows * bits // 32))
     if order is not None:

@@ -182,6 +182,21 @@ def test_gptq_groups_that_do_not_exist_are_refused(tmp_path: Path) -> None:
         values(tensor, "F32")
 
 
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("stated", [-1, 48, 64, 0])
+def test_gptq_groups_are_those_of_the_scales(stated: int, order: bool, tmp_path: Path) -> None:
+    """A configuration states one size, and single modules may have other groups."""
+    tensors, settings, expected = gptq(4, "gptq", order=order)
+    assert_transposed(tmp_path / "src", (tensors, settings | {"group_size": stated}, expected), "GPTQ4")
+
+
+def test_gptq_scales_of_no_groups_are_refused(tmp_path: Path) -> None:
+    tensors, settings, _ = gptq(4, "gptq")
+    tensors["scales"] = tensors["scales"][[0, 1, 2, 2, 2]]
+    with pytest.raises(SourceError, match=re.escape(f"'{MODULE}.scales'")):
+        tensor_of(transposed_source(tmp_path / "src", tensors, settings))
+
+
 # --- all of them ---
 
 
