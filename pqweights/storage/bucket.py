@@ -43,8 +43,6 @@ CONNECT_SECONDS = 10
 READ_SECONDS = 60
 # Connections to a server at once, of one process and folder.
 CONNECTIONS = 16
-# How often a request is sent if it fails in a way that may pass.
-ATTEMPTS = 5
 # A part of an upload to S3, of which few wait in memory, and of a copy on the server.
 PART_BYTES = 16_000_000
 PARTS_AT_ONCE = 4
@@ -93,7 +91,7 @@ class RemoteFolder(Remote):
 
     def __reduce__(self) -> tuple[type[RemoteFolder], tuple[Address]]:
         """Pickle the address alone: connections and credentials belong to a process."""
-        return RemoteFolder, (self.address,)
+        return type(self), (self.address,)
 
     def __str__(self) -> str:
         return str(self.address)
@@ -153,20 +151,13 @@ class RemoteFolder(Remote):
         """
         if start >= end:
             return b""
-
-        def fetch() -> bytes:
-            data, version = self._range(self._path(name), start, end)
-            if expected is not None and version and version != expected.stamp:
-                raise SourceChangedError(
-                    f"{self.address / name}: it was replaced while it was being read: leave the source as it is, and "
-                    "run the same command again"
-                )
-            if len(data) != end - start:
-                raise Truncated(f"expected {end - start} bytes at offset {start}, found {len(data)}")
-            return data
-
-        data: bytes = self._request("read", name, fetch)
-        return data
+        data, version = self._request("read", name, lambda: self._range(name, start, end))
+        if expected is not None and version and version != expected.stamp:
+            raise SourceChangedError(
+                f"{self.address / name}: it was replaced while it was being read: leave the source as it is, and run "
+                "the same command again"
+            )
+        return bytes(data)
 
     def read_whole(self, name: str) -> bytes | None:
         """Return the content of a small file; None if it is not there."""
@@ -232,20 +223,25 @@ class RemoteFolder(Remote):
                 "command again"
             )
 
-    def _range(self, path: str, start: int, end: int) -> tuple[bytes, str]:
+    def _range(self, name: str, start: int, end: int) -> tuple[bytes, str]:
         """Return bytes of a file, and what tells its version; an empty text if the file system does not say."""
+        path, version = self._path(name), ""
         if not self._is_s3:
-            return bytes(self._system.cat_file(path, start=start, end=end)), ""
-        from fsspec.asyn import sync
+            data = self._system.cat_file(path, start=start, end=end)
+        else:
+            from fsspec.asyn import sync
 
-        bucket, key, _ = self._system.split_path(path)
-        reply = self._system.call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
-        try:
-            return bytes(sync(self._system.loop, reply["Body"].read)), str(reply.get("ETag", "")).strip('"')
-        except expected_errors() as error:
-            raise Truncated(f"the reply ended with a {type(error).__name__}") from None
-        finally:
-            reply["Body"].close()
+            bucket, key, _ = self._system.split_path(path)
+            reply = self._system.call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
+            try:
+                data, version = sync(self._system.loop, reply["Body"].read), str(reply.get("ETag", "")).strip('"')
+            except expected_errors() as error:
+                raise Truncated(f"the reply ended with a {type(error).__name__}") from None
+            finally:
+                reply["Body"].close()
+        if len(data) != end - start:
+            raise Truncated(f"expected {end - start} bytes at offset {start}, found {len(data)}")
+        return data, version
 
     @property
     def _system(self) -> Any:
@@ -272,28 +268,30 @@ class RemoteFolder(Remote):
         in_parts: whether it consists of several, of which the last may be found done: then all are sent once more
         optional: whether to return None if there is no such file; otherwise that is an error
         """
-        system, address = self._system, self.address / name if name else self.address
-        alone = contextlib.nullcontext() if getattr(system, "async_impl", False) else _ONE_AT_A_TIME
+        address = self.address / name if name else self.address
 
-        def sent() -> Result:
-            with alone:
-                return send()
-
-        def pause(error: Exception, attempt: int) -> float:
-            if isinstance(error, Truncated) and attempt < ATTEMPTS:
-                return float(requests.FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
-            if isinstance(error, FileNotFoundError) and status_and_code(error)[1] != "NoSuchBucket":
-                raise error
-            raise failed(error, address, action, _endpoint_of(system)) from None
+        def explained(error: Exception) -> Exception:
+            is_missing = isinstance(error, FileNotFoundError) and status_and_code(error)[1] != "NoSuchBucket"
+            return error if is_missing else self._failed(error, address, action)
 
         try:
-            return repeated(sent, pause)
+            with self._alone:
+                return repeated(send, explained)
         except FileNotFoundError:
             if in_parts:
                 return self._request(action, name, send)
             if not optional:
                 raise StorageError(f"{address}: there is no such file") from None
             return None
+
+    @property
+    def _alone(self) -> contextlib.AbstractContextManager[Any]:
+        """What a request runs in: alone, unless the file system may be shared by threads."""
+        return contextlib.nullcontext() if getattr(self._system, "async_impl", False) else _ONE_AT_A_TIME
+
+    def _failed(self, error: Exception, address: Address, action: str) -> StorageError:
+        """Return what to tell the user about a request that failed for good. action: read or write"""
+        return failed(error, address, action, _endpoint_of(self._system))
 
 
 def _state(info: dict[str, Any]) -> FileState:
@@ -354,7 +352,8 @@ def _opened(address: Address) -> Any:
             "connect_timeout": CONNECT_SECONDS,
             "read_timeout": READ_SECONDS,
             "max_pool_connections": CONNECTIONS,
-            "retries": {"mode": "legacy", "total_max_attempts": ATTEMPTS},  # the one that takes 429 for throttling
+            # The mode that takes 429 for throttling.
+            "retries": {"mode": "legacy", "total_max_attempts": requests.ATTEMPTS},
         }
         options["config_kwargs"] = ours | conf.get("s3", {}).get("config_kwargs", {})
     try:

@@ -18,12 +18,18 @@ from typing import Any
 from pqweights.checkpoint.ahead import Stop
 from pqweights.errors import HubError, HubUnavailableError
 from pqweights.storage import requests
-from pqweights.storage.requests import TEMPORARY_STATUSES, Result, Truncated, reason, repeated, status_and_code
+from pqweights.storage.requests import (
+    TEMPORARY_STATUSES,
+    TIMEOUT_SECONDS,
+    Result,
+    Truncated,
+    reason,
+    repeated,
+    status_and_code,
+)
 
-ATTEMPTS = 6
 FIRST_ATTEMPTS = 3  # until the Hub has answered once
 LONGEST_WAIT_SECONDS = 120.0  # if the Hub asks for more, the user decides whether to wait
-TIMEOUT_SECONDS = 30.0
 # What a request has for a timeout that nobody has set, and what it gets: a commit of many files takes long.
 UNLIMITED: dict[str, float | None] = {"connect": None, "read": None, "write": None, "pool": None}
 TIMEOUTS = dict.fromkeys(UNLIMITED, 300.0) | {"connect": TIMEOUT_SECONDS}
@@ -103,27 +109,27 @@ class Hub:
 
         Raises HubError, TransferStopped. Errors of the disk stay what they are.
         """
-        from httpx2 import HTTPError, TransportError
+        from httpx2 import HTTPError
 
         errors, what = self.client.errors, repository + about
 
-        def pause(error: Exception, attempt: int) -> float:
-            status, _ = status_and_code(error)
-            self._has_answered |= status > 0
+        def explained(error: Exception) -> Exception:
             kinds = (HTTPError, Truncated, errors.OfflineModeIsEnabled, errors.LocalTokenNotFoundError)
-            if not isinstance(error, kinds):
-                raise error  # of the disk
-            may_pass = status in TEMPORARY_STATUSES or (not status and isinstance(error, TransportError | Truncated))
-            wanted = self._wait_that_is_wanted(error)
-            seconds = requests.FIRST_WAIT_SECONDS * 2 ** (attempt - 1) if wanted is None else wanted
-            most = ATTEMPTS if self._has_answered else FIRST_ATTEMPTS
-            if not may_pass or attempt >= most or seconds > LONGEST_WAIT_SECONDS:
-                raise self._explained(error, repository, what) from None
+            return self._explained(error, repository, what) if isinstance(error, kinds) else error  # of the disk
+
+        def waiting(error: Exception, seconds: float, attempt: int) -> bool:
+            status, _ = status_and_code(error)
+            most = requests.ATTEMPTS if self._has_answered else FIRST_ATTEMPTS
+            if attempt >= most or seconds > LONGEST_WAIT_SECONDS:
+                return False
             problem = f"the Hub answers {status}" if status else f"the connection failed ({type(error).__name__})"
             self.tell(f"{what}: {problem}; trying again in {seconds:.0f} s ({attempt} of {most - 1})")
-            return seconds
+            return True
 
-        result = repeated(lambda: self._send(request, what), pause, stop=stop)
+        def send() -> Result:
+            return self._send(request, what)
+
+        result = repeated(send, explained, wanted=self._wait_that_is_wanted, waiting=waiting, stop=stop)
         self._has_answered = True
         return result
 
@@ -144,10 +150,11 @@ class Hub:
             _client.reset(ours)
 
     def _wait_that_is_wanted(self, error: Exception) -> float | None:
-        """The seconds that the Hub asks to wait, in either of its headers; None if it does not ask."""
+        """Return the seconds that the Hub asks to wait, in either of its headers; None if it does not ask."""
         response = getattr(error, "response", None)
         if response is None:
             return None
+        self._has_answered = True
         try:
             return max(0.0, float(response.headers.get("Retry-After", "")))
         except ValueError:  # no such header, or a date, which the Hub does not send

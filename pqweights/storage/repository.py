@@ -22,8 +22,8 @@ from pqweights.checkpoint.storage import Origin, Remote
 from pqweights.checkpoint.writer import COPY_BYTES, disk_errors, partial_path, sync_folder
 from pqweights.errors import HubError, HubUnavailableError, SourceError
 from pqweights.storage.addresses import is_inside
-from pqweights.storage.hub import TIMEOUT_SECONDS, Hub
-from pqweights.storage.requests import Truncated
+from pqweights.storage.hub import Hub
+from pqweights.storage.requests import TIMEOUT_SECONDS, Truncated, read_range
 
 WRONG_CONTENT_ATTEMPTS = 3  # of a file whose content does not have the hash that the Hub lists
 HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -107,31 +107,21 @@ class Repository(Remote):
 
     def _request(self, file: str, start: int, end: int) -> bytes:
         """Return bytes of a file by one request for the range."""
-        url = self.hub.client.hf_hub_url(self.id, file, revision=self.commit)
-        utils, count = self.hub.client.utils, end - start
-        headers = utils.build_hf_headers(token=self.hub.token)
-        headers |= {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-
-        def fetch() -> bytes:
-            data = bytearray()
-            with utils.get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_SECONDS) as response:
-                if response.status_code >= 400:
-                    response.read()  # the message of the server, which the exception holds
-                utils.hf_raise_for_status(response)
-                is_range = response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
-                if not is_range and (start or response.status_code == 206):
-                    raise Truncated("the reply is of another range")
-                for chunk in response.iter_raw():
-                    data += chunk
-                    if len(data) >= count:
-                        break
-            if len(data) < count or (is_range and len(data) > count):
-                raise Truncated(f"expected {count} bytes, found {len(data)}")
-            return bytes(data[:count])
-
-        if not count:
+        if start == end:
             return b""
         self.refuse_offline([file])
+        utils, url = self.hub.client.utils, self.hub.client.hf_hub_url(self.id, file, revision=self.commit)
+        headers = utils.build_hf_headers(token=self.hub.token)
+
+        def check(response: Any) -> None:
+            if response.status_code >= 400:
+                response.read()  # the message of the server, which the exception holds
+            utils.hf_raise_for_status(response)
+
+        def fetch() -> bytes:
+            session, shown = utils.get_session(), f"{self}: {file}"
+            return read_range(session, url, start, end, shown=shown, check=check, headers=headers)[0]
+
         return self.hub.call(self.id, fetch, about=f": {file}")
 
     def path(self, file: str) -> Path | None:

@@ -11,12 +11,16 @@ import itertools
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from pqweights.checkpoint.ahead import Stop, TransferStopped
+from pqweights.checkpoint.file_reader import FileState
+from pqweights.errors import SourceError
 
+ATTEMPTS = 6
 FIRST_WAIT_SECONDS = 1.0  # doubled after each attempt
+TIMEOUT_SECONDS = 30.0
 # Statuses and codes of a server that may answer the same request later.
 TEMPORARY_STATUSES = (408, 425, 429, 500, 502, 503, 504)
 _TEMPORARY = (
@@ -91,26 +95,89 @@ class Truncated(Exception):
 
 
 def repeated(
-    request: Callable[[], Result], pause: Callable[[Exception, int], float], *, stop: Stop = lambda: False
+    request: Callable[[], Result],
+    explained: Callable[[Exception], Exception],
+    *,
+    wanted: Callable[[Exception], float | None] = lambda error: None,
+    waiting: Callable[[Exception, float, int], bool] = lambda error, seconds, attempt: True,
+    stop: Stop = lambda: False,
 ) -> Result:
-    """Send a request until it succeeds.
+    """Send a request until it succeeds, at most ATTEMPTS times.
 
-    pause: called with an error and the number of the attempt; returns the seconds to wait before the next one, or
-        raises what ends it
+    explained: returns what is raised for an error with which it ends
+    wanted: returns how many seconds the server asks to wait, if it does
+    waiting: called with an error, the seconds until the next attempt, and the number of this one; returns whether to
+        wait
     stop: asked while waiting
 
-    Raises what `pause` raises, TransferStopped once `stop` returns True.
+    Raises what `explained` returns, TransferStopped once `stop` returns True.
     """
     for attempt in itertools.count(1):
         try:
             return request()
         except expected_errors() as error:
-            end = time.monotonic() + pause(error, attempt)
+            asked = wanted(error)
+            seconds = FIRST_WAIT_SECONDS * 2 ** (attempt - 1) if asked is None else asked
+            if not _may_pass(error) or attempt >= ATTEMPTS or not waiting(error, seconds, attempt):
+                raise explained(error) from None
+            end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             if stop():
                 raise TransferStopped
             time.sleep(min(0.1, left))
     raise AssertionError
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether a request may succeed that is sent again; the clients of object storage have done so themselves."""
+    if isinstance(error, Truncated):
+        return True
+    httpx, (status, _) = sys.modules.get("httpx2"), status_and_code(error)
+    if httpx is None or not isinstance(error, httpx.HTTPError):
+        return False
+    return status in TEMPORARY_STATUSES or (not status and isinstance(error, httpx.TransportError))
+
+
+def read_range(
+    client: Any,
+    url: str,
+    start: int,
+    end: int,
+    *,
+    shown: str,
+    check: Callable[[Any], object],
+    headers: Mapping[str, str] = {},
+) -> tuple[bytes, FileState]:
+    """Return the bytes [start, end) of a file by one request, and what the server says that the file is.
+
+    client: of httpx
+    shown: what messages call the file
+    check: called with the reply; raises the error of one that is one
+
+    Raises what `check` raises, Truncated for other bytes, SourceError if the server sends whole files alone.
+    """
+    asked = {**headers, "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+    data = bytearray()
+    with client.stream("GET", url, headers=asked, timeout=TIMEOUT_SECONDS) as response:
+        check(response)
+        unit, _, rest = response.headers.get("Content-Range", "").partition(" ")
+        places, _, size = rest.partition("/")
+        if response.status_code == 200 and response.headers.get("Content-Length") == str(end) and not start:
+            unit, places, size = "bytes", f"0-{end - 1}", str(end)  # all of it is a part, too
+        elif response.status_code != 206 or unit != "bytes" or not size.isdecimal():
+            raise SourceError(
+                f"{shown}: the server sends the whole file where a part is asked for: fetch it, and give the local file"
+            )
+        if places != f"{start}-{end - 1}":
+            raise Truncated(f"expected bytes {start}-{end - 1}, found {places[:40]} of {size[:20]}")
+        for chunk in response.iter_raw():
+            data += chunk
+            if len(data) > end - start:
+                break
+        version = next((response.headers[key] for key in ("ETag", "Last-Modified") if key in response.headers), size)
+    if len(data) != end - start:
+        raise Truncated(f"expected {end - start} bytes at offset {start}, found {len(data)}")
+    return bytes(data), FileState(int(size), version)
 
 
 def expected_errors() -> tuple[type[Exception], ...]:

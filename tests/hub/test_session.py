@@ -13,8 +13,9 @@ import pytest
 from hub_cases import Client
 
 from pqweights.errors import HubError
-from pqweights.storage.hub import ATTEMPTS, UNLIMITED, Hub
+from pqweights.storage.hub import UNLIMITED, Hub
 from pqweights.storage.repository import open_repository
+from pqweights.storage.requests import ATTEMPTS
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from remote_server import BUCKET, SECRETS, ObjectServer, address_of
 from pqweights.checkpoint.ahead import TransferStopped
 from pqweights.errors import MissingDependencyError, OptionError, SourceChangedError, StorageError
 from pqweights.storage import bucket as remote_folder
-from pqweights.storage.bucket import ATTEMPTS, RemoteFolder
+from pqweights.storage.bucket import RemoteFolder
+from pqweights.storage.requests import ATTEMPTS
 
 ADDRESS = f"s3://{BUCKET}/a folder/of mine"
 
