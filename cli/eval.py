@@ -14,9 +14,10 @@ from pqweights.planning.options import path_of
 from . import options, output
 
 if TYPE_CHECKING:
+    from pqweights.common.parameters import HubOptions
     from pqweights.results.evaluation_record import EvaluationRecord, Place
     from pqweights.runtime.report import EvaluationReport, EvaluationSettings, ModelScores
-    from pqweights.storage.sources import Access, Fetched
+    from pqweights.storage.sources import Fetched
 
 WIKITEXT = "wikitext"
 COLUMNS = "model,KV cache,bits/coord.,bytes/token,GB,bits/param,bits/weight,perplexity,change,KL mean,KL 99%,top-1"
@@ -72,8 +73,8 @@ def command(
             threads=threads,
             text_name=str(text or dataset),
         )
-        fetched = _fetched(models, options.access(revision, token))
-        base = None if reference is None else options.fetched(reference, options.access(None, token))
+        fetched = _fetched(models, options.hub(revision, token))
+        base = None if reference is None else options.fetched(reference, options.hub(None, token))
         words = wikitext() if text is None else read_text(text)
         asked = replace(asked, reference=base and base.path)
         places = [None if no_record or kv_cache else _place(model) for model in fetched]
@@ -84,16 +85,16 @@ def command(
         _record_all(done, places, words, tokenizer=path_of(tokenizer), reference=reference)
 
 
-def _fetched(models: Sequence[str], access: Access) -> list[Fetched]:
+def _fetched(models: Sequence[str], hub: HubOptions) -> list[Fetched]:
     """Return the folders of models; the revision is of those on the Hub."""
     from pqweights.errors import OptionError
     from pqweights.storage.addresses import repository_id
 
     on_hub = [repository_id(name) is not None for name in models]
-    if access.revision is not None and not any(on_hub):
+    if hub.revision is not None and not any(on_hub):
         raise OptionError("`revision`: expected a repository on the Hub among the models")
-    main = replace(access, revision=None)
-    return [options.fetched(name, access if there else main) for name, there in zip(models, on_hub, strict=True)]
+    main = replace(hub, revision=None)
+    return [options.fetched(name, hub if there else main) for name, there in zip(models, on_hub, strict=True)]
 
 
 def _record_all(

@@ -41,9 +41,9 @@ def command(
         from pqweights.results.inspect import inspect_gguf
         from pqweights.storage.sources import find_result
 
-        access = options.access(revision, token)
+        hub = options.hub(revision, token)
         with output.progress("fetching") as progress:
-            result = find_result(folder, access, only=[MANIFEST_FILE], progress=progress)
+            result = find_result(folder, hub, only=[MANIFEST_FILE], progress=progress)
         if isinstance(result.where, Path) and _is_foreign_gguf(result.where):
             inspection = inspect_gguf(result.where)
             if json:

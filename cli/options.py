@@ -17,7 +17,8 @@ from pqweights.common.parameters import Options, parameters
 from . import output
 
 if TYPE_CHECKING:
-    from pqweights.storage.sources import Access, Fetched
+    from pqweights.common.parameters import HubOptions
+    from pqweights.storage.sources import Fetched
 
 Taken = TypeVar("Taken", bound=Options)
 
@@ -648,16 +649,16 @@ def _is_fetched(source: str) -> bool:
     return repository_id(source) is not None
 
 
-def access(revision: str | None, token: str | None) -> Access:
+def hub(revision: str | None, token: str | None) -> HubOptions:
     """Return how a command reaches the Hub."""
-    from pqweights.storage.sources import Access
+    from pqweights.common.parameters import HubOptions
 
-    return Access(revision, token or None, output.note)
+    return HubOptions(revision=revision, token=token, tell=output.note)
 
 
-def fetched(source: str, access: Access) -> Fetched:
+def fetched(source: str, hub: HubOptions) -> Fetched:
     """Return a local folder, or a repository on the Hub as a folder in the cache."""
     from pqweights.storage.sources import local_folder
 
     with output.progress("fetching") as progress:
-        return local_folder(source, access, progress=progress)
+        return local_folder(source, hub, progress=progress)

@@ -48,7 +48,7 @@ def command(
                 comparing=comparing,
                 progress=pushing,
             )
-            done = push(folder, repository, options.access(revision, token), options=asked)
+            done = push(folder, repository, options.hub(revision, token), options=asked)
         _show(done, dry_run=dry_run, json=json)
 
 

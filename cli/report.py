@@ -127,11 +127,11 @@ def warn_of_files_beside(source: str) -> None:
     from pathlib import Path
 
     from pqweights.checkpoint.gguf.file import is_gguf
-    from pqweights.checkpoint.source import files_beside
+    from pqweights.checkpoint.source import files_at, others_of_model
     from pqweights.storage.addresses import parse_location
 
     path = parse_location(source)
-    beside = files_beside(path) if isinstance(path, Path) and path.is_file() and not is_gguf(path) else ()
+    beside = others_of_model(*files_at(path)) if isinstance(path, Path) and path.is_file() and not is_gguf(path) else ()
     if isinstance(path, Path) and beside:
         warn(
             f"{path.name}: only this file is read; its folder also holds {listed(beside)} of the same model: give "

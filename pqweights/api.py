@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.common.parameters import StrPath, text
+from pqweights.common.parameters import HubOptions, StrPath, Tell, text
 from pqweights.common.threads import Progress
 from pqweights.convert.convert import convert
 from pqweights.convert.distributed.engine import engine_of
@@ -28,11 +28,9 @@ from pqweights.planning.options import (
     DEFAULT_SAMPLE_TOKENS,
     ExportOptions,
     FormatsByPattern,
-    HubOptions,
     MemoryOptions,
     QuantizeOptions,
     SourceOptions,
-    Tell,
     located,
     path_of,
     shard_bytes,
@@ -406,7 +404,7 @@ def export(
 
 def _fetched(source: str | Path, options: Opening, run: RunOptions) -> tuple[Path, Opening]:
     """Fetch a model that is to be run, and return its folder, and the options with the commit that was fetched."""
-    fetched = local_folder(source, options.access, progress=run.progress)
+    fetched = local_folder(source, options, progress=run.progress)
     if fetched.origin is None:
         return fetched.path, options
     return fetched.path, replace(options, revision=fetched.origin.revision)  # the branch may move meanwhile
@@ -430,7 +428,9 @@ def verify(
     of the result.
     """
     show, count = progress or _ignore, thread_count(threads)
-    result = find_result(located("folder", folder), _hub(revision, token, tell).access, ours=True, progress=show)
+    result = find_result(
+        located("folder", folder), HubOptions(revision=revision, token=token, tell=tell), ours=True, progress=show
+    )
     return verify_folder(result.where, threads=count, beside=result.not_fetched, progress=show)
 
 
@@ -447,8 +447,8 @@ def inspect(
 
     Raises MasterError, SourceError or HubError.
     """
-    access = _hub(revision, token, tell).access
-    return inspect_folder(find_result(located("folder", folder), access, only=[MANIFEST_FILE]).where)
+    hub = HubOptions(revision=revision, token=token, tell=tell)
+    return inspect_folder(find_result(located("folder", folder), hub, only=[MANIFEST_FILE]).where)
 
 
 def generate(
@@ -506,7 +506,9 @@ def generate(
         check_spec(kv_cache)
     if revision is not None and repository_id(str(model)) is None:
         raise OptionError("`revision`: expected a repository on the Hub as MODEL")
-    fetched = local_folder(located("model", model), _hub(revision, token, tell).access, progress=progress or _ignore)
+    fetched = local_folder(
+        located("model", model), HubOptions(revision=revision, token=token, tell=tell), progress=progress or _ignore
+    )
     return continued(fetched.path, prompt, options, name=str(model), on_text=on_text or _say_nothing)
 
 
@@ -516,10 +518,6 @@ def _ignore(done: int, total: int, name: str) -> None:
 
 def _say_nothing(line: str) -> None:
     """Report no wait."""
-
-
-def _hub(revision: str | None, token: str | None, tell: Tell | None) -> HubOptions:
-    return HubOptions(revision=revision, token=token, tell=tell)
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ def learned_for_plan(
     source: str | Path, recipe: Recipe, options: QuantizeOptions, threads: int, show: Progress
 ) -> Learned:
     """Return the sensitivities by which a plan chooses bit widths. show: called with steps, as progress is"""
-    fetched = local_folder(source, options.access)
+    fetched = local_folder(source, options)
     with TemporaryDirectory() as work:
         found = measured(fetched.path, Path(work), recipe, options, threads=threads, progress=show)
     return Learned(sensitivity=found)

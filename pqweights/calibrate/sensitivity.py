@@ -30,7 +30,6 @@ from pqweights.calibrate.layer_passes import LayerPasses, save_whole
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
 from pqweights.calibrate.sample import SEED, SampleOf
 from pqweights.calibrate.work_folder import check_space, folder_beside, worked_on_in
-from pqweights.checkpoint.gguf.sources import open_local_source
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.strict_json import rounded
 from pqweights.common.threads import Progress, slow_step
@@ -44,6 +43,7 @@ from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.storage import Store
+from pqweights.storage.sources import open_source
 
 PASSES = "passes"  # the folder of what lies on the disk between passes
 ALPHAS = "alphas"  # of a layer, by the name of a tensor
@@ -121,7 +121,7 @@ def measured(
 
 def _sample(source: Path, recipe: Recipe, options: QuantizeOptions) -> tuple[SampleOf, str]:
     """Return the sample that is wanted, and a digest of everything on which the sensitivities depend."""
-    checkpoint = open_local_source(source, allow_pickle=options.allow_pickle)
+    checkpoint = open_source(source, allow_pickle=options.allow_pickle)
     checkpoint = without(checkpoint, options.leave_out) if options.leave_out else checkpoint
     sizes = block_sizes(checkpoint, recipe)
     sample = SampleOf.of(source, checkpoint, str(options.calibrate), options)

@@ -36,7 +36,6 @@ from pqweights.checkpoint.other_weights import holds_weights
 from pqweights.checkpoint.promise import Pair, checked_config, same_values, with_differing, with_embeddings
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import (
-    Origin,
     Storage,
     check_not_interrupted,
     read_bytes,
@@ -210,44 +209,44 @@ def described_folder(checkpoint: Checkpoint, source: Path) -> Path:
     return checkpoint.storage.described((CONFIG_FILE, *checkpoint.companions)) or source
 
 
-def open_local(
-    path: Path, allow_pickle: bool = False, *, origin: Origin | None = None, include: Sequence[str] = ()
-) -> Checkpoint:
-    """Open the checkpoint in a folder, or in a single safetensors file.
+def files_at(path: Path) -> tuple[Storage, str]:
+    """Return the files of a folder; or of a file, those at the top of its folder, and its name.
 
-    allow_pickle: also open pickled weights
-    origin: where the folder was fetched from
-    include: patterns of files to copy, see companions.py
-
-    Raises SourceError, also for a path that does not exist; MasterError for a damaged master or an unfinished one.
+    Raises SourceError for a path that does not exist.
     """
     if path.is_dir():
-        return open_folder(Storage(path, origin=origin), allow_pickle, include=include)
+        return Storage(path), ""
     if path.is_file():
-        storage = Storage(path.parent, only=[path.name])
-        opened = open_checkpoint(storage, allow_pickle, single_file=True, include=include)
-        return replace(opened, left_out=dict.fromkeys(files_beside(path), NOT_GIVEN))
+        beside = [name for name in top_level_files(path.parent) if name[0] != "."]
+        return Storage(path.parent, only=sorted({*beside, path.name})), path.name
     if path.exists():
         raise SourceError(f"{path}: expected a folder or a file, found neither")
     raise SourceError(f"{path}: no such file or folder; give a local checkpoint folder or a .safetensors file")
 
 
-def open_folder(storage: Storage, allow_pickle: bool = False, *, include: Sequence[str] = ()) -> Checkpoint:
-    """Open the checkpoint in a folder, wherever that is; the arguments are those of `open_local`.
+def open_local(path: Path, allow_pickle: bool = False, *, include: Sequence[str] = ()) -> Checkpoint:
+    """Open the checkpoint in a folder on this machine, or in a single safetensors file; see `open_files`."""
+    return open_files(*files_at(path), allow_pickle, include=include)
+
+
+def open_files(
+    storage: Storage, file: str = "", allow_pickle: bool = False, *, include: Sequence[str] = ()
+) -> Checkpoint:
+    """Open the checkpoint in a folder, wherever that is, or in one of its files.
+
+    file: its name; by default the whole folder is one checkpoint
+    allow_pickle: also open pickled weights
+    include: patterns of files to copy, see companions.py
 
     Raises SourceError, MasterError for a damaged master or an unfinished one.
     """
+    if file:
+        alone = storage.with_made({}, storage.files().keys() - {file})
+        opened = open_checkpoint(alone, allow_pickle, single_file=True, include=include)
+        return replace(opened, left_out=dict.fromkeys(others_of_model(storage, file), NOT_GIVEN))
     check_not_interrupted(storage)
     check_links(storage.broken_links, storage.outside_links)
     return open_checkpoint(storage, allow_pickle, include=include)
-
-
-def files_beside(file: Path) -> tuple[str, ...]:
-    """Return what `others_of_model` does of a single file on this machine."""
-    if not file.name.lower().endswith(WEIGHT_SUFFIXES):
-        return ()
-    names = [name for name in top_level_files(file.parent) if not name.startswith(".")]
-    return others_of_model(Storage(file.parent, only=names), file.name)
 
 
 def others_of_model(storage: Storage, file: str) -> tuple[str, ...]:
@@ -255,7 +254,7 @@ def others_of_model(storage: Storage, file: str) -> tuple[str, ...]:
 
     They are its configuration, the other files that an index names beside it, and what would be copied with it.
     """
-    names = [name for name in storage.files() if "/" not in name]
+    names = [name for name in storage.files() if "/" not in name] if file.lower().endswith(WEIGHT_SUFFIXES) else []
     weights: tuple[str, ...] = ()
     if INDEX_FILE in names:
         with contextlib.suppress(SourceError):

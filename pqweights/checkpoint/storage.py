@@ -83,6 +83,9 @@ class Remote:
         """Return where a file lies in the cache; None if it does not."""
         return None
 
+    def refuse_offline(self, files: Iterable[str]) -> None:
+        """Raise HubError for the first of some files that cannot be had, because the Hub is switched off."""
+
     def fetch(self, file: str, target: Path | None, *, stop: Stop, show: Callable[[int], None]) -> Path:
         """Fetch a file, check its content, and return where it lies: at `target`, or in the cache."""
         raise NotImplementedError
@@ -104,7 +107,6 @@ class Storage:
         source: Path | Remote,
         only: Sequence[str] | None = None,
         *,
-        origin: Origin | None = None,
         low_disk: bool = False,
         recursive: bool = True,
     ) -> None:
@@ -112,13 +114,12 @@ class Storage:
 
         source: a folder on this machine, or what reads the files of one elsewhere
         only: the names of the files to list; by default all
-        origin: where a folder on this machine was fetched from
         recursive: whether the files in folders inside of one elsewhere are listed, too
         """
         self._source, self._only, self._recursive = source, only, recursive
         self._remote = None if isinstance(source, Path) else source
         self.root = source if isinstance(source, Path) else Path()
-        self.origin = origin if self._remote is None else self._remote.origin
+        self.origin = None if self._remote is None else self._remote.origin
         self.low_disk, self.bytes_read = low_disk, 0
         self.broken_links, self.outside_links = tuple[str, ...](), tuple[str, ...]()
         if self._remote is not None:
@@ -197,6 +198,11 @@ class Storage:
     def journal_line(self) -> bytes | None:
         """Return what an unfinished run into this folder left, which `files` leaves out; see unfinished.py."""
         return journal_line(self.root) if self._remote is None else self._remote.journal_line()
+
+    def refuse_offline(self, files: Iterable[str]) -> None:
+        """Raise HubError for the first of some files that cannot be had, because the Hub is switched off."""
+        if self._remote is not None:
+            self._remote.refuse_offline(files)
 
     def expect(self, files: Sequence[str]) -> None:
         """Prepare to read the headers of these files: once one is read, the first bytes of more are requested."""

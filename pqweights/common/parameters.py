@@ -18,6 +18,8 @@ from pqweights.errors import OptionError, RecipeError
 
 Made = TypeVar("Made")
 
+Tell = Callable[[str], None]  # called with a line for the user: what is being waited for
+
 StrPath = str | os.PathLike[str]
 # Checks the type of a value, and returns it in the type that the library takes; the first argument is its name.
 Check = Callable[[str, Any], Any]
@@ -94,6 +96,20 @@ class Options:
         known = parameters(type(self))
         defaults = {field.name: known[field.name].checked(field.name, field.default) for field in fields(self)}
         return {name for name, default in defaults.items() if getattr(self, name) != default}
+
+
+@options
+class HubOptions(Options):
+    """How the Hub is used.
+
+    revision: a branch, tag or commit; by default the branch main
+    token: by default the one that the user logged in with
+    tell: called with a line about every wait
+    """
+
+    revision: str | None = None
+    token: str | None = option(repr=False, default=None)
+    tell: Tell | None = option(lambda name, value: value, repr=False, default=None)
 
 
 def parameters(options: Any) -> dict[str, Parameter]:

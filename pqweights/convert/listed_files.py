@@ -18,7 +18,7 @@ from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.master import Encoding
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
-from pqweights.checkpoint.source import Checkpoint, open_folder
+from pqweights.checkpoint.source import Checkpoint, open_files
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.unfinished import describe_interrupted, is_interrupted, journal_line
 from pqweights.convert.manifest import Manifest, find_manifest, shards_of
@@ -45,13 +45,13 @@ def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
     without a manifest is opened like any other checkpoint: nothing tells what it should hold.
     """
     if manifest is None:
-        return open_folder(storage)
+        return open_files(storage)
     for name in storage.outside_links:
         if name in manifest.files:
             raise MasterError(f"{storage}: {outside(name)}")
     for problem in file_problems(storage.files(), manifest):
         raise MasterError(f"{storage}: {problem}; {REMEDY}")
-    checkpoint = open_folder(storage)
+    checkpoint = open_files(storage)
     if checkpoint.config is not None and checkpoint.is_master:
         check_config(checkpoint.config["quantization_config"], checkpoint.tensors, manifest)
         checked_by = checked_reads(storage, checkpoint.stored, manifest)

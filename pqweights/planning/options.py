@@ -6,24 +6,21 @@ What a user reads about each is in cli/options.py and in the docstrings of api.p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pqweights.checkpoint.names import file_stem
 from pqweights.common import parameters as checks
-from pqweights.common.parameters import Options, StrPath, option, options
+from pqweights.common.parameters import HubOptions, Options, StrPath, option, options
 from pqweights.errors import OptionError
 
 if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
     from pqweights.planning.sensitivity import Sensitivity
-    from pqweights.storage.sources import Access
 
 DEFAULT_MAX_SHARD_SIZE = "2GB"
 MOST_THREADS = 256
-
-Tell = Callable[[str], None]  # called with a line about every wait
 
 # Pairs, or texts with an equals sign between pattern and format. In a master formats are bit widths.
 FormatsByPattern = Mapping[str, str | float] | Sequence[tuple[str, str | float]] | Sequence[str]
@@ -61,29 +58,6 @@ def _model_name(name: str, value: Any) -> str:
     if not value or file_stem(checks.text(name, value)) != value:
         raise OptionError(f"`{name}`: expected letters, digits, '.', '_' and '-', at most 96, found {value[:100]!r}")
     return str(value)
-
-
-@options
-class HubOptions(Options):
-    """How the Hub is used. revision: a branch, tag or commit; by default the branch main"""
-
-    revision: str | None = None
-    token: str | None = option(repr=False, default=None)
-    tell: Tell | None = option(checks.anything, repr=False, default=None)
-
-    @property
-    def access(self) -> Access:
-        """How to reach a repository that these options are about."""
-        from pqweights.storage.sources import Access
-
-        return Access(self.revision, self.token or None, self.tell or (lambda line: None))
-
-    @property
-    def access_to_main(self) -> Access:
-        """How to reach another repository, of which no revision is named."""
-        from pqweights.storage.sources import Access
-
-        return Access(None, self.token or None, self.tell or (lambda line: None))
 
 
 @options

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE
+from pqweights.common.parameters import HubOptions
 from pqweights.common.units import counted
 from pqweights.convert.manifest import Manifest, evaluations_of, manifest_beside, read_manifest, shards_of
 from pqweights.convert.task import usable_cores
@@ -36,7 +37,6 @@ from pqweights.publish.options import CardOptions, PushOptions
 from pqweights.results.verify import verify
 from pqweights.storage.hub import Hub
 from pqweights.storage.repository import Repository, has_content, open_repository, pieces_of
-from pqweights.storage.sources import Access
 
 NEW, CHANGED, SAME, DELETED = "new", "changed", "same", "deleted"
 UNKNOWN = "unknown"  # of a file that could not be compared with the repository
@@ -102,20 +102,20 @@ class PushReport:
         }
 
 
-def push(folder: Path, repository: str, access: Access, *, options: PushOptions = PushOptions()) -> PushReport:
+def push(folder: Path, repository: str, reached: HubOptions, *, options: PushOptions = PushOptions()) -> PushReport:
     """Verify a master or an export, make its card, and upload both to a branch of a repository.
 
     folder: the master or export
     repository: ORG/NAME; created if it does not exist
-    access: how the Hub is used; its revision is the branch, by default main, created if it does not exist
+    reached: how the Hub is used; its revision is the branch, by default main, created if it does not exist
     options: what is asked of the push
 
     Raises MasterError for a broken folder, HubError, OutputError.
     """
-    repository, branch = checked_destination(repository, access.revision)
+    repository, branch = checked_destination(repository, reached.revision)
     stamps = _stamps(folder)
     old_card = read_card(folder)
-    hub, not_checked = access.hub(), None
+    hub, not_checked = Hub(reached.token, reached.tell), None
     remote, has_branch = Repository(hub, repository), False
     try:
         hub.call("login", lambda: hub.api.whoami())

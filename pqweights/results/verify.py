@@ -21,7 +21,7 @@ from pqweights.checkpoint.names import (
     WORK_FOLDER,
     is_inside,
 )
-from pqweights.checkpoint.source import open_folder
+from pqweights.checkpoint.source import open_files
 from pqweights.checkpoint.storage import Storage, read_bytes, read_file
 from pqweights.checkpoint.unfinished import describe_interrupted
 from pqweights.common.strict_json import json_pieces
@@ -253,7 +253,7 @@ def _check_records(storage: Storage) -> Iterator[str]:
 def _check_config(storage: Storage, manifest: Manifest) -> Iterator[str]:
     """Check that the configuration describes the weights as the manifest does."""
     try:
-        checkpoint = open_folder(storage)
+        checkpoint = open_files(storage)
     except StorageError:
         raise
     except PqweightsError as error:

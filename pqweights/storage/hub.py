@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from pqweights.checkpoint.ahead import Stop
+from pqweights.common.parameters import Tell
 from pqweights.errors import HubError, HubUnavailableError
 from pqweights.storage import requests
 from pqweights.storage.requests import (
@@ -40,8 +41,6 @@ TOKEN = re.compile(r"hf_[A-Za-z0-9_-]{4,}")
 CREDENTIALS = re.compile(r"(https?://)[^\s/@'\"]+@")
 QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 
-Tell = Callable[[str], None]  # called with a line for the user: what is being waited for
-
 
 def load_client() -> Any:
     """Import the official client: when it is first used, because that takes half as long as most commands run."""
@@ -61,7 +60,7 @@ class Hub:
     endpoint: the address of the Hub, without credentials
     """
 
-    def __init__(self, token: str | None = None, tell: Tell = lambda line: None) -> None:
+    def __init__(self, token: str | None = None, tell: Tell | None = None) -> None:
         """Load the official client.
 
         token: by default the one that the user logged in with, or that HF_TOKEN holds
@@ -69,11 +68,11 @@ class Hub:
 
         Raises HubError if the token cannot be one, or HF_ENDPOINT is not an address.
         """
-        if token is not None:
+        if token := token or None:
             token = token.strip()
             if not (token.isascii() and token.isprintable() and token):
                 raise HubError("`token`: expected printable ASCII characters; copy the token again")
-        self.client, self.token, self.tell = load_client(), token, tell
+        self.client, self.token, self.tell = load_client(), token, tell or (lambda line: None)
         self.api: Any = self.client.HfApi(token=token)
         self.endpoint = self.clean(str(self.api.endpoint))
         self._has_answered = False

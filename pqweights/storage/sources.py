@@ -5,24 +5,23 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from pqweights.checkpoint.adapters import open_adapter, with_adapters
-from pqweights.checkpoint.companions import NOT_GIVEN, WEIGHT_SUFFIXES
 from pqweights.checkpoint.gguf.file import SUFFIX, holds_gguf, parts_by_name
-from pqweights.checkpoint.gguf.sources import needed_of_gguf, open_gguf_source, open_local_source
+from pqweights.checkpoint.gguf.sources import needed_of_gguf, open_any
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.checkpoint.source import Adapter, Checkpoint, needed_files, open_checkpoint, open_folder, others_of_model
+from pqweights.checkpoint.source import Adapter, Checkpoint, files_at, needed_files
 from pqweights.checkpoint.storage import Origin, Storage, check_not_interrupted
 from pqweights.checkpoint.writer import disk_errors
+from pqweights.common.parameters import HubOptions
 from pqweights.common.threads import Progress
 from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.storage.addresses import HUB_PREFIX, WEB, Address, RepositoryName, is_inside, parse_location
 from pqweights.storage.bucket import RemoteFolder
-from pqweights.storage.hub import Hub, Tell
-from pqweights.storage.repository import open_repository
+from pqweights.storage.hub import Hub
+from pqweights.storage.repository import Repository, open_repository
 from pqweights.storage.store import Store
 from pqweights.storage.web import WebFolder
 
@@ -35,24 +34,6 @@ COPIES = {
     "gs": "`gcloud storage rsync -r`",
     "gcs": "`gcloud storage rsync -r`",
 }
-
-
-@dataclass(frozen=True)
-class Access:
-    """How the Hub is used.
-
-    revision: a branch, tag or commit; by default the branch main
-    token: by default the one that the user logged in with
-    tell: called with a line about every wait
-    """
-
-    revision: str | None = None
-    token: str | None = field(default=None, repr=False)
-    tell: Tell = field(default=lambda line: None, repr=False)
-
-    def hub(self) -> Hub:
-        """Return the Hub with this token."""
-        return Hub(self.token, self.tell)
 
 
 class Fetched(NamedTuple):
@@ -74,34 +55,71 @@ class Fetched(NamedTuple):
         return self.where
 
 
-def _located(
-    source: str | Path, access: Access, low_disk: bool = False
-) -> tuple[Path | Address | RepositoryName, Access]:
-    """Return what a text means, and how to read the revision that is meant.
+def _located(source: str | Path, hub: HubOptions, low_disk: bool = False) -> Path | Address | RepositoryName:
+    """Return what a text means; of a repository, the revision that is meant, if one is named.
 
     Raises OptionError for two revisions, SourceError for options that mean something only for the Hub.
     """
     location = parse_location(source)
     if isinstance(location, RepositoryName):
-        if location.revision is None or access.revision == location.revision:
-            return location, access
-        if access.revision is not None:
-            raise OptionError(
-                f"`revision` {access.revision}: {source} names {location.revision}; leave one of them out"
-            )
-        return location, replace(access, revision=location.revision)
-    for option, given in (("`revision`", access.revision is not None), ("`low_disk`", low_disk)):
+        if None not in (location.revision, hub.revision) and location.revision != hub.revision:
+            raise OptionError(f"`revision` {hub.revision}: {source} names {location.revision}; leave one of them out")
+        return location._replace(revision=location.revision or hub.revision)
+    for option, given in (("`revision`", hub.revision is not None), ("`low_disk`", low_disk)):
         if given:
             raise SourceError(
                 f"{option}: expected a repository on the Hub (ORG/NAME), found {source}: leave the option out, or "
                 f"write {HUB_PREFIX}ORG/NAME if a local folder has the same name"
             )
-    return location, access
+    return location
+
+
+def _opened(named: RepositoryName, hub: HubOptions) -> Repository:
+    return open_repository(Hub(hub.token, hub.tell), named.id, named.revision)
+
+
+def _files_of(source: str | Path, hub: HubOptions, *, low_disk: bool = False) -> tuple[Storage, str]:
+    """Return the files that a text means, and the one among them that it names, if it names one.
+
+    Raises SourceError if there are none, OptionError, HubError, StorageError.
+    """
+    location = _located(source, hub, low_disk)
+    if isinstance(location, RepositoryName):
+        return Storage(_opened(location, hub), low_disk=low_disk), location.file
+    if isinstance(location, Path):
+        return files_at(location)
+    if location.scheme in WEB:
+        return _web_files(location)
+    storage = Storage(RemoteFolder(location))
+    if storage.files() or not location.path:
+        return storage, ""
+    check_not_interrupted(storage)
+    around = RemoteFolder(location.parent)
+    if not around.states([location.name]):
+        raise SourceError(
+            f"{location}: no such file or folder, or nothing in it; give the address of a checkpoint folder or of a "
+            ".safetensors file"
+        )
+    return Storage(around, recursive=False), location.name
+
+
+def _web_files(address: Address) -> tuple[Storage, str]:
+    """Return the GGUF file at an http(s) address, with all parts of its model, or the single .safetensors file."""
+    name = urllib.parse.unquote(address.name)
+    if not name.lower().endswith((SUFFIX, ".safetensors")) or not is_inside(name) or "/" in name:
+        raise SourceError(
+            f"{address}: expected the address of a {SUFFIX} or .safetensors file, as a server has no list of a folder: "
+            "fetch the folder, and give that"
+        )
+    storage = Storage(WebFolder(address.parent), only=parts_by_name(name))
+    if name not in storage.files():
+        raise SourceError(f"{address}: no such file on the server")
+    return storage, name
 
 
 def open_source(
     source: str | Path,
-    access: Access,
+    hub: HubOptions = HubOptions(),
     *,
     low_disk: bool = False,
     allow_pickle: bool = False,
@@ -115,108 +133,42 @@ def open_source(
     include: patterns of files to copy, see checkpoint/companions.py
     open_master: opens a folder that is a master; returns None for another one
 
-    Raises SourceError, HubError, StorageError.
+    Raises SourceError, HubError, StorageError; MasterError for a damaged master or an unfinished one.
     """
-    location, access = _located(source, access, low_disk)
-    if isinstance(location, Address) and location.scheme in WEB:
-        return open_web_file(location, include=include)
-    if isinstance(location, Address):
-        master = open_master(Storage(RemoteFolder(location)))
-        return master or open_address(location, allow_pickle, include=include)
-    if isinstance(location, Path):
-        master = open_master(Storage(location)) if location.is_dir() else None
-        return master or open_local_source(location, allow_pickle=allow_pickle, include=include)
-    repository = open_repository(access.hub(), location.id, access.revision)
-    storage = Storage(repository, low_disk=low_disk)
-    if (master := open_master(storage)) is not None:
-        checkpoint = master
-    elif location.file or holds_gguf(storage.files()):
-        checkpoint = open_gguf_source(storage, location.file, include)
-    else:
-        checkpoint = open_checkpoint(storage, allow_pickle, include=include)
+    storage, file = _files_of(source, hub, low_disk=low_disk)
+    checkpoint = None if file else open_master(storage)
+    checkpoint = checkpoint or open_any(storage, file, allow_pickle=allow_pickle, include=include)
     needed = (*checkpoint.weight_files, *checkpoint.companions)
-    repository.refuse_offline(name for name in needed if name in storage.files())
+    storage.refuse_offline(name for name in needed if name in storage.files())
     return checkpoint
 
 
-def merged(checkpoint: Checkpoint, adapters: Sequence[str], access: Access) -> Checkpoint:
+def merged(checkpoint: Checkpoint, adapters: Sequence[str], hub: HubOptions) -> Checkpoint:
     """Return a checkpoint into which adapters are merged: folders, repositories or addresses, each with :WEIGHT or not.
+
+    hub: how the Hub is used; its revision is not that of the adapters
 
     Raises OptionError for a weight that is none, SourceError for an adapter that does not fit, HubError, StorageError.
     """
-    return with_adapters(checkpoint, [_open_adapter(given, access) for given in adapters])
+    main = HubOptions(token=hub.token, tell=hub.tell)
+    return with_adapters(checkpoint, [_open_adapter(given, main) for given in adapters])
 
 
-def _open_adapter(given: str, access: Access) -> Adapter:
+def _open_adapter(given: str, hub: HubOptions) -> Adapter:
     """Open an adapter. given: what names it, and perhaps a colon and by how much its changes are multiplied"""
     name, weight = given, 1.0
     if (match := _WEIGHED.fullmatch(given)) is not None and not Path(given).exists():
         name, weight = match["name"], float(match["weight"])
-    location, access = _located(name, access)
-    if isinstance(location, Path):
-        if not location.is_dir():
-            raise SourceError(f"adapter {name}: no such folder; give the folder of an adapter, or ORG/NAME")
-        return open_adapter(Storage(location), given, location.name, weight)
-    if isinstance(location, Address):
-        return open_adapter(Storage(RemoteFolder(location)), given, location.name, weight)
-    return open_adapter(
-        Storage(open_repository(access.hub(), location.id, access.revision)), given, location.id, weight
-    )
-
-
-def open_address(address: Address, allow_pickle: bool = False, *, include: Sequence[str] = ()) -> Checkpoint:
-    """Open the checkpoint in a folder in object storage, or in a single file; only its headers are read.
-
-    allow_pickle: also open pickled weights
-    include: patterns of files to copy, see checkpoint/companions.py
-
-    Raises StorageError, SourceError also if there is nothing; MasterError for a damaged master or an unfinished one.
-    """
-    storage = Storage(RemoteFolder(address))
-    if holds_gguf(storage.files()):
-        return open_gguf_source(storage, include=include)
-    if storage.files():
-        return open_folder(storage, allow_pickle, include=include)
-    check_not_interrupted(storage)
-    around = RemoteFolder(address.parent)
-    single = Storage(around, only=[address.name]) if address.path else storage
-    if not single.files():
-        raise SourceError(
-            f"{address}: no such file or folder, or nothing in it; give the address of a checkpoint folder or of a "
-            ".safetensors file"
-        )
-    if address.name.lower().endswith(SUFFIX):
-        return open_gguf_source(Storage(around, recursive=False), address.name, include)
-    opened = open_checkpoint(single, allow_pickle, single_file=True)
-    beside: tuple[str, ...] = ()
-    if address.name.lower().endswith(WEIGHT_SUFFIXES):
-        beside = others_of_model(Storage(around, recursive=False), address.name)
-    return replace(opened, left_out=dict.fromkeys(beside, NOT_GIVEN))
-
-
-def open_web_file(address: Address, *, include: Sequence[str] = ()) -> Checkpoint:
-    """Open the GGUF file at an http(s) address, with all parts of its model, or the single .safetensors file.
-
-    Raises StorageError, SourceError also for anything else.
-    """
-    folder = WebFolder(address.parent)
-    name = urllib.parse.unquote(address.name)
-    if not name.lower().endswith((SUFFIX, ".safetensors")) or not is_inside(name) or "/" in name:
-        raise SourceError(
-            f"{address}: expected the address of a {SUFFIX} or .safetensors file, as a server has no list of a folder: "
-            "fetch the folder, and give that"
-        )
-    storage = Storage(folder, only=parts_by_name(name))
-    if name not in storage.files():
-        raise SourceError(f"{address}: no such file on the server")
-    if name.lower().endswith(SUFFIX):
-        return open_gguf_source(storage, name, include)
-    return open_checkpoint(storage, single_file=True)
+    location = _located(name, hub)
+    if isinstance(location, Path) and not location.is_dir():
+        raise SourceError(f"adapter {name}: no such folder; give the folder of an adapter, or ORG/NAME")
+    storage, _ = _files_of(name, hub)
+    return open_adapter(storage, given, location.id if isinstance(location, RepositoryName) else location.name, weight)
 
 
 def local_folder(
     source: str | Path,
-    access: Access,
+    hub: HubOptions = HubOptions(),
     *,
     only: Sequence[str] = (),
     ours: bool = False,
@@ -231,7 +183,7 @@ def local_folder(
 
     Raises SourceError, HubError.
     """
-    location, access = _located(source, access)
+    location = _located(source, hub)
     if isinstance(location, Address):
         copy = COPIES.get(location.scheme, "the tool of that storage")
         raise SourceError(
@@ -240,13 +192,13 @@ def local_folder(
         )
     if isinstance(location, Path):
         return Fetched(location)
-    repository = open_repository(access.hub(), location.id, access.revision)
+    repository = _opened(location, hub)
     storage = Storage(repository)
     wanted, file = _needed(storage, location.file, only, ours)
-    repository.refuse_offline(wanted)
+    storage.refuse_offline(wanted)
     folder = storage.fetch(wanted, progress)
     if not repository.hub.is_offline:
-        _remember(folder, access.revision or "main")
+        _remember(folder, location.revision or "main")
     return Fetched(folder / file, storage.origin, tuple(name for name in storage.files() if name not in wanted))
 
 
@@ -271,7 +223,7 @@ def _needed(storage: Storage, file: str, only: Sequence[str], ours: bool) -> tup
 
 def find_result(
     source: str | Path,
-    access: Access,
+    hub: HubOptions,
     *,
     only: Sequence[str] = (),
     ours: bool = False,
@@ -283,10 +235,10 @@ def find_result(
 
     Raises SourceError, HubError, StorageError.
     """
-    address, _ = _located(source, access)
-    if isinstance(address, Address):
-        return Fetched(Storage(RemoteFolder(address)))
-    return local_folder(source, access, only=only, ours=ours, progress=progress)
+    location = _located(source, hub)
+    if isinstance(location, Address):
+        return Fetched(Storage(RemoteFolder(location)))
+    return local_folder(source, hub, only=only, ours=ours, progress=progress)
 
 
 def place_apart(source: str | Path, checkpoint: Checkpoint, out: Store) -> Path | Address | None:

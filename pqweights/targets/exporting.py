@@ -46,13 +46,13 @@ def open_exported(source: str | Path, options: SourceOptions = AS_IT_IS) -> tupl
 
     checkpoint = open_source(
         source,
-        options.access,
+        options,
         low_disk=options.low_disk,
         allow_pickle=options.allow_pickle,
         include=options.include_files,
         open_master=open_master,
     )
-    checkpoint = merged(checkpoint, options.adapter, options.access_to_main)
+    checkpoint = merged(checkpoint, options.adapter, options)
     if options.leave_out:
         checkpoint = without(checkpoint, options.leave_out)
     return with_weights(checkpoint), manifest if checkpoint.is_master else None

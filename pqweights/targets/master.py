@@ -70,12 +70,12 @@ def plan_quantize(
     """
     checkpoint = open_source(
         source,
-        options.access,
+        options,
         low_disk=options.low_disk,
         allow_pickle=options.allow_pickle,
         include=options.include_files,
     )
-    checkpoint = merged(checkpoint, options.adapter, options.access_to_main)
+    checkpoint = merged(checkpoint, options.adapter, options)
     if out is not None:
         checkpoint = proven(checkpoint, run.progress)
     if options.leave_out:

@@ -21,8 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 
 import pqweights
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.parameters import HubOptions
 from pqweights.errors import OutputError
-from pqweights.storage.sources import Access, merged, open_source
+from pqweights.storage.sources import merged, open_source
 
 LAYERS = ["q_proj", "v_proj", "up_proj", "down_proj"]
 SMALL = {
@@ -102,7 +103,7 @@ def lora(**settings: Any) -> LoraConfig:
 
 
 def opened(model: Path, *adapters: str | Path) -> Checkpoint:
-    return merged(open_source(model, Access()), [str(adapter) for adapter in adapters], Access())
+    return merged(open_source(model), [str(adapter) for adapter in adapters], HubOptions())
 
 
 def values(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -231,7 +232,7 @@ def test_bases_that_are_quantized_are_decoded_first(model_of: Callable[[str], Pa
     done("quantize", model_of("llama"), tmp_path / "master")
     done("export", model_of("llama"), tmp_path / "int4", "--target", "vllm", "--group-size", "32")
     for base in (tmp_path / "master", tmp_path / "int4"):
-        decoded, changed = values(open_source(base, Access())), values(opened(base, tmp_path / "adapter"))
+        decoded, changed = values(open_source(base)), values(opened(base, tmp_path / "adapter"))
         plain, with_adapter = values(opened(model_of("llama"))), values(opened(model_of("llama"), tmp_path / "adapter"))
         for name, found in changed.items():
             assert (found - decoded[name] - (with_adapter[name] - plain[name])).abs().max() <= SAME

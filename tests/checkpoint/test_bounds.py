@@ -137,9 +137,9 @@ def test_units_of_columns_are_bounded_when_a_master_is_opened(transposed: bool) 
 def test_a_gguf_file_alone_that_claims_billions_of_experts_is_refused_at_once(tmp_path: Path) -> None:
     from damaged_inputs import GGUF_KEYS, GGUF_TENSORS, gguf_bytes
 
-    from pqweights.checkpoint.gguf.sources import open_local_source
+    from pqweights.storage.sources import open_source
 
     keys = [(name, kind, 2**31 - 1 if name.endswith(".expert_count") else value) for name, kind, value in GGUF_KEYS]
     (tmp_path / "m.gguf").write_bytes(gguf_bytes(keys, GGUF_TENSORS, b"", None))
     with quickly(), pytest.raises(SourceError, match=r"num_experts: .* found 2147483647"):
-        open_local_source(tmp_path / "m.gguf")
+        open_source(tmp_path / "m.gguf")

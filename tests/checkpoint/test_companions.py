@@ -10,7 +10,7 @@ from helpers import bf16, gaussian, write_checkpoint
 
 from pqweights.checkpoint.companions import companions
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE
-from pqweights.checkpoint.source import files_beside, needed_files, open_local
+from pqweights.checkpoint.source import files_at, needed_files, open_local, others_of_model
 from pqweights.checkpoint.storage import Storage
 from pqweights.errors import SourceError
 
@@ -93,10 +93,10 @@ def test_pattern_that_can_match_nothing_is_refused(pattern: str) -> None:
 def test_files_beside_a_single_file_are_named(tmp_path: Path) -> None:
     tensors = {"mlp.up_proj.weight": bf16(gaussian(64, 128))}
     folder = write_checkpoint(tmp_path / "alone", tensors, companions={"notes.txt": b"x", "other.bin": b"x"})
-    assert files_beside(folder / "model.safetensors") == ()
+    assert others_of_model(*files_at(folder / "model.safetensors")) == ()
     small = {"tokenizer.json": b"{}", "notes.txt": b"x", "other.safetensors": b"x", "code/modeling.py": b""}
     folder = write_checkpoint(tmp_path / "model", tensors, config={"model_type": "llama"}, companions=small)
-    found = files_beside(folder / "model.safetensors")
+    found = others_of_model(*files_at(folder / "model.safetensors"))
     assert found == ("config.json", "tokenizer.json")
     assert open_local(folder / "model.safetensors").left_out.keys() == {*found}
 
@@ -104,12 +104,12 @@ def test_files_beside_a_single_file_are_named(tmp_path: Path) -> None:
 def test_other_shards_beside_a_shard_are_named(tmp_path: Path) -> None:
     shards = [{f"layers.{n}.mlp.up_proj.weight": bf16(gaussian(64, 128, seed=n))} for n in range(2)]
     folder = write_checkpoint(tmp_path / "model", *shards)
-    assert files_beside(folder / "model-00001-of-00002.safetensors") == (
+    assert others_of_model(*files_at(folder / "model-00001-of-00002.safetensors")) == (
         "model-00002-of-00002.safetensors",
         INDEX_FILE,
     )
     (folder / INDEX_FILE).write_text("damaged")
-    assert files_beside(folder / "model-00001-of-00002.safetensors") == ()
+    assert others_of_model(*files_at(folder / "model-00001-of-00002.safetensors")) == ()
 
 
 def test_fetched_files_of_a_result_are_those_of_its_manifest(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from memory_storage import put
 from safetensors.torch import load_file, save_file
 
 from pqweights.checkpoint import promise
-from pqweights.checkpoint.gguf.sources import open_local_source
 from pqweights.checkpoint.source import open_checkpoint, open_local, proven
 from pqweights.checkpoint.storage import Storage
+from pqweights.storage.sources import open_source
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TARGETS: dict[str, tuple[str, ...]] = {
@@ -282,7 +282,7 @@ def with_quantized_head(base: Path, folder: Path, kind: str, *, differs: bool = 
 @pytest.mark.parametrize("kind", [*QUANTIZED, "gguf"])
 def test_a_quantized_head_that_differs_reaches_every_target(kind: str, base: Path, tmp_path: Path) -> None:
     source, master = with_quantized_head(base, tmp_path / "src", kind), tmp_path / "m"
-    opened = open_local_source(source)
+    opened = open_source(source)
     assert opened.config is not None and opened.config["tie_word_embeddings"] is False
     expected = values_of(next(tensor for tensor in opened.tensors if tensor.name == HEAD))
     assert HEAD in done("quantize", source, master, "--bits", 8).stderr
@@ -299,7 +299,7 @@ def test_a_quantized_head_that_differs_reaches_every_target(kind: str, base: Pat
 @pytest.mark.parametrize("kind", ["mlx", "gguf"])
 def test_a_quantized_head_that_is_the_same_stays_tied(kind: str, base: Path, tmp_path: Path) -> None:
     source = with_quantized_head(base, tmp_path / "src", kind, differs=False)
-    opened = open_local_source(source)
+    opened = open_source(source)
     assert opened.remarks == () and opened.config == config_of(source)
     assert (HEAD in opened.left_out_tensors) == (kind == "gguf")
 

@@ -31,7 +31,7 @@ from pqweights.checkpoint.storage import read_file
 from pqweights.errors import SourceError
 from pqweights.models.qwen import TEXT_PARTS
 from pqweights.models.table import MODELS
-from pqweights.storage.sources import Access, open_source
+from pqweights.storage.sources import open_source
 
 FAMILIES = (
     *("llama", "llama with biases, tied", "llama linear", "llama llama3", "llama yarn", "llama yarn factor"),
@@ -108,7 +108,7 @@ def test_the_model_of_a_file_alone_is_the_original(name: str, tmp_path: Path) ->
     model = tmp_path / "model"
     gguf_cases.saved(OF_GPT_OSS if name == "gpt-oss" else gguf_cases.CASES[name], model)
     config = json.loads((model / "config.json").read_text())
-    source = open_source(alone(write_gguf(model, "F32"), tmp_path / "src"), Access())
+    source = open_source(alone(write_gguf(model, "F32"), tmp_path / "src"))
     assert source.config is not None and source.config["architectures"] == config["architectures"]
     assert_same(resolved(source.config), resolved(config), name)
     original = {tensor.name: tensor for tensor in open_local(model).tensors}
@@ -165,7 +165,7 @@ def test_what_a_file_does_not_say_is_computed_alike(name: str, differs: dict[str
 
     model = tmp_path / "model"
     original = gguf_cases.saved(gguf_cases.CASES[name], model)
-    source = open_source(alone(write_gguf(model, "F32"), tmp_path / "src"), Access())
+    source = open_source(alone(write_gguf(model, "F32"), tmp_path / "src"))
     assert source.config is not None and differs.items() <= source.config.items()
     of_model = getattr(original.config, "time_step_min", None)
     config = {**source.config, **({} if of_model is None else {"time_step_min": of_model}), "dtype": "float32"}
@@ -186,7 +186,7 @@ def test_of_a_text_part_it_is_said_what_it_is_read_as(tmp_path: Path) -> None:
     (remark,) = made["warnings"]
     assert "m.gguf" in remark and "qwen3vl" in remark and "images" in remark
     shutil.copy(tmp_path / "model/config.json", file.parent)  # of the whole model
-    source = open_source(file, Access())
+    source = open_source(file)
     assert source.config is not None and source.config["model_type"] == "qwen3"
     assert any("qwen3_vl" in remark for remark in source.remarks)
 
@@ -218,7 +218,7 @@ def test_the_tokenizer_of_a_file_alone_makes_the_tokens_of_the_original(kind: st
     tokenizer = trained.KINDS[kind]()
     trained.save(tokenizer, model, chat_template="{{ messages }}", pad_token=trained.USER)
     write_llama(model, rows=tokenizer.get_vocab_size() + 3)
-    source = open_source(alone(write_gguf(model), tmp_path / "src"), Access())
+    source = open_source(alone(write_gguf(model), tmp_path / "src"))
     found, expected = tokenizer_of(source, tmp_path / "t"), transformers.AutoTokenizer.from_pretrained(model)
     texts = (*trained.STRINGS, *trained.WITH_SPECIAL)
     if kind in ("qwen2", "qwen3.5"):  # published ones normalize text, which llama.cpp does not
@@ -266,7 +266,7 @@ def lonely(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 def test_what_llama_cpp_assumes_need_not_be_stated(changed: dict[str, Any], llama: Path, tmp_path: Path) -> None:
-    source = open_source(edited(llama, tmp_path / "m.gguf", **changed), Access())
+    source = open_source(edited(llama, tmp_path / "m.gguf", **changed))
     assert source.config is not None and source.config["hidden_size"] == 16
     made = json.loads(read_file(source.storage, "generation_config.json"))
     assert made.get("temperature") == changed.get("general__sampling__temp")
@@ -304,7 +304,7 @@ def test_what_cannot_be_turned_round_is_refused_by_its_key(
     else:
         file = edited(llama, tmp_path / "m.gguf", **changed)
     with pytest.raises(SourceError, match=re.escape(named)) as raised:
-        open_source(file, Access())
+        open_source(file)
     assert "\n" not in str(raised.value)
 
 
@@ -313,7 +313,7 @@ def test_files_beside_a_gguf_count(llama: Path, tmp_path: Path) -> None:
     config = json.loads((llama.parent / "config.json").read_text()) | {"_name_or_path": "mine"}
     (file.parent / "config.json").write_text(json.dumps(config))
     (file.parent / "tokenizer.json").write_text("{}")
-    source = open_source(file, Access())
+    source = open_source(file)
     assert source.config is not None and source.config["_name_or_path"] == "mine"
     assert read_file(source.storage, "tokenizer.json") == b"{}"
     assert "tokenizer_config.json" not in source.companions
@@ -323,7 +323,7 @@ def test_a_configuration_that_names_the_type_alone_does_not_count(llama: Path, t
     """As in repositories of GGUF files: what it does not say would be that of the smallest published model."""
     file = alone(edited(llama, tmp_path / "m.gguf", llama__rope__freq_base=5e5), tmp_path / "src")
     (file.parent / "config.json").write_text('{"model_type": "mistral"}')
-    source = open_source(file, Access())
+    source = open_source(file)
     assert source.config is not None and source.config["rope_theta"] == 5e5 and source.config["hidden_size"] == 16
     assert any("config.json" in remark for remark in source.remarks)
     done("quantize", file, tmp_path / "out")
@@ -333,8 +333,8 @@ def test_a_configuration_that_names_the_type_alone_does_not_count(llama: Path, t
 def test_a_configuration_that_contradicts_the_file_is_used_and_said_so(llama: Path, tmp_path: Path) -> None:
     file = alone(edited(llama, tmp_path / "m.gguf", llama__rope__freq_base=5e5), tmp_path / "src")
     shutil.copy(llama.parent / "config.json", file.parent)
-    assert any("llama.rope.freq_base" in remark for remark in open_source(file, Access()).remarks)
-    assert not any("config.json beside" in remark for remark in open_source(llama, Access()).remarks)
+    assert any("llama.rope.freq_base" in remark for remark in open_source(file).remarks)
+    assert not any("config.json beside" in remark for remark in open_source(llama).remarks)
 
 
 def test_a_master_of_a_file_alone_is_whole(llama: Path, tmp_path: Path) -> None:
@@ -376,9 +376,9 @@ def test_all_parts_of_a_split_model_are_one_source(llama: Path, lonely: Path, tm
     edited(llama, tmp_path / "m.gguf", split_max_tensors=8)
     parts = sorted(tmp_path.iterdir())
     assert len(parts) > 2 and all(re.fullmatch(r"m-0000\d-of-0000\d\.gguf", part.name) for part in parts)
-    whole = open_source(lonely, Access())
+    whole = open_source(lonely)
     for given in (tmp_path, parts[0], parts[-1]):
-        source = open_source(given, Access())
+        source = open_source(given)
         assert source.config == whole.config and len(source.weight_files) == len(parts)
         found = {tensor.name: values_of(tensor) for tensor in source.tensors}
         assert found.keys() == {tensor.name for tensor in whole.tensors}
@@ -397,7 +397,7 @@ def test_a_model_without_a_tokenizer_is_exported_only_if_that_is_asked_for(tmp_p
 def test_a_tower_beside_a_file_is_no_model(llama: Path, tmp_path: Path) -> None:
     file = alone(llama, tmp_path / "src")
     (file.parent / "mmproj-m-F16.gguf").write_bytes(b"another model")
-    assert open_source(file.parent, Access()).weight_files == ("m.gguf",)
+    assert open_source(file.parent).weight_files == ("m.gguf",)
 
 
 FURTHER = ("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "expert_count")

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, processors
 from pqweights.checkpoint.gguf.file import open_gguf
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.errors import SourceError
-from pqweights.storage.sources import Access, open_source
+from pqweights.storage.sources import open_source
 
 # Models that llama.cpp computes as those of another type become that.
 OTHER_TYPES = {"Roberta": "bert", "Camembert": "bert", "XLMRoberta": "bert", "MT5": "t5"}
@@ -38,7 +38,7 @@ POOLER = {"pooler.dense.weight", "pooler.dense.bias"}
 
 def read_alone(model: Path, folder: Path) -> Checkpoint:
     """The GGUF file of a model as a source."""
-    return open_source(alone(write_gguf(model, "F32"), folder), Access())
+    return open_source(alone(write_gguf(model, "F32"), folder))
 
 
 def loaded(source: Checkpoint, folder: Path) -> Any:
@@ -121,7 +121,7 @@ def test_a_roberta_with_its_configuration_beside_it_stays_one(name: str, tmp_pat
     encoder_cases.saved(case, tmp_path / "model")
     file = alone(write_gguf(tmp_path / "model", "F16"), tmp_path / "src")
     shutil.copy(tmp_path / "model" / "config.json", file.parent)
-    source = open_source(file, Access())
+    source = open_source(file)
     expected = encoder_cases.build(case)
     positions = expected.base_model.embeddings.position_embeddings.weight
     held = {tensor.name.removeprefix("roberta."): values_of(tensor) for tensor in source.tensors}
@@ -136,7 +136,7 @@ def test_a_roberta_with_its_configuration_beside_it_stays_one(name: str, tmp_pat
     assert_near(computed(found), computed(expected), "torch")
     edit_config(file.parent, {"pad_token_id": 10**9, "max_position_embeddings": 10**9 + 255})
     with pytest.raises(SourceError, match="pad_token_id"):
-        open_source(file, Access())
+        open_source(file)
 
 
 def test_an_mt5_with_its_configuration_beside_it_stays_one(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_an_mt5_with_its_configuration_beside_it_stays_one(tmp_path: Path) -> No
     encoder_cases.saved(ANSWERING["mt5"], tmp_path / "model")
     file = alone(write_gguf(tmp_path / "model", "F32"), tmp_path / "src")
     shutil.copy(tmp_path / "model" / "config.json", file.parent)
-    source = open_source(file, Access())
+    source = open_source(file)
     assert source.config is not None and source.config["model_type"] == "mt5"
     check_tensors(source, tmp_path / "model", set())
 
@@ -271,7 +271,7 @@ def test_the_first_files_of_bert_name_no_tokens_around_a_text(named: bool, tmp_p
     ids = {"cls": tokenizer.token_to_id(trained.BEGIN), "seperator": tokenizer.token_to_id(trained.END)}
     unnamed |= {f"tokenizer__ggml__{key}_token_id": number if named else None for key, number in ids.items()}
     file = edited(write_gguf(tmp_path), tmp_path / "src" / "m.gguf", tokenizer__ggml__add_eos_token=None, **unnamed)
-    found = tokenizer_of(open_source(file, Access()), tmp_path / "t")
+    found = tokenizer_of(open_source(file), tmp_path / "t")
     expected = transformers.AutoTokenizer.from_pretrained(tmp_path)
     first, *inner, last = expected("a text")["input_ids"]
     assert found("a text")["input_ids"] == [first if named else 101, *inner, last if named else 102]
@@ -296,8 +296,8 @@ def test_what_other_converters_write_is_read(name: str, pattern: int | None, tmp
     if "modern-bert__attention__sliding_window_pattern" in changed:
         changed["modern-bert__attention__sliding_window_pattern"] = pattern
     file = write_gguf(tmp_path)
-    found = open_source(edited(file, tmp_path / "other" / "m.gguf", **changed), Access())
-    first = open_source(alone(file, tmp_path / "src"), Access())
+    found = open_source(edited(file, tmp_path / "other" / "m.gguf", **changed))
+    first = open_source(alone(file, tmp_path / "src"))
     assert found.config is not None and first.config is not None
     assert resolved(found.config) == resolved(first.config)
 
@@ -317,7 +317,7 @@ def test_tokens_that_only_pad_a_vocabulary_are_none(tmp_path: Path) -> None:
     )
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "m.gguf").write_bytes(moved)
-    found = tokenizer_of(open_source(tmp_path / "src" / "m.gguf", Access()), tmp_path / "t")
+    found = tokenizer_of(open_source(tmp_path / "src" / "m.gguf"), tmp_path / "t")
     assert len(found) == rows
 
 
@@ -341,7 +341,7 @@ def test_what_a_file_does_not_hold_is_named(
     encoder_cases.saved(case, tmp_path)
     file = edited(write_gguf(tmp_path), tmp_path / "other" / "m.gguf", dropped=dropped, **changed)
     with pytest.raises(SourceError, match=named) as raised:
-        open_source(file, Access())
+        open_source(file)
     assert "\n" not in str(raised.value)
 
 
@@ -357,7 +357,7 @@ def test_a_dense_layer_of_another_shape_is_refused(
     contents = replace(whole, tensors=tuple(tensors))
     monkeypatch.setattr("pqweights.checkpoint.gguf.sources.gguf_in", lambda *given: contents)
     with pytest.raises(SourceError, match=r"dense_2\.weight"):
-        open_source(file, Access())
+        open_source(file)
 
 
 def test_a_dense_layer_behind_vectors_that_are_not_pooled_is_refused(tmp_path: Path) -> None:
@@ -366,4 +366,4 @@ def test_a_dense_layer_behind_vectors_that_are_not_pooled_is_refused(tmp_path: P
     changed: dict[str, Any] = {"gemma-embedding__pooling_type": None}
     changed |= {f"gemma-embedding__dense_2_feat_{side}": None for side in ("in", "out")}
     with pytest.raises(SourceError, match=r"dense_2\.weight"):
-        open_source(edited(write_gguf(tmp_path), tmp_path / "src" / "m.gguf", **changed), Access())
+        open_source(edited(write_gguf(tmp_path), tmp_path / "src" / "m.gguf", **changed))

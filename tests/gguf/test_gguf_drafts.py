@@ -15,10 +15,10 @@ from gguf_files import all_values, converted, metadata, write_gguf
 from helpers import Tensor, as_float32, f32, gaussian, read_all, write_checkpoint
 
 from pqweights.checkpoint.gguf.model import gguf_model
-from pqweights.checkpoint.gguf.sources import open_local_source
 from pqweights.checkpoint.source import open_local
 from pqweights.models.conventions import DRAFTS
 from pqweights.runtime.models import open_model
+from pqweights.storage.sources import open_source
 
 # What a layer has beside one of the model, as DeepSeek and GLM publish it behind the last one, and Qwen below `mtp`.
 BEHIND = {
@@ -130,7 +130,7 @@ def test_draft_layers_of_a_file_alone_have_the_names_of_the_original(name: str, 
     file = tmp_path / "alone" / "m.gguf"
     file.parent.mkdir()
     write_gguf(model).rename(file)
-    source, original = open_local_source(file), {tensor.name: tensor for tensor in open_local(model).tensors}
+    source, original = open_source(file), {tensor.name: tensor for tensor in open_local(model).tensors}
     assert {tensor.name for tensor in source.tensors} == original.keys()
     for tensor in source.tensors:
         assert each_near(values_of(tensor), values_of(original[tensor.name]), 0, rounding("F32", 2)), tensor.name

@@ -25,7 +25,7 @@ from pqweights.checkpoint.gguf.splits import SAME_PRE
 from pqweights.checkpoint.storage import read_file
 from pqweights.errors import SourceError
 from pqweights.runtime.llama_library import GgufTokenizer
-from pqweights.storage.sources import Access, open_source
+from pqweights.storage.sources import open_source
 
 # What llama.cpp's own converter writes otherwise, without another meaning.
 WRITTEN_OTHERWISE = [
@@ -56,7 +56,7 @@ def with_keys(name: str, changed: dict[str, Any], folder: Path) -> tuple[Path, P
 
 @pytest.mark.parametrize(("name", "changed"), WRITTEN_OTHERWISE, ids=str)
 def test_what_other_writers_say_otherwise_is_the_same_model(name: str, changed: dict[str, Any], tmp_path: Path) -> None:
-    ours, other = (open_source(file, Access()) for file in with_keys(name, changed, tmp_path))
+    ours, other = (open_source(file) for file in with_keys(name, changed, tmp_path))
     assert other.config == ours.config
     assert {t.name: t.shape for t in other.tensors} == {t.name: t.shape for t in ours.tensors}
 
@@ -75,14 +75,14 @@ def test_what_other_writers_say_otherwise_is_the_same_model(name: str, changed: 
 )
 def test_what_says_another_model_is_refused(name: str, changed: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=next(iter(changed))):
-        open_source(with_keys(name, changed, tmp_path)[1], Access())
+        open_source(with_keys(name, changed, tmp_path)[1])
 
 
 def test_a_type_that_computes_what_another_does_is_told_by_its_tokenizer(tmp_path: Path) -> None:
     gguf_cases.saved(gguf_cases.CASES["glm4 moe lite"], tmp_path / "model")
     (tmp_path / "src").mkdir()
     file = edited(write_gguf(tmp_path / "model"), tmp_path / "src" / "m.gguf", tokenizer__ggml__pre="glm4")
-    config = open_source(file, Access()).config
+    config = open_source(file).config
     assert config is not None and config["architectures"] == ["Glm4MoeLiteForCausalLM"]
 
 
@@ -92,13 +92,13 @@ def test_what_a_configuration_may_not_say_is_refused_before_its_tensors_are_look
     monkeypatch.setattr("pqweights.checkpoint.gguf.sources.read_settings", None)
     file = with_keys("llama", {"embedding_length": 2**25}, tmp_path)[1]
     with pytest.raises(SourceError, match="hidden_size"):
-        open_source(file, Access())
+        open_source(file)
 
 
 def test_a_missing_kind_of_router_is_not_guessed(tmp_path: Path) -> None:
     """llama.cpp takes it for a softmax, and the router has the biases of a sigmoid."""
     with pytest.raises(SourceError, match="not read as a model of type"):
-        open_source(with_keys("deepseek v3", {"expert_gating_func": None}, tmp_path)[1], Access())
+        open_source(with_keys("deepseek v3", {"expert_gating_func": None}, tmp_path)[1])
 
 
 def test_dimensions_of_size_1_do_not_count(tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_dimensions_of_size_1_do_not_count(tmp_path: Path) -> None:
     (file.parent / "config.json").unlink()
     held = {tensor.name: tensor.data for tensor in gguf.GGUFReader(file).tensors}
     longer = {name: data[None] if "ffn_gate_inp_shexp" in name else data for name, data in held.items()}
-    ours, changed = open_source(file, Access()), edited(file, tmp_path / "other" / "m.gguf", tensors=longer)
-    other = {tensor.name: tensor for tensor in open_source(changed, Access()).tensors}
+    ours, changed = open_source(file), edited(file, tmp_path / "other" / "m.gguf", tensors=longer)
+    other = {tensor.name: tensor for tensor in open_source(changed).tensors}
     for tensor in ours.tensors:
         assert (values_of(other[tensor.name]) == values_of(tensor)).all(), tensor.name
 
@@ -122,10 +122,8 @@ def test_gate_and_up_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
         joined = np.concatenate([held.pop(name), held.pop(name.replace("gate", "up"))], axis=1)
         held[name.replace("gate", "gate_up")] = joined
     (tmp_path / "other").mkdir()
-    ours = open_source(file, Access())
-    other = {
-        t.name: t for t in open_source(edited(file, tmp_path / "other" / "m.gguf", tensors=held), Access()).tensors
-    }
+    ours = open_source(file)
+    other = {t.name: t for t in open_source(edited(file, tmp_path / "other" / "m.gguf", tensors=held)).tensors}
     assert other.keys() == {tensor.name for tensor in ours.tensors}
     for tensor in ours.tensors:
         assert (values_of(other[tensor.name]) == values_of(tensor)).all(), tensor.name
@@ -140,7 +138,7 @@ def test_text_is_split_as_llama_cpp_splits_it_by_other_names(pre: str, tmp_path:
     file = write_gguf(write_llama(tmp_path / "model", rows=tokenizer.get_vocab_size()))
     (tmp_path / "src").mkdir()
     other = edited(file, tmp_path / "src" / "m.gguf", tokenizer__ggml__pre=pre)
-    source = open_source(other, Access())
+    source = open_source(other)
     for name in source.companions:
         (tmp_path / name).write_bytes(read_file(source.storage, name))
     found, runtime = transformers.AutoTokenizer.from_pretrained(tmp_path), GgufTokenizer(other)
@@ -171,7 +169,7 @@ def test_merges_of_characters_make_the_tokens_of_llama_cpp(model: str, pre: str 
     changed |= {"scores": None, "add_bos_token": False}
     changed["token_type"] = [gguf.TokenType.NORMAL if "\u2581" in t else k for t, k in zip(texts, written, strict=True)]
     other = edited(file, tmp_path / "src" / "m.gguf", **{f"tokenizer__ggml__{key}": of for key, of in changed.items()})
-    source = open_source(other, Access())
+    source = open_source(other)
     for name in source.companions:
         (tmp_path / name).write_bytes(read_file(source.storage, name))
     found, runtime = transformers.AutoTokenizer.from_pretrained(tmp_path), GgufTokenizer(other)

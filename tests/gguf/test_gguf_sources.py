@@ -23,7 +23,7 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.common.dtypes import PACKED_DTYPES
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.storage.sources import Access, open_source
+from pqweights.storage.sources import open_source
 
 FAMILIES = (
     *("llama", "llama with biases, tied", "llama llama3", "mistral", "qwen2", "qwen2 moe", "qwen2 moe tied", "qwen3"),
@@ -68,7 +68,7 @@ def test_a_file_gives_back_the_model_that_it_was_made_from(name: str, tmp_path: 
     model = tmp_path / "model"
     gguf_cases.saved(gguf_cases.CASES[name], model)
     original = by_name(open_local(model))
-    source = open_source(source_of(model, tmp_path / "src", "F32"), Access())
+    source = open_source(source_of(model, tmp_path / "src", "F32"))
     found = by_name(source)
     tied = json.loads((model / "config.json").read_text()).get("tie_word_embeddings")
     assert found.keys() == original.keys() - ({"lm_head.weight"} if tied else set())
@@ -84,7 +84,7 @@ def test_a_file_gives_back_the_model_that_it_was_made_from(name: str, tmp_path: 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "MXFP4", "IQ4_NL"])
 def test_the_file_of_a_source_has_the_weights_of_the_file(kind: str, llama: Path, tmp_path: Path) -> None:
     folder = source_of(llama, tmp_path / "src", kind)
-    source = open_source(folder / "model.gguf", Access())
+    source = open_source(folder / "model.gguf")
     assert {tensor.dtype for tensor in source.tensors} == {kind, "F32"}
     again = {tensor.name: values_of(tensor) for tensor in without_tokenizer(source).tensors}
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(folder / "model.gguf").tensors}

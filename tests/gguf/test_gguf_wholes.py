@@ -20,7 +20,7 @@ from tower_cases import ALIKE, NORMALIZED, TOWERS, write_tower
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import read_file
 from pqweights.models.wholes import WHOLES
-from pqweights.storage.sources import Access, open_source
+from pqweights.storage.sources import open_source
 
 # What the files do not say, and has no meaning for what is computed.
 UNSTATED = {
@@ -35,7 +35,7 @@ READ = [name for name in (*TOWERS, *ALIKE) if name in {whole.tower for whole in 
 @pytest.mark.parametrize("name", READ)
 def test_a_tower_and_its_text_model_are_the_original(name: str, tmp_path: Path) -> None:
     write_tower(name, tmp_path / "model")
-    source = open_source(write_both(tmp_path / "model", tmp_path / "src"), Access())
+    source = open_source(write_both(tmp_path / "model", tmp_path / "src"))
     (remark, *others) = source.remarks
     assert "mmproj-F32.gguf is read as" in remark and not others, others
     original = {tensor.name: tensor for tensor in open_local(tmp_path / "model").tensors}
@@ -124,7 +124,7 @@ def test_a_tower_that_does_not_fit_is_left_out_and_said(
     else:
         edited(source / "mmproj-F32.gguf", tmp_path / "edited" / "m.gguf", **changed)
         shutil.copy(tmp_path / "edited" / "m.gguf", source / "mmproj-F32.gguf")
-    opened = open_source(source, Access())
+    opened = open_source(source)
     assert opened.config is not None and opened.config["model_type"] == "gemma3_text"
     (remark,) = opened.remarks
     assert "mmproj-F32.gguf" in remark and "left out" in remark and named in remark and "\n" not in remark
@@ -135,7 +135,7 @@ def test_the_most_precise_of_several_towers_is_read(tmp_path: Path) -> None:
     write_tower("gemma3", tmp_path / "model")
     source = write_both(tmp_path / "model", tmp_path / "src")
     shutil.copy(write_both(tmp_path / "model", tmp_path / "half", "F16") / "mmproj-F16.gguf", source)
-    opened = open_source(source / "model-F32.gguf", Access())
+    opened = open_source(source / "model-F32.gguf")
     assert opened.weight_files == ("model-F32.gguf", "mmproj-F32.gguf") and "mmproj-F16.gguf" in opened.left_out
 
 

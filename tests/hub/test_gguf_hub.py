@@ -123,10 +123,10 @@ def test_parts_in_a_folder_of_the_repository_are_one_model(
 def test_what_reads_folders_gets_the_file(
     hub: LoopbackHub, client: Client, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    from pqweights.storage.sources import Access, local_folder
+    from pqweights.storage.sources import local_folder
 
     hub.commit(REPOSITORY, {**files, "config.json": b"{}", "notes.bin": b"x"})
-    fetched = local_folder(f"hf://{REPOSITORY}/m-BF16.gguf", Access())
+    fetched = local_folder(f"hf://{REPOSITORY}/m-BF16.gguf")
     assert fetched.path.name == "m-BF16.gguf" and fetched.path.read_bytes() == files["m-BF16.gguf"].read_bytes()
     assert sorted(path.name for path in fetched.path.parent.iterdir()) == ["config.json", "m-BF16.gguf"]
     for command in (("verify",), ("inspect",)):

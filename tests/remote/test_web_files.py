@@ -21,7 +21,7 @@ from pqweights.checkpoint import ahead
 from pqweights.errors import SourceChangedError
 from pqweights.storage import requests
 from pqweights.storage.addresses import parse_location
-from pqweights.storage.sources import Access, open_source
+from pqweights.storage.sources import open_source
 from pqweights.storage.web import WebFolder
 
 
@@ -66,7 +66,7 @@ def test_parts_of_a_split_model_are_found_by_its_name(server: WebServer, model: 
     server.put(tmp_path / "parts")
     parts = sorted(server.files)
     assert len(parts) > 1
-    source = open_source(f"{server.url}{parts[-1]}", Access())
+    source = open_source(f"{server.url}{parts[-1]}")
     assert len(pickle.loads(pickle.dumps(source)).weight_files) == len(parts)
     del server.files[parts[0]]
     assert parts[0].strip("/") in refused("plan", f"{server.url}{parts[-1]}")
@@ -93,12 +93,12 @@ def test_requests_are_sent_again(server: WebServer, model: Path, tmp_path: Path)
 def test_redirections_are_followed(server: WebServer, model: Path) -> None:
     server.put(model.parent)
     server.files["/moved/m.gguf"] = address(server).encode()
-    assert open_source(f"{server.url}/moved/m.gguf", Access()).weight_files == ("m.gguf",)
+    assert open_source(f"{server.url}/moved/m.gguf").weight_files == ("m.gguf",)
 
 
 def test_a_file_that_is_replaced_is_refused(server: WebServer, model: Path, tmp_path: Path) -> None:
     server.put(model.parent)
-    source = open_source(address(server), Access())
+    source = open_source(address(server))
     values_of(source.tensors[0])
     content = server.files[f"/{model.name}"]
     server.files[f"/{model.name}"] = content[:-1] + bytes([content[-1] ^ 1])
@@ -147,5 +147,5 @@ def test_nothing_is_written_to_a_web_server(server: WebServer, model: Path) -> N
 def test_a_web_file_is_gguf_as_the_package_reads_it(server: WebServer, model: Path) -> None:
     server.put(model.parent)
     server.stamped = False
-    source = open_source(address(server), Access())
+    source = open_source(address(server))
     assert len(source.tensors) == len(gguf.GGUFReader(model).tensors)

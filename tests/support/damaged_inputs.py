@@ -22,7 +22,7 @@ from pqweights.checkpoint import quantized
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.config_schema import check_layers, checked_config
 from pqweights.checkpoint.gguf.model import FilePart, encode_header, gguf_model
-from pqweights.checkpoint.gguf.sources import MODEL_TYPES, open_local_source
+from pqweights.checkpoint.gguf.sources import MODEL_TYPES
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import PlainTensor, element_count
@@ -34,6 +34,7 @@ from pqweights.errors import PqweightsError
 from pqweights.planning.context_memory import context_bytes, most_context
 from pqweights.results.inspect import inspect_gguf
 from pqweights.runtime.folders import read_folder
+from pqweights.storage.sources import open_source
 
 Files = dict[str, bytes]
 Random = random.Random
@@ -411,7 +412,7 @@ def read_gguf(content: bytes, beside: dict[str, Any] | None, rng: Random) -> Non
             (path.parent / CONFIG_FILE).write_text(json.dumps(beside))
         with contextlib.suppress(PqweightsError):
             inspect_gguf(path).to_json()
-        source = open_local_source(path if rng.random() < 0.5 else path.parent)
+        source = open_source(path if rng.random() < 0.5 else path.parent)
         for companion in source.companions:
             read_file(source.storage, companion)
         read_all(source)

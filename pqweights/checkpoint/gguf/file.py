@@ -35,7 +35,7 @@ from pqweights.checkpoint.gguf.contents import (
     StoredType,
 )
 from pqweights.checkpoint.header import ByteReads, aligned, overflows
-from pqweights.checkpoint.storage import Storage
+from pqweights.checkpoint.storage import Storage, read_bytes
 from pqweights.errors import SourceError
 
 MAGIC = b"GGUF"
@@ -278,10 +278,14 @@ def is_gguf(path: Path) -> bool:
     """Whether a path is a GGUF file, or a folder with GGUF files and no other weights."""
     if path.is_dir():
         return holds_gguf(entry.name for entry in path.iterdir() if entry.is_file())
-    if path.suffix.lower() == SUFFIX or not path.is_file():
-        return path.is_file()
-    with open(path, "rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+    return path.is_file() and is_gguf_file(Storage(path.parent, only=[path.name]), path.name)
+
+
+def is_gguf_file(storage: Storage, file: str) -> bool:
+    """Whether a file is GGUF, by its name or its first bytes."""
+    if file.lower().endswith(SUFFIX):
+        return True
+    return storage.files()[file].byte_count >= len(MAGIC) and read_bytes(storage, file, 0, len(MAGIC)) == MAGIC
 
 
 def holds_gguf(names: Iterable[str]) -> bool:

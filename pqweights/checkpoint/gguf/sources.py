@@ -10,20 +10,27 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.companions import check_links, companions, top_level_files
+from pqweights.checkpoint.companions import check_links, companions
 from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.config_schema import check_layers, model_config
 from pqweights.checkpoint.config_schema import checked_config as with_values_checked
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.configurations import check_configuration, pooling_of, read_configuration
 from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents, MetadataList, MetadataValue
-from pqweights.checkpoint.gguf.file import SUFFIX, TOWER_FILE, gguf_in, is_gguf, tower_beside, whole_metadata
+from pqweights.checkpoint.gguf.file import (
+    SUFFIX,
+    TOWER_FILE,
+    gguf_in,
+    holds_gguf,
+    is_gguf_file,
+    tower_beside,
+    whole_metadata,
+)
 from pqweights.checkpoint.gguf.inverse import AbsentTensor, Piece, absent_tensors, assembled, pieces_of
 from pqweights.checkpoint.gguf.mixes import INTEGERS
 from pqweights.checkpoint.gguf.model import architecture_name
@@ -41,7 +48,7 @@ from pqweights.checkpoint.header import ByteReads, StoredTensor
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.promise import checked_config, tied_head, untied
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
-from pqweights.checkpoint.source import Checkpoint, open_local
+from pqweights.checkpoint.source import Checkpoint, open_files
 from pqweights.checkpoint.storage import Storage, check_not_interrupted
 from pqweights.checkpoint.wrapped import ADAPTED_TYPES
 from pqweights.common.dtypes import FLOAT_DTYPES, from_float32
@@ -71,19 +78,16 @@ PROCESSOR = "preprocessor_config.json"
 FOLLOWS = "follows from the configuration"
 
 
-def open_local_source(path: Path, *, allow_pickle: bool = False, include: Sequence[str] = ()) -> Checkpoint:
-    """Open a checkpoint on this machine, in safetensors or GGUF. The arguments are those of `open_local`.
+def open_any(
+    storage: Storage, file: str = "", *, allow_pickle: bool = False, include: Sequence[str] = ()
+) -> Checkpoint:
+    """Open a checkpoint in safetensors or GGUF. The arguments are those of `open_files`.
 
-    Raises what `open_local` and `open_gguf_source` raise.
+    Raises what `open_files` and `open_gguf_source` raise.
     """
-    if not is_gguf(path):
-        return open_local(path, allow_pickle, include=include)
-    if path.is_dir():
-        return open_gguf_source(Storage(path), include=include)
-    if not path.is_file():
-        raise SourceError(f"{path}: no such file or folder")
-    beside = [name for name in top_level_files(path.parent) if name[0] != "."]
-    return open_gguf_source(Storage(path.parent, only=sorted({*beside, path.name})), path.name, include)
+    if is_gguf_file(storage, file) if file else holds_gguf(storage.files()):
+        return open_gguf_source(storage, file, include)
+    return open_files(storage, file, allow_pickle, include=include)
 
 
 def needed_of_gguf(storage: Storage, file: str) -> list[str]:
