@@ -9,10 +9,10 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -81,7 +81,7 @@ class Segment:
 
     tensor: LogicalTensor
     first: int
-    step: int
+    step: int = 1
     count: int
 
 
@@ -104,6 +104,29 @@ class MovedTensor:
     columns: range
     transposed: bool
     cache: MatrixCache
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        segments: Iterable[Segment],
+        *,
+        columns: range | None = None,
+        transposed: bool = False,
+        cache: MatrixCache | None = None,
+    ) -> Self:
+        """Return a tensor of rows of others, in the dtype of the first. columns: by default all of a row of `shape`"""
+        held = tuple(segments)
+        return cls(
+            name=name,
+            shape=shape,
+            dtype=held[0].tensor.plain_dtype,
+            segments=held,
+            columns=range(shape[-1]) if columns is None else columns,
+            transposed=transposed,
+            cache=cache or MatrixCache(),
+        )
 
     @property
     def plain_dtype(self) -> str:

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from pqweights.checkpoint.gguf.views import (
 )
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.checkpoint.views import MovedTensor, Segment
 from pqweights.errors import SourceError
 from pqweights.models.conventions import LAYER, STACKED_EXPERTS
 from pqweights.models.llama_cpp import Cut, first_class
@@ -238,16 +238,10 @@ def assembled(pieces: Sequence[Piece]) -> LogicalTensor:
     expected = [start if step == 1 else ordered[n - n % 2].first + n % 2 for n, start in enumerate(starts[:-1])]
     if starts[-1] != rows or [piece.first for piece in ordered] != expected or {p.step for p in ordered} != {step}:
         raise SourceError(f"tensor {of.name!r}: the file does not hold all rows of it")
-    plain = {piece.held.plain_dtype for piece in pieces}
-    whole: LogicalTensor = MovedTensor(
-        name=of.name,
-        shape=(rows, width),
-        dtype=plain.pop() if len(plain) == 1 else "F32",
-        segments=tuple(Segment(tensor=p.held, first=p.start, step=1, count=p.count) for p in ordered),
-        columns=range(width),
-        transposed=False,
-        cache=MatrixCache(),
-    )
+    segments = [Segment(tensor=piece.held, first=piece.start, count=piece.count) for piece in ordered]
+    moved = MovedTensor.of(of.name, (rows, width), segments)
+    same = len({piece.held.plain_dtype for piece in pieces}) == 1
+    whole: LogicalTensor = moved if same else replace(moved, dtype="F32")
     if step == 2:
         whole = InterleavedTensor.of(of.name, whole, head_rows=2 * ordered[0].count)
     if pieces[0].turned:
@@ -265,15 +259,8 @@ def _matrix(held: LogicalTensor, rows: int) -> LogicalTensor:
 def _turned(name: str, held: LogicalTensor) -> MovedTensor:
     """Return a tensor with its matrices transposed."""
     *stack, rows, columns = held.shape
-    return MovedTensor(
-        name=name,
-        shape=(*stack, columns, rows),
-        dtype=held.plain_dtype,
-        segments=(Segment(tensor=held, first=0, step=1, count=math.prod(stack) * rows),),
-        columns=range(columns),
-        transposed=True,
-        cache=MatrixCache(),
-    )
+    segments = [Segment(tensor=held, first=0, count=math.prod(stack) * rows)]
+    return MovedTensor.of(name, (*stack, columns, rows), segments, columns=range(columns), transposed=True)
 
 
 def _rows(
@@ -282,13 +269,6 @@ def _rows(
     """Return rows of a tensor as another. runs: first row, step and count"""
     width = shape[-1] if len(shape) > 1 else 1
     by_rows = _matrix(held, math.prod(held.shape) // width)
-    moved = MovedTensor(
-        name=name,
-        shape=(math.prod(shape) // width, width),
-        dtype=held.plain_dtype,
-        segments=tuple(Segment(tensor=by_rows, first=first, step=step, count=count) for first, step, count in runs),
-        columns=range(width),
-        transposed=False,
-        cache=MatrixCache(),
-    )
+    segments = [Segment(tensor=by_rows, first=first, step=step, count=count) for first, step, count in runs]
+    moved = MovedTensor.of(name, (math.prod(shape) // width, width), segments)
     return RenamedTensor.of(name, moved, shape=shape, dtype=held.dtype)

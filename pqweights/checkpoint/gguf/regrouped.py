@@ -63,14 +63,14 @@ def _part(source: LogicalTensor, cut: Cut, part: str, settings: Settings, cache:
             f"tensor {source.name!r}: expected {times * sum(sizes)} rows, as config.json has it, found {source.shape}"
         )
     segments = tuple(
-        Segment(tensor=source, first=number * sum(sizes) + sum(sizes[:block]), step=1, count=sizes[block])
+        Segment(tensor=source, first=number * sum(sizes) + sum(sizes[:block]), count=sizes[block])
         for block in blocks
         for number in range(times)
     )
     rows = sum(sizes[block] for block in blocks)
     matrix = (inner, rows) if turned else (rows, inner)
     shape = (times, *matrix) if cut.stacked else (times * rows, inner)
-    return _moved(part, shape, segments, cache, columns=range(inner), transposed=turned)
+    return MovedTensor.of(part, shape, segments, columns=range(inner), transposed=turned, cache=cache)
 
 
 def with_experts_stacked(tensors: Sequence[NamedTensor], settings: Settings) -> Iterator[NamedTensor]:
@@ -102,8 +102,8 @@ def _stacked(name: str, experts: dict[int, LogicalTensor], settings: Settings, c
             "shapes"
         )
     rows, columns = first.shape
-    segments = tuple(Segment(tensor=experts[number], first=0, step=1, count=rows) for number in range(count))
-    return _moved(name, (count, rows, columns), segments, cache)
+    segments = tuple(Segment(tensor=experts[number], first=0, count=rows) for number in range(count))
+    return MovedTensor.of(name, (count, rows, columns), segments, cache=cache)
 
 
 def _parts_of_stack(
@@ -132,8 +132,8 @@ def _parts_of_stack(
         segments = [Segment(tensor=tensor, first=s + rows.start, step=rows.step, count=len(rows)) for s in starts]
         columns = range(inner)
         if is_bias or turned:  # outputs lie side by side
-            segments, columns = [Segment(tensor=tensor, first=0, step=1, count=math.prod(expected[:-1]))], rows
-        yield NamedTensor(name, _moved(name, shape, segments, cache, columns=columns, transposed=turned))
+            segments, columns = [Segment(tensor=tensor, first=0, count=math.prod(expected[:-1]))], rows
+        yield NamedTensor(name, MovedTensor.of(name, shape, segments, columns=columns, transposed=turned, cache=cache))
 
 
 def rows_of_parts(down: bool, outputs: int, architecture: Architecture) -> list[tuple[str, range]]:
@@ -147,34 +147,11 @@ def rows_of_parts(down: bool, outputs: int, architecture: Architecture) -> list[
     return [("gate_proj", range(outputs // 2)), ("up_proj", range(outputs // 2, outputs))]
 
 
-def _moved(
-    name: str,
-    shape: tuple[int, ...],
-    segments: Sequence[Segment],
-    cache: MatrixCache,
-    *,
-    columns: range | None = None,
-    transposed: bool = False,
-) -> MovedTensor:
-    return MovedTensor(
-        name=name,
-        shape=shape,
-        dtype=segments[0].tensor.plain_dtype,
-        segments=tuple(segments),
-        columns=range(shape[-1]) if columns is None else columns,
-        transposed=transposed,
-        cache=cache,
-    )
-
-
 def rows_from(first: int, matrix: LogicalTensor) -> MovedTensor:
     """The rows of a matrix from one on."""
     rows, columns = matrix.shape
-    return _moved(
-        matrix.name,
-        (rows - first, columns),
-        [Segment(tensor=matrix, first=first, step=1, count=rows - first)],
-        MatrixCache(),
+    return MovedTensor.of(
+        matrix.name, (rows - first, columns), [Segment(tensor=matrix, first=first, count=rows - first)]
     )
 
 
@@ -192,6 +169,6 @@ def with_tiled_heads(name: str, tensor: LogicalTensor, tiled: Tiled, settings: S
     if tiled.columns or len(tensor.shape) == 1:
         order = np.concatenate([np.arange(before), places.reshape(-1)])
         return ReorderedTensor.of(name, tensor, order=order)
-    segments = [Segment(tensor=tensor, first=0, step=1, count=before)] if before else []
-    segments += [Segment(tensor=tensor, first=int(head[0]), step=1, count=size) for head in places]
-    return _moved(name, tensor.shape, segments, MatrixCache())
+    segments = [Segment(tensor=tensor, first=0, count=before)] if before else []
+    segments += [Segment(tensor=tensor, first=int(head[0]), count=size) for head in places]
+    return MovedTensor.of(name, tensor.shape, segments)

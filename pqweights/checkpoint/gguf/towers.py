@@ -20,7 +20,7 @@ from pqweights.checkpoint.gguf.tokens import read_tokenizer
 from pqweights.checkpoint.gguf.views import InterleavedTensor, OffsetTensor, RenamedTensor, ReorderedTensor
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.checkpoint.views import MovedTensor, Segment
 from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.errors import ExportError
 from pqweights.models import text_config
@@ -292,11 +292,8 @@ def _rows(name: str, tensor: LogicalTensor, order: npt.NDArray[np.int64]) -> Log
     if len(tensor.shape) == 1:
         return ReorderedTensor.of(name, tensor, order=order, shape=order.shape)
     runs = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
-    return MovedTensor(
-        name=name, shape=(len(order), tensor.shape[-1]), dtype=tensor.plain_dtype,
-        segments=tuple(Segment(tensor=tensor, first=int(run[0]), step=1, count=len(run)) for run in runs),
-        columns=range(tensor.shape[-1]), transposed=False, cache=MatrixCache(),
-    )  # fmt: skip
+    segments = (Segment(tensor=tensor, first=int(run[0]), count=len(run)) for run in runs)
+    return MovedTensor.of(name, (len(order), tensor.shape[-1]), segments)
 
 
 def _break(checkpoint: Checkpoint) -> LogicalTensor:

@@ -52,7 +52,7 @@ class RenamedTensor:
         if isinstance(self.source, View):
             return self.source.runs_of_matrix(number)
         height = self.shape[-2]
-        return [Segment(tensor=self.source, first=number * height, step=1, count=height)]
+        return [Segment(tensor=self.source, first=number * height, count=height)]
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Read elements of the source."""
@@ -74,7 +74,7 @@ class SourceTensor(RenamedTensor):
     def runs_of_matrix(self, number: int) -> list[Segment] | None:
         """Return its own rows; see View."""
         height = self.shape[-2]
-        return [Segment(tensor=self, first=number * height, step=1, count=height)]
+        return [Segment(tensor=self, first=number * height, count=height)]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -128,54 +128,56 @@ class InterleavedTensor(RenamedTensor):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class OffsetTensor(RenamedTensor):
-    """A tensor with a number added to all its values, in float32."""
+class ComputedTensor(RenamedTensor):
+    """A tensor of values that are computed from those of the source, in float32."""
+
+    def compute(self, values: npt.NDArray[np.float32], start: int) -> None:
+        """Compute values in place from those of the source, which are its elements from `start` on."""
+        raise NotImplementedError
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read elements of the source, and compute those of this tensor."""
+        raw = np.empty(count * 4, dtype=np.uint8)
+        self.source.read(start, count, "F32", raw)
+        with np.errstate(all="ignore"):  # numbers that are none are refused where they are encoded
+            self.compute(raw.view(np.float32), start)
+        out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OffsetTensor(ComputedTensor):
+    """A tensor with a number added to all its values."""
 
     offset: float
 
-    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Read elements of the source, and add the number."""
-        raw = np.empty(count * 4, dtype=np.uint8)
-        self.source.read(start, count, "F32", raw)
-        values = raw.view(np.float32)
-        with np.errstate(invalid="ignore"):  # numbers that are none are refused where they are encoded
-            values += np.float32(self.offset)
-        out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)
+    def compute(self, values: npt.NDArray[np.float32], start: int) -> None:
+        """Add the number."""
+        values += np.float32(self.offset)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ScaledTensor(RenamedTensor):
-    """A matrix with each row multiplied by a number, in float32. factors: [rows] f32"""
+class ScaledTensor(ComputedTensor):
+    """A matrix with each row multiplied by a number. factors: [rows] f32"""
 
     factors: npt.NDArray[np.float32]
 
-    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Read elements of the source, and multiply them."""
-        raw = np.empty(count * 4, dtype=np.uint8)
-        self.source.read(start, count, "F32", raw)
-        values = raw.view(np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            values *= self.factors[np.arange(start, start + count) // self.shape[-1]]
-        out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)
+    def compute(self, values: npt.NDArray[np.float32], start: int) -> None:
+        """Multiply the rows."""
+        values *= self.factors[np.arange(start, start + len(values)) // self.shape[-1]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class DecayTensor(RenamedTensor):
-    """The rates of decay of a state space model, -exp(A), of which the checkpoint holds A, in float32.
+class DecayTensor(ComputedTensor):
+    """The rates of decay of a state space model, -exp(A), of which the checkpoint holds A.
 
     rates: whether it is these, and the source A; else the other way round
     """
 
     rates: bool = True
 
-    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Read elements of the source, and compute the rates."""
-        raw = np.empty(count * 4, dtype=np.uint8)
-        self.source.read(start, count, "F32", raw)
-        values = raw.view(np.float32)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            raw = (-np.exp(values) if self.rates else np.log(-values)).view(np.uint8)
-        out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)
+    def compute(self, values: npt.NDArray[np.float32], start: int) -> None:
+        """Compute the rates, or A."""
+        values[:] = -np.exp(values) if self.rates else np.log(-values)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -31,7 +31,7 @@ from pqweights.checkpoint.gguf.towers import (
 )
 from pqweights.checkpoint.gguf.views import OffsetTensor, RenamedTensor, ReorderedTensor
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.checkpoint.views import MovedTensor, Segment
 from pqweights.errors import ExportError
 from pqweights.models.settings import Settings
 from pqweights.models.towers import TOWERS, Tower
@@ -316,14 +316,7 @@ def _rows_of(name: str, tensors: Sequence[LogicalTensor], order: npt.NDArray[np.
     order = np.arange(sum(of.shape[0] for of in held)) if order is None else order
     runs = np.split(order, np.flatnonzero((np.diff(order) != 1) | (order[1:] % count == 0)) + 1)
     starts = [(divmod(int(run[0]), count), len(run)) for run in runs]
-    moved = MovedTensor(
-        name=name,
-        shape=(len(order), width),
-        dtype=tensors[0].plain_dtype,
-        segments=tuple(Segment(tensor=held[of], first=first, step=1, count=size) for (of, first), size in starts),
-        columns=range(width),
-        transposed=False,
-        cache=MatrixCache(),
-    )
+    segments = (Segment(tensor=held[of], first=first, count=size) for (of, first), size in starts)
+    moved = MovedTensor.of(name, (len(order), width), segments)
     shape = (len(order), *tensors[0].shape[1:])
     return RenamedTensor.of(name, moved, shape=shape, dtype=tensors[0].dtype)
