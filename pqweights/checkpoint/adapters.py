@@ -23,10 +23,9 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.promise import is_tied, untied
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Adapter, Checkpoint, read_header
-from pqweights.checkpoint.storage import Storage, read_file
+from pqweights.checkpoint.storage import Storage, read_json_object
 from pqweights.checkpoint.wrapped import ADAPTER_CONFIG, ANY_ADAPTER
 from pqweights.common.dtypes import FLOAT_DTYPES, from_float32, item_bytes
-from pqweights.common.strict_json import parse_json
 from pqweights.common.units import first_names
 from pqweights.errors import SourceError
 from pqweights.kernels.low_rank import add_low_rank
@@ -88,11 +87,9 @@ def open_adapter(storage: Storage, given: str, name: str, weight: float = 1.0) -
             raise SourceError(f"adapter {name}: expected {ADAPTER_CONFIG} and {ADAPTER_FILE}, as PEFT writes them; "
                               f"found no {needed}")  # fmt: skip
     try:
-        settings = parse_json(read_file(storage, ADAPTER_CONFIG))
-    except ValueError as error:
-        raise SourceError(f"adapter {name}: {ADAPTER_CONFIG}: {error}") from None
-    if not isinstance(settings, dict):
-        raise SourceError(f"adapter {name}: {ADAPTER_CONFIG}: expected an object")
+        settings = read_json_object(storage, ADAPTER_CONFIG)
+    except SourceError as error:
+        raise SourceError(f"adapter {name}: {error}") from None
     stored = tuple(read_header(storage, ADAPTER_FILE)[0])
     opened = Checkpoint(
         storage=storage,

@@ -16,8 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from pqweights.checkpoint.names import CONFIG_FILE, QUANT_METHOD
-from pqweights.checkpoint.storage import Storage
-from pqweights.checkpoint.weight_files import read_json_object
+from pqweights.checkpoint.storage import Storage, read_json_object
 from pqweights.common.documents import Document, as_document
 from pqweights.errors import SourceError
 from pqweights.models.conventions import PARTS

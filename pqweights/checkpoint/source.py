@@ -39,13 +39,13 @@ from pqweights.checkpoint.storage import (
     Storage,
     check_not_interrupted,
     read_bytes,
+    read_json_object,
 )
 from pqweights.checkpoint.weight_files import (
     check_tensors,
     find_weight_files,
     indexed_files,
     pickled_tensors,
-    read_json_object,
 )
 from pqweights.checkpoint.wrapped import check_adapter_files, unwrapped
 from pqweights.common.strict_json import is_utf8

@@ -35,6 +35,7 @@ from pqweights.checkpoint.file_reader import FileReader, FileState, state_at
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.unfinished import describe_interrupted, journal_line
 from pqweights.checkpoint.writer import DiskNeed, free_bytes
+from pqweights.common.strict_json import parse_json
 from pqweights.errors import MasterError, SourceError
 
 LOW_DISK_FILES = 2
@@ -468,6 +469,17 @@ def read_file(storage: Storage, file: str, limit: int = 256_000_000) -> bytes:
     if size > limit:
         raise SourceError(f"{file}: expected at most {limit} bytes, found {size}")
     return read_bytes(storage, file, 0, size)
+
+
+def read_json_object(storage: Storage, name: str) -> dict[str, Any]:
+    """Read a file that holds a JSON object; raises SourceError if it does not."""
+    try:
+        value = parse_json(read_file(storage, name))
+    except ValueError as error:
+        raise SourceError(f"{name}: {error}") from None
+    if not isinstance(value, dict):
+        raise SourceError(f"{name}: expected a JSON object, found {type(value).__name__}")
+    return value
 
 
 def check_not_interrupted(storage: Storage) -> None:

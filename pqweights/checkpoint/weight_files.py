@@ -23,9 +23,8 @@ from pqweights.checkpoint.companions import WEIGHT_SUFFIXES
 from pqweights.checkpoint.header import MAX_NAME, StoredTensor, gguf_refused, overflows
 from pqweights.checkpoint.names import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, is_inside
 from pqweights.checkpoint.other_weights import found_instead, holds_weights
-from pqweights.checkpoint.storage import Storage, read_file
+from pqweights.checkpoint.storage import Storage, read_json_object
 from pqweights.common.advice import pip_install
-from pqweights.common.strict_json import parse_json
 from pqweights.errors import MissingDependencyError, SourceError
 
 if TYPE_CHECKING:
@@ -138,8 +137,7 @@ def _named_files(storage: Storage, index: str, suffixes: tuple[str, ...]) -> Wei
     here = [name for name in storage.files() if "/" not in name and name.endswith(suffixes)]
     complete = [of for of in numbered_sets(here) if of.is_of_model and of.absent is None]
     if not complete:
-        tensor = next(name for name, file in read.weight_map.items() if file == absent[0])
-        raise SourceError(f"{absent[0]}: missing; {index} places {tensor!r} in it: fetch it")
+        raise _missing(read, absent[0])
     only = _only(complete, index)
     stale = f"it names {absent[0]}, which is not there; read were all {len(only.files)} parts of {only.name}"
     return WeightFiles(only.files, unlike={index: stale})
@@ -224,9 +222,13 @@ def indexed_files(storage: Storage, index: str, suffixes: tuple[str, ...]) -> tu
     files, read = read_index(storage, index, suffixes)
     for name in files:
         if name not in storage.files():
-            tensor = next(tensor for tensor, file in read.weight_map.items() if file == name)
-            raise SourceError(f"{name}: missing; {index} places {tensor!r} in it: fetch it")
+            raise _missing(read, name)
     return files, read
+
+
+def _missing(index: Index, file: str) -> SourceError:
+    tensor = next(tensor for tensor, of in index.weight_map.items() if of == file)
+    return SourceError(f"{file}: missing; {index.file} places {tensor!r} in it: fetch it")
 
 
 def read_index(storage: Storage, index: str, suffixes: tuple[str, ...]) -> tuple[tuple[str, ...], Index]:
@@ -276,17 +278,6 @@ def check_tensors(index: Index, stored: dict[str, StoredTensor]) -> dict[str, st
         if tensor.file != file:
             misplaced = misplaced or f"it places {name!r} in {file}, and {tensor.file} holds it; read was what is there"
     return {index.file: misplaced} if misplaced else {}
-
-
-def read_json_object(storage: Storage, name: str) -> dict[str, Any]:
-    """Read a file that holds a JSON object; raises SourceError if it does not."""
-    try:
-        value = parse_json(read_file(storage, name))
-    except ValueError as error:
-        raise SourceError(f"{name}: {error}") from None
-    if not isinstance(value, dict):
-        raise SourceError(f"{name}: expected a JSON object, found {type(value).__name__}")
-    return value
 
 
 # --- pickled files ---

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.checkpoint.storage import Storage, read_file
-from pqweights.common.strict_json import parse_json
+from pqweights.checkpoint.storage import Storage, read_json_object
 from pqweights.common.units import first_names
 from pqweights.errors import SourceError
 
@@ -124,11 +123,10 @@ def _not_a_model(storage: Storage, method: str | None) -> str:
     """Say what an adapter is of, and what to do. method: by the name of a tensor; None if only the file tells"""
     if method is not None and method.startswith("FSDP"):
         return f"a part of {method}, not a weight: save the full state of the model (accelerate merge-weights)"
-    settings: Any = {}
+    named: dict[str, Any] = {}
     if ADAPTER_CONFIG in storage.files():
-        with contextlib.suppress(ValueError):
-            settings = parse_json(read_file(storage, ADAPTER_CONFIG))
-    named = settings if isinstance(settings, dict) else {}
+        with contextlib.suppress(SourceError):
+            named = read_json_object(storage, ADAPTER_CONFIG)
     kind = next((named[key] for key in ("peft_type", "fine_tune_type") if isinstance(named.get(key), str)), method)
     keys = ("base_model_name_or_path", "model")
     base = next((named[key] for key in keys if isinstance(named.get(key), str) and named[key].isprintable()), None)

@@ -14,8 +14,7 @@ import numpy as np
 
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
-from pqweights.checkpoint.storage import Storage
-from pqweights.checkpoint.weight_files import read_json_object
+from pqweights.checkpoint.storage import Storage, read_json_object
 from pqweights.common.strict_json import is_utf8
 from pqweights.errors import GenerationError
 from pqweights.formats.lloyd_max import LloydMax

@@ -39,7 +39,7 @@ from pqweights.checkpoint.gguf.views import RenamedTensor
 from pqweights.checkpoint.names import file_stem, gguf_name
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.weight_files import read_json_object
+from pqweights.checkpoint.storage import read_json_object
 from pqweights.convert.conversion import Conversion, SmallFiles
 from pqweights.errors import ExportError, OptionError
 from pqweights.formats.gguf_blocks import block_format

@@ -24,9 +24,9 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.promise import differing_head
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import read_json_object
 from pqweights.checkpoint.structure import unused_tensors
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, sources_of
-from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.common.advice import pip_install
 from pqweights.common.dtypes import DTYPE_BITS, convert, item_bytes
 from pqweights.common.markdown import fenced

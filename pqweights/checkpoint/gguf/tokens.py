@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.storage import Storage, read_file
-from pqweights.common.strict_json import parse_json
+from pqweights.checkpoint.storage import Storage, read_json_object
 from pqweights.errors import ExportError, SourceError
 
 FAST, CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -143,19 +142,8 @@ def beside_added(tokenizer: Mapping[str, Any], stripping: Collection[str]) -> tu
 
 
 def read_json(storage: Storage, name: str) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one if there is no such file.
-
-    Raises SourceError if there is none in it.
-    """
-    if name not in storage.files():
-        return {}
-    try:
-        content = parse_json(read_file(storage, name))
-    except ValueError as error:
-        raise SourceError(f"{name}: {error}") from None
-    if not isinstance(content, dict):
-        raise SourceError(f"{name}: expected a JSON object, found {type(content).__name__}")
-    return content
+    """Return the object in a JSON file; an empty one if there is no such file. Raises SourceError for anything else."""
+    return read_json_object(storage, name) if name in storage.files() else {}
 
 
 def read_tokenizer(storage: Storage) -> dict[str, Any]:

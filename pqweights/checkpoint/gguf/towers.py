@@ -20,8 +20,8 @@ from pqweights.checkpoint.gguf.tokens import read_tokenizer
 from pqweights.checkpoint.gguf.views import InterleavedTensor, OffsetTensor, RenamedTensor, ReorderedTensor
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import read_json_object
 from pqweights.checkpoint.views import MovedTensor, Segment
-from pqweights.checkpoint.weight_files import read_json_object
 from pqweights.errors import ExportError
 from pqweights.models import text_config
 from pqweights.models.description import ModelDescription
