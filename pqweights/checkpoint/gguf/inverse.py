@@ -156,7 +156,7 @@ class Piece:
 def pieces_of(view: LogicalTensor, held: LogicalTensor) -> Iterator[Piece]:
     """Yield the rows of tensors of the model that a view is made of, given what the view would hold."""
     if isinstance(view, AbsentTensor):
-        rows = math.prod(view.shape[:-1]) if len(view.shape) > 1 else view.shape[0]
+        rows = view.shape[0] if len(view.shape) == 1 else math.prod(view.shape[:-1])
         yield Piece(of=view, first=0, step=1, count=rows, held=_matrix(held, rows), start=0)
     elif isinstance(view, MovedTensor):
         yield from _moved_pieces(view, held)
@@ -180,7 +180,8 @@ def _unchanged(view: RenamedTensor, held: LogicalTensor) -> LogicalTensor:
     if isinstance(view, DecayTensor):
         return DecayTensor.of(source.name, held, dtype="F32", plain_dtype="F32", shape=source.shape, rates=False)
     if isinstance(view, ReorderedTensor):
-        return ReorderedTensor.of(source.name, held, order=np.argsort(view.order), shape=source.shape)
+        rows = _matrix(held, math.prod(source.shape[:-1]))
+        return ReorderedTensor.of(source.name, rows, order=np.argsort(view.order), shape=source.shape)
     if isinstance(view, NumbersTensor):
         return NumbersTensor.of(source.name, held, dtype=source.dtype, plain_dtype=source.dtype)
     if isinstance(view, PaddedTensor):
@@ -192,11 +193,11 @@ def _unchanged(view: RenamedTensor, held: LogicalTensor) -> LogicalTensor:
 
 def _moved_pieces(view: MovedTensor, held: LogicalTensor) -> Iterator[Piece]:
     """Yield the rows that a view has moved: whole ones, or columns of all rows of one tensor, see `_parts_of_stack`."""
-    source, columns = _origin(view.segments[0].tensor), view.columns
-    outputs = source.shape[-1]
-    if len(source.shape) > 1 and columns != range(outputs):
+    tensor, columns = view.segments[0].tensor, view.columns
+    source, outputs = _origin(tensor), tensor.shape[-1]
+    if len(tensor.shape) > 1 and columns != range(outputs):
         turned = view.transposed
-        groups = source.shape[0] if turned else math.prod(source.shape[:-1])
+        groups = tensor.shape[0] if turned else math.prod(tensor.shape[:-1])
         by_rows = _matrix(held, groups * len(columns))
         for number in range(groups):
             yield Piece(

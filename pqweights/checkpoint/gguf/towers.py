@@ -252,11 +252,11 @@ def _shape(name: str, shape: tuple[int, ...], tower: Tower) -> tuple[int, ...]:
 def _frames(name: str, tensor: LogicalTensor) -> Iterator[LogicalTensor]:
     """Yield the kernels of the two frames of a convolution, [outputs, channels, frames, height, width]."""
     outputs, channels, frames, height, width = tensor.shape
-    flat = RenamedTensor.of(name, tensor, shape=(outputs, math.prod(tensor.shape[1:])))
-    places = np.arange(flat.shape[1]).reshape(channels, frames, height * width)
+    kernels = RenamedTensor.of(name, tensor, shape=(math.prod(tensor.shape[:3]), height * width))
     for frame, ending in enumerate(("", ".1")[:frames]):
-        view = ReorderedTensor.of(name + ending, flat, order=places[:, frame].reshape(-1))
-        yield replace(view, shape=(outputs, channels, height, width))
+        segment = Segment(tensor=kernels, first=frame, step=frames, count=outputs * channels)
+        view = MovedTensor.of(name + ending, (segment.count, kernels.shape[1]), [segment])
+        yield RenamedTensor.of(view.name, view, shape=(outputs, channels, height, width), dtype=tensor.dtype)
 
 
 def _colors_first(name: str, tensor: LogicalTensor, side: int) -> LogicalTensor:
@@ -289,8 +289,11 @@ def three_axes(rows: int, heads: int) -> npt.NDArray[np.int64]:
 
 def _rows(name: str, tensor: LogicalTensor, order: npt.NDArray[np.int64]) -> LogicalTensor:
     """Return some rows of a matrix, or elements of a vector. order: their numbers"""
+    if order.shape == tensor.shape:
+        return ReorderedTensor.of(name, tensor, order=order)
     if len(tensor.shape) == 1:
-        return ReorderedTensor.of(name, tensor, order=order, shape=order.shape)
+        column = _rows(name, RenamedTensor.of(name, tensor, shape=(*tensor.shape, 1)), order)
+        return RenamedTensor.of(name, column, shape=order.shape, dtype=tensor.dtype)
     runs = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
     segments = (Segment(tensor=tensor, first=int(run[0]), count=len(run)) for run in runs)
     return MovedTensor.of(name, (len(order), tensor.shape[-1]), segments)

@@ -1,7 +1,7 @@
 """A text model and its tower for images, two GGUF files, as the one model that they were made from.
 
-It is the inverse of towers.py. What comes out is written again, and compared with the file of the tower: so nothing of
-that is overlooked.
+It is the inverse of towers.py, whose views say of which rows of the model each tensor of the file is made. The metadata
+are written again, and compared with the file of the tower: so nothing of that is overlooked.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.configurations import same_value, shortest, solve
 from pqweights.checkpoint.gguf.contents import GgufContents, MetadataList
+from pqweights.checkpoint.gguf.inverse import AbsentTensor, Piece, assembled, pieces_of
 from pqweights.checkpoint.gguf.towers import (
     ARCHITECTURE,
     BESIDE,
@@ -23,15 +21,12 @@ from pqweights.checkpoint.gguf.towers import (
     RATIOS,
     SCALES,
     add_hyper_parameters,
-    by_axis,
     name_in_file,
-    three_axes,
     tower_settings,
     views_of_tower,
 )
-from pqweights.checkpoint.gguf.views import OffsetTensor, RenamedTensor, ReorderedTensor
+from pqweights.checkpoint.gguf.views import RenamedTensor
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import MovedTensor, Segment
 from pqweights.errors import ExportError
 from pqweights.models.settings import Settings
 from pqweights.models.towers import TOWERS, Tower
@@ -205,23 +200,55 @@ def restored_tower(
     if blocks > len(held):
         raise ExportError(f"clip.vision.block_count: expected at most {len(held)} layers, found {blocks}")
     _check_widths(tower, settings, held)
-    names = gguf_package().get_tensor_name_map(gguf_package().MODEL_ARCH.MMPROJ, max(blocks, 3))
-    result = []
-    for name in names_of_tower(whole, blocks, len(vision.get("deepstack_visual_indexes", ()))):
-        known = name_in_file(name.removeprefix("model."), names, tower, settings)
-        if known and (tensor := _restored(name, known, held, tower, settings)) is not None:
-            result.append(tensor)
     _check(contents, config, tower, settings)
-    named = [(tensor.name.removeprefix("model."), tensor) for tensor in result]
-    again = {view.name: view for of in named for view in views_of_tower(*of, names, tower, settings)}
+    names = gguf_package().get_tensor_name_map(gguf_package().MODEL_ARCH.MMPROJ, max(blocks, 3))
+    shapes = {name: tensor.shape for name, tensor in held.items()}
+    views: dict[str, LogicalTensor] = {}
+    for name in names_of_tower(whole, blocks, len(vision.get("deepstack_visual_indexes", ()))):
+        own = name.removeprefix("model.")
+        known = name_in_file(own, names, tower, settings)
+        if known and (shape := _shape_in_model(name, known, shapes, tower, settings)) is not None:
+            of_tensor = views_of_tower(own, AbsentTensor(name=name, shape=shape), names, tower, settings)
+            views |= {view.name: view for view in of_tensor}
     follows = {BREAK} if tower.breaks else set()
-    for name in sorted((held.keys() ^ again.keys()) - follows):
-        expected = "is missing" if name in again else "is not known"
+    for name in sorted((held.keys() ^ views.keys()) - follows):
+        expected = "is missing" if name in views else "is not known"
         raise ExportError(f"tensor {name!r} of a tower of {whole.model_type} {expected}")
-    for name, view in again.items():
-        if [size for size in view.shape if size != 1] != [size for size in held[name].shape if size != 1]:
-            raise ExportError(f"tensor {name!r}: expected shape {list(view.shape)}, found {list(held[name].shape)}")
-    return result
+    pieces: dict[str, list[Piece]] = {}
+    for name, view in views.items():
+        if [size for size in view.shape if size != 1] != [size for size in shapes[name] if size != 1]:
+            raise ExportError(f"tensor {name!r}: expected shape {list(view.shape)}, found {list(shapes[name])}")
+        for piece in pieces_of(view, RenamedTensor.of(name, held[name], shape=view.shape)):
+            pieces.setdefault(piece.of.name, []).append(piece)
+    return [assembled(of_tensor) for of_tensor in pieces.values()]
+
+
+def _shape_in_model(
+    name: str, known: str, shapes: Mapping[str, tuple[int, ...]], tower: Tower, settings: Settings
+) -> tuple[int, ...] | None:
+    """Return the shape of a tensor of the model by what the file has of it; None if that is nothing.
+
+    known: its name in the file
+    shapes: those of the tensors of the file
+    """
+    if ".attn_qkv." in known and not tower.joined:
+        parts = [known.replace("attn_qkv", part) for part in ("attn_q", "attn_k", "attn_v")]
+        shape = shapes[parts[0]] if {*parts} <= shapes.keys() else ()
+        return (3 * shape[0], *shape[1:]) if shape else None
+    if (shape := shapes.get(known, (0,))) == (0,):
+        return None
+    if known == "v.patch_embd.weight" and len(shape) == 4 and f"{known}.1" in shapes:  # two frames
+        return (*shape[:2], 2, *shape[2:])
+    if known == "v.patch_embd.weight" and len(shape) == 4 and tower.colors_last:
+        return shape[0], math.prod(shape[1:])
+    if tower.class_first and known == "v.position_embd.weight" and name.endswith("position_embeddings"):
+        return (1, *shape)
+    if tower.flat_positions and known == "v.position_embd.weight":
+        side = settings.number("pos_emb_height")
+        return side, side, math.prod(shape) // side**2
+    if name.endswith("cls_token"):
+        return (1, 1, shape[-1])
+    return () if known.endswith(("put_min", "put_max")) and shape == (1,) else shape
 
 
 def _check_widths(tower: Tower, settings: Settings, held: Mapping[str, LogicalTensor]) -> None:
@@ -252,71 +279,3 @@ def processor_of(contents: GgufContents) -> dict[str, Any]:
     if side := _value(contents, "vision.preproc_image_size"):
         stated["size"] = {"longest_edge": side}
     return stated
-
-
-def _restored(
-    name: str, known: str, held: Mapping[str, LogicalTensor], tower: Tower, settings: Settings
-) -> LogicalTensor | None:
-    """Return a tensor of the tower from what the file has of it, as views_of_tower makes that; None if it has nothing.
-
-    known: its name in the file
-    """
-    parts = [known.replace("attn_qkv", part) for part in ("attn_q", "attn_k", "attn_v")]
-    if ".attn_qkv." in known and not tower.joined:
-        return _rows_of(name, [held[part] for part in parts], None) if {*parts} <= held.keys() else None
-    if (tensor := held.get(known)) is None:
-        return None
-    frames = [tensor, held.get(f"{known}.1")]
-    if known == "v.patch_embd.weight" and frames[1] is not None and len(tensor.shape) == 4:
-        return _of_frames(name, [tensor, frames[1]])
-    rows = tensor.shape[0] if tensor.shape else 1
-    if ".attn_qkv." in known and tower.by_axis:
-        return _rows_of(name, [tensor], np.argsort(by_axis(rows, settings.number("num_attention_heads"))))
-    if tower.three_axes and ".attn_q." in known.replace("attn_k", "attn_q"):
-        return _rows_of(name, [tensor], np.argsort(three_axes(rows, settings.number("num_attention_heads"))))
-    if tower.interleaved and ".attn_q." in known.replace("attn_k", "attn_q"):
-        turned = np.arange(rows).reshape(settings.number("num_attention_heads"), -1, 2).swapaxes(1, 2).reshape(-1)
-        return _rows_of(name, [tensor], turned)
-    if tower.colors_last and known == "v.patch_embd.weight" and len(tensor.shape) == 4:
-        order = np.arange(math.prod(tensor.shape[1:])).reshape(tensor.shape[1:]).transpose(1, 2, 0).reshape(-1)
-        flat = RenamedTensor.of(name, tensor, shape=(rows, len(order)))
-        return ReorderedTensor.of(name, flat, order=order)
-    if tower.class_first and known == "v.position_embd.weight":
-        whole = _rows_of(name, [tensor], np.roll(np.arange(rows), 1))
-        return RenamedTensor.of(name, whole, shape=(1, *whole.shape)) if name.endswith("position_embeddings") else whole
-    if tower.offset and name.removeprefix("model.").startswith(tower.offset):
-        return OffsetTensor.of(name, tensor, offset=-1.0, dtype="F32", plain_dtype="F32")
-    if tower.flat_positions and known == "v.position_embd.weight":
-        side = settings.number("pos_emb_height")
-        return RenamedTensor.of(name, tensor, shape=(side, side, math.prod(tensor.shape) // side**2))
-    return RenamedTensor.of(name, tensor, shape=_shape(name, known, tensor.shape))
-
-
-def _shape(name: str, known: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in the model; see towers.py."""
-    if name.endswith("cls_token"):
-        return (1, 1, shape[-1])
-    return () if known.endswith(("put_min", "put_max")) and shape == (1,) else shape
-
-
-def _of_frames(name: str, frames: Sequence[LogicalTensor]) -> LogicalTensor:
-    """Return the kernels of a convolution over two frames, [outputs, channels, frames, height, width]."""
-    outputs, channels, height, width = frames[0].shape
-    flat = [RenamedTensor.of(name, of, shape=(outputs * channels, height * width)) for of in frames]
-    turns = np.arange(2 * outputs * channels).reshape(2, -1).T.reshape(-1)
-    whole = _rows_of(name, flat, turns)
-    return RenamedTensor.of(name, whole, shape=(outputs, channels, 2, height, width))
-
-
-def _rows_of(name: str, tensors: Sequence[LogicalTensor], order: npt.NDArray[np.int64] | None) -> LogicalTensor:
-    """Return rows of matrices, or elements of vectors, that follow each other. order: their numbers in all of them"""
-    width = tensors[0].shape[-1] if len(tensors[0].shape) > 1 else 1
-    count = math.prod(tensors[0].shape) // width
-    held = [RenamedTensor.of(name, of, shape=(math.prod(of.shape) // width, width)) for of in tensors]
-    order = np.arange(sum(of.shape[0] for of in held)) if order is None else order
-    runs = np.split(order, np.flatnonzero((np.diff(order) != 1) | (order[1:] % count == 0)) + 1)
-    starts = [(divmod(int(run[0]), count), len(run)) for run in runs]
-    segments = (Segment(tensor=held[of], first=first, count=size) for (of, first), size in starts)
-    moved = MovedTensor.of(name, (len(order), width), segments)
-    shape = (len(order), *tensors[0].shape[1:])
-    return RenamedTensor.of(name, moved, shape=shape, dtype=tensors[0].dtype)
