@@ -56,8 +56,6 @@ from pqweights.errors import SourceError
 SAMPLE_BYTES = 4096
 # How many are read at once: where the files are elsewhere, each waits for a reply.
 SAMPLES_AT_ONCE = 8
-# Two tensors with the same name are compared so many bytes at a time.
-COMPARED_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -224,9 +222,9 @@ def files_at(path: Path) -> tuple[Storage, str]:
     raise SourceError(f"{path}: no such file or folder; give a local checkpoint folder or a .safetensors file")
 
 
-def open_local(path: Path, allow_pickle: bool = False, *, include: Sequence[str] = ()) -> Checkpoint:
+def open_local(path: Path, allow_pickle: bool = False) -> Checkpoint:
     """Open the checkpoint in a folder on this machine, or in a single safetensors file; see `open_files`."""
-    return open_files(*files_at(path), allow_pickle, include=include)
+    return open_files(*files_at(path), allow_pickle)
 
 
 def open_files(
@@ -405,7 +403,8 @@ def stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> tuple[dic
             first = stored.setdefault(tensor.name, tensor)
             if first is tensor:
                 continue
-            if not _are_equal(storage, first, tensor):
+            pair = Pair(PlainTensor.of(storage, first), PlainTensor.of(storage, tensor), False)
+            if first.dtype != tensor.dtype or not same_values(pair):
                 raise SourceError(
                     f"tensor {tensor.name!r} is there twice, in {first.file} and {file}, with other values; remove the "
                     "file that is not meant, or fetch both again"
@@ -414,18 +413,6 @@ def stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> tuple[dic
     if not stored:
         raise SourceError(f"{weight_files[0]}: expected tensors, found none")
     return stored, copies
-
-
-def _are_equal(storage: Storage, one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two stored tensors have the same dtype, shape and bytes."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    for start in range(0, one.byte_count, COMPARED_BYTES):
-        count = min(COMPARED_BYTES, one.byte_count - start)
-        pieces = (read_bytes(storage, of.file, of.offset + start, count) for of in (one, other))
-        if len(set(pieces)) > 1:
-            return False
-    return True
 
 
 def read_header(storage: Storage, file: str) -> tuple[list[StoredTensor], dict[str, str]]:

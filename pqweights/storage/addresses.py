@@ -12,11 +12,12 @@ from __future__ import annotations
 import os
 import re
 import urllib.parse
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from pqweights.errors import OptionError
+from pqweights.errors import OptionError, SourceError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 HUB_PREFIX = "hf://"
@@ -61,6 +62,11 @@ class Address:
     query: str = field(default="", kw_only=True)
 
     @property
+    def family(self) -> str:
+        """The scheme, by one of the names of its storage."""
+        return SAME_SCHEMES.get(self.scheme, self.scheme)
+
+    @property
     def url(self) -> str:
         """The whole address, which may hold credentials: for fsspec alone."""
         return _joined(self.scheme, self.bucket, self.path) + (f"?{self.query}" if self.query else "")
@@ -81,7 +87,7 @@ class Address:
 
     def overlaps(self, other: Address) -> bool:
         """Whether one of two addresses is, or holds, the other."""
-        ours, theirs = ([SAME_SCHEMES.get(a.scheme, a.scheme), a.bucket, *a.path.split("/")] for a in (self, other))
+        ours, theirs = ([a.family, a.bucket, *a.path.split("/")] for a in (self, other))
         shorter, longer = sorted(([part for part in parts if part] for parts in (ours, theirs)), key=len)
         return longer[: len(shorter)] == shorter
 
@@ -161,6 +167,18 @@ def is_inside(name: str) -> bool:
     parts = name.split("/")
     is_plain = "\\" not in name and ":" not in parts[0] and name.isprintable()
     return is_plain and not any(part in ("", ".", "..") for part in parts)
+
+
+def check_inside(where: object, names: Iterable[str]) -> None:
+    """Raise SourceError for a name that a server lists, but that is not one of a file inside, see `is_inside`.
+
+    where: what holds the files, as messages call it
+    """
+    if strange := next((name for name in names if not is_inside(name)), None):
+        raise SourceError(
+            f"{where}: holds a file {strange[:80]!a}: expected a path inside of it, in printable characters; do not "
+            "use this repository or folder, or rename the file if it is yours"
+        )
 
 
 def _split(url: str) -> urllib.parse.SplitResult | None:

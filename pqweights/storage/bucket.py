@@ -21,9 +21,9 @@ from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.checkpoint.storage import Remote
 from pqweights.common.advice import pip_install
-from pqweights.errors import MissingDependencyError, OptionError, SourceChangedError, SourceError, StorageError
+from pqweights.errors import MissingDependencyError, OptionError, SourceChangedError, StorageError
 from pqweights.storage import requests
-from pqweights.storage.addresses import SAME_SCHEMES, Address, is_inside
+from pqweights.storage.addresses import Address, check_inside
 from pqweights.storage.requests import Result, Truncated, expected_errors, reason, repeated, status_and_code
 
 # Schemes that fsspec knows, and that cannot list a folder or are not a place for models.
@@ -99,11 +99,7 @@ class RemoteFolder(Remote):
     def states(self, only: Sequence[str] | None = None, *, recursive: bool = True) -> dict[str, FileState]:
         """Return what its files are now. Raises SourceError for a name that cannot be that of a file inside of it."""
         states = self.files(recursive=recursive) if only is None else {name: self.state(name) for name in only}
-        if strange := next((name for name in states if not is_inside(name)), None):
-            raise SourceError(
-                f"{self}: holds a file {strange[:80]!a}: expected a path inside of it, in printable characters; rename "
-                "or remove it"
-            )
+        check_inside(self, states)
         return {name: state for name, state in states.items() if state is not None}
 
     def journal_line(self) -> bytes | None:
@@ -253,7 +249,7 @@ class RemoteFolder(Remote):
 
     @property
     def _is_s3(self) -> bool:
-        return _family(self.address) == "s3"
+        return self.address.family == "s3"
 
     def _path(self, name: str) -> str:
         """Return the path under which the file system knows a file, or the folder."""
@@ -314,11 +310,6 @@ def _seconds(time: Any) -> float | None:
     return float(time) if isinstance(time, int | float) else None
 
 
-def _family(address: Address) -> str:
-    """Return the scheme of a storage, by one of its names."""
-    return SAME_SCHEMES.get(address.scheme, address.scheme)
-
-
 def _opened(address: Address) -> Any:
     """Return fsspec's file system for an address, which belongs to the caller alone.
 
@@ -331,7 +322,7 @@ def _opened(address: Address) -> Any:
         from fsspec.registry import known_implementations, registry
     except ImportError:
         raise MissingDependencyError(f"{address}: needs fsspec, which is not installed: pip install fsspec") from None
-    scheme, family = address.scheme, _family(address)
+    scheme, family = address.scheme, address.family
     if scheme in NOT_STORAGE or (scheme not in known_implementations and scheme not in registry):
         raise OptionError(
             f"{address}: expected an address in storage that fsspec can list, such as s3://BUCKET/FOLDER "
@@ -385,7 +376,7 @@ def failed(error: Exception, address: Address, action: str, endpoint: str = "") 
     action: read or write
     endpoint: the server as far as it is known, without credentials
     """
-    family, bucket = _family(address), str(Address(address.scheme, address.bucket))
+    family, bucket = address.family, str(Address(address.scheme, address.bucket))
     needed = PERMISSIONS[family][action == "write"] if family in PERMISSIONS else f"permission to {action}"
     why = reason(
         error,

@@ -20,8 +20,8 @@ from pqweights.checkpoint.ahead import Stop, TransferStopped
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.storage import Origin, Remote
 from pqweights.checkpoint.writer import COPY_BYTES, disk_errors, partial_path, sync_folder
-from pqweights.errors import HubError, HubUnavailableError, SourceError
-from pqweights.storage.addresses import is_inside
+from pqweights.errors import HubError, HubUnavailableError
+from pqweights.storage.addresses import check_inside
 from pqweights.storage.hub import Hub
 from pqweights.storage.requests import TIMEOUT_SECONDS, Truncated, read_range
 
@@ -74,11 +74,7 @@ class Repository(Remote):
 
         Raises SourceError for a name that would lead out of a folder, or that does not mean what it displays.
         """
-        if strange := next((name for name in self.files if not is_inside(name)), None):
-            raise SourceError(
-                f"{self}: lists a file {strange[:80]!a}: expected a path inside the repository, in printable "
-                "characters; do not use this repository"
-            )
+        check_inside(self, self.files)
         return {
             name: file
             for name, file in self.files.items()

@@ -28,12 +28,7 @@ from pqweights.storage.web import WebFolder
 # An adapter with its weight.
 _WEIGHED = re.compile(r"(?P<name>.+):(?P<weight>-?(\d+(\.\d*)?|\.\d+))")
 # The commands that copy folders from object storage.
-COPIES = {
-    "s3": "`aws s3 sync`",
-    "s3a": "`aws s3 sync`",
-    "gs": "`gcloud storage rsync -r`",
-    "gcs": "`gcloud storage rsync -r`",
-}
+COPIES = {"s3": "`aws s3 sync`", "gs": "`gcloud storage rsync -r`"}
 
 
 class Fetched(NamedTuple):
@@ -91,11 +86,11 @@ def _files_of(source: str | Path, hub: HubOptions, *, low_disk: bool = False) ->
     if location.scheme in WEB:
         return _web_files(location)
     storage = Storage(RemoteFolder(location))
-    if storage.files() or not location.path:
+    if storage.files():
         return storage, ""
     check_not_interrupted(storage)
     around = RemoteFolder(location.parent)
-    if not around.states([location.name]):
+    if not location.path or not around.states([location.name]):
         raise SourceError(
             f"{location}: no such file or folder, or nothing in it; give the address of a checkpoint folder or of a "
             ".safetensors file"
@@ -185,7 +180,7 @@ def local_folder(
     """
     location = _located(source, hub)
     if isinstance(location, Address):
-        copy = COPIES.get(location.scheme, "the tool of that storage")
+        copy = COPIES.get(location.family, "the tool of that storage")
         raise SourceError(
             f"{location}: expected a local folder or a repository on the Hub, found an address in object storage, "
             f"which this command does not read: copy it to a folder first, with {copy}, and give that"

@@ -26,7 +26,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import Storage, read_bytes
 from pqweights.errors import SourceError
 from pqweights.storage.bucket import RemoteFolder
-from pqweights.storage.sources import open_address
+from pqweights.storage.sources import open_source
 
 CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}
 
@@ -270,7 +270,7 @@ def test_fingerprints_and_headers_of_many_files(server: ObjectServer, tmp_path: 
     """More files than headers are requested at once, and more tensors than samples."""
     shards = [{f"t{number}.{n}.weight": bf16(gaussian(4 + number, 300)) for n in range(3)} for number in range(40)]
     folder = write_checkpoint(tmp_path / "many", *shards)
-    opened, local = open_address(address_of(server.put(folder, "many"))), open_local(folder)
+    opened, local = open_source(server.put(folder, "many")), open_local(folder)
     starts = sum("model-" in line for line in server.log if line.startswith("GET"))
     assert starts <= 2 * 40 and opened.fingerprint() == local.fingerprint()
     assert [tensor.name for tensor in opened.tensors] == [tensor.name for tensor in local.tensors]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.configurations import same_value, shortest, solve
+from pqweights.checkpoint.gguf.configurations import key_of, same_value, shortest, solve
 from pqweights.checkpoint.gguf.contents import GgufContents, MetadataList
 from pqweights.checkpoint.gguf.inverse import AbsentTensor, Piece, assembled, pieces_of
 from pqweights.checkpoint.gguf.towers import (
@@ -120,12 +120,8 @@ def _config(
 def _vision(tower: Tower, contents: GgufContents) -> dict[str, Any]:
     """Return what the metadata of a tower say, by the keys of its configuration."""
     values: dict[str, Any] = {}
-    writer = gguf_package().GGUFWriter(None, ARCHITECTURE)
     for setting in tower.settings:
-        before = {*writer.kv_data[0]}
-        getattr(writer, f"add_{setting.parameter}")(1)
-        (key,) = {*writer.kv_data[0]} - before
-        key = key.removeprefix("clip.")
+        key = key_of(setting, ARCHITECTURE)
         value = _value(contents, key)
         value = TAKEN.get(key, {}).get(tower.projector) if value is None else value
         if setting.truth:
