@@ -112,7 +112,7 @@ def gptq() -> Pieces:
     factor = MomentsFactor(order=order, matrix=matrix, diagonal=diagonal)
     for symmetric in (True, False):
         rule = GroupRule(bits=4, group_size=128, symmetric=symmetric, middle=symmetric, rule="best")
-        groups = compensate(weights(), rule.quantize(weights().reshape(-1)), rule, factor).groups
+        groups, _ = compensate(weights(), rule.quantize(weights().reshape(-1)), rule, factor)
         yield from (part.tobytes() for part in (groups.codes, groups.scales, groups.offsets))
 
 

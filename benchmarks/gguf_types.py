@@ -143,7 +143,7 @@ def _measured(name: str, theirs: _Ggml, values: np.ndarray, importance: np.ndarr
                 seconds.setdefault((who, threads), []).append(in_threads(encode, values, threads))
     rates = {f"{who}_{threads}": values.size / statistics.median(found) for (who, threads), found in seconds.items()}
     return {
-        "ours_mse": error(encode_blocks(name, values, importance).data),
+        "ours_mse": error(encode_blocks(name, values, importance).codes),
         "theirs_mse": error(theirs.encode(values, importance)),
         "rates": rates,
     }

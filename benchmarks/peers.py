@@ -165,7 +165,7 @@ def gguf_type(name: str) -> Quantizer:
         counted=f"{kind.block_bytes} bytes per {kind.block_size}",
         threading=POOL,
         prepare=prepare,
-        encode=lambda weight: encode_blocks(name, weight, None).data,
+        encode=lambda weight: encode_blocks(name, weight, None).codes,
         decode=lambda data: gguf.quants.dequantize(data, number).reshape(-1),
         stored_bits=lambda data: 8 * data.nbytes,
         codec=f"gguf {name}",

@@ -6,7 +6,6 @@ The arithmetic is in kernels/gguf_encoding.py. Blocks of sources are read in che
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,9 +13,6 @@ from pqweights.common.dtypes import from_float32
 from pqweights.formats.packing import BLOCKS, Bytes, Floats, PackedFormat, StoredPart
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.groups import BEST, Groups
-
-if TYPE_CHECKING:
-    from pqweights.kernels.gguf_encoding import EncodedBlocks
 
 # One block after the other.
 LAYOUT = (StoredPart(BLOCKS, "{weight}", "U8"),)
@@ -52,7 +48,7 @@ class BlockRule:
         from pqweights.kernels.gguf_encoding import encode_blocks
         from pqweights.kernels.gguf_gain import with_gain
 
-        return _as_groups(with_gain(self.kind, encode_blocks(self.kind, values.reshape(-1, self.group_size), None)))
+        return with_gain(self.kind, encode_blocks(self.kind, values.reshape(-1, self.group_size), None))
 
     def quantize_weighted(self, values: Floats, importance: Floats) -> Groups:
         """Quantize whole rows, given the mean square of each input: values [rows * K], importance [K]."""
@@ -61,10 +57,9 @@ class BlockRule:
 
         rows = values.reshape(-1, len(importance))
         blocks = encode_blocks(self.kind, rows, importance)
-        if self.kind in FACTORS:
-            decoded = self.decode(_as_groups(blocks))
-            blocks = with_gain(self.kind, blocks, products_of(rows, decoded, importance))
-        return _as_groups(blocks)
+        if self.kind not in FACTORS:
+            return blocks
+        return with_gain(self.kind, blocks, products_of(rows, self.decode(blocks), importance))
 
     def decode(self, groups: Groups) -> Floats:
         """Return the weights that llama.cpp decodes: [blocks, block size]."""
@@ -96,8 +91,3 @@ def block_format(name: str, reason: str | None = None) -> PackedFormat:
 def half_floats(numbers: Floats) -> Bytes:
     """Return scales as they lie in blocks: [blocks, 2] u8."""
     return from_float32(numbers, "F16").reshape(-1, 2)
-
-
-def _as_groups(blocks: EncodedBlocks) -> Groups:
-    none = np.zeros(len(blocks.data), dtype=np.float32)
-    return Groups(codes=blocks.data, scales=none, offsets=none, energies=blocks.energies, errors=blocks.errors)

@@ -118,22 +118,12 @@ class Tiles:
         return np.ascontiguousarray(self.values.transpose(0, 2, 1).reshape(-1, self.values.shape[1])[: self.rows])
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Rounded:
-    """Some rows of weights as integers.
-
-    groups: their groups; energies are those of the weights, errors those of the codes
-    errors: W - Q, in the order of the factor
-    """
-
-    groups: Groups
-    errors: Tiles
-
-
-def compensate(values: Floats, start: Groups, rule: GroupRule, factor: MomentsFactor) -> Rounded:
+def compensate(values: Floats, start: Groups, rule: GroupRule, factor: MomentsFactor) -> tuple[Groups, Tiles]:
     """Round rows of weights [rows, K] with compensation.
 
     start: their groups as `rule.quantize` returns them, where the search for scales and offsets begins
+
+    Returns their groups, with the squared errors of the codes, and W - Q in the order of the factor.
     """
     rows, size = values.shape
     groups = size // rule.group_size
@@ -158,7 +148,7 @@ def compensate(values: Floats, start: Groups, rule: GroupRule, factor: MomentsFa
         errors=np.empty_like(start.errors),
     )
     result.errors[:] = sums_of_squares(values.reshape(result.codes.shape) - rule.decode(result))
-    return Rounded(groups=result, errors=Tiles(errors, rows))
+    return result, Tiles(errors, rows)
 
 
 def sums_of_squares(rows: Floats) -> npt.NDArray[np.float64]:

@@ -8,7 +8,6 @@ gguf_searches.py. Blocks of short floats are encoded by native/float_groups.cpp,
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +16,10 @@ from pqweights.kernels import native
 from pqweights.kernels.gguf_grids import UNITS, grid_of
 from pqweights.kernels.gguf_searches import SEARCHES, Points
 from pqweights.kernels.gguf_types import BLOCK_TYPES, BlockType
-from pqweights.kernels.groups import BEST, FloatRule
+from pqweights.kernels.groups import BEST, FloatRule, Groups
 
 Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 
 # Columns that hardly count are taken to count this much, of the one that counts most.
 LEAST_IMPORTANCE = 2.0**-30
@@ -27,22 +27,11 @@ LEAST_IMPORTANCE = 2.0**-30
 FLOATS = {"MXFP4": FloatRule("mxfp4", 4, 32, BEST), "NVFP4": FloatRule("nvfp4", 4, 16, BEST)}
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class EncodedBlocks:
-    """Some blocks as a GGUF file has them.
-
-    data: u8 [blocks, block bytes].
-    energies, errors: f64 [blocks], the sums of squares of the weights and of their errors, whatever the importance;
-        not finite where the weights are not.
-    """
-
-    data: npt.NDArray[np.uint8]
-    energies: npt.NDArray[np.float64]
-    errors: npt.NDArray[np.float64]
-
-
-def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> EncodedBlocks:
+def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> Groups:
     """Weights f32 [rows, columns] as blocks of a type (a key of BLOCK_TYPES), row by row.
+
+    Codes of the groups are the bytes of the blocks, u8 [blocks, block bytes], with scales and offsets in them. Squares
+    are summed whatever the importance, and are not finite where the weights are not.
 
     importance: f32 [columns], the second moments of the inputs at any scale, by which squared errors count; None: all
     the same. A block's bytes depend on nothing but its weights and the importance of all columns.
@@ -57,11 +46,8 @@ def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> 
         return _encode_floats(kind, values, factors)
     row_blocks = columns // kind.block_size
     blocks = rows * row_blocks
-    out = EncodedBlocks(
-        data=np.empty((blocks, kind.block_bytes), dtype=np.uint8),
-        energies=np.empty(blocks, dtype=np.float64),
-        errors=np.empty(blocks, dtype=np.float64),
-    )
+    data = np.empty((blocks, kind.block_bytes), dtype=np.uint8)
+    energies, errors = np.empty((2, blocks), dtype=np.float64)
     search = SEARCHES[type_name]
     native.call(
         search.kernel,
@@ -70,14 +56,14 @@ def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> 
         None if factors is None else native.array(factors, np.float32, columns),
         *_points(search.starts if factors is None else search.weighted_starts),
         *_points(search.factors),
-        native.array(out.data, np.uint8, blocks * kind.block_bytes, written=True),
-        native.array(out.energies, np.float64, blocks, written=True),
-        native.array(out.errors, np.float64, blocks, written=True),
+        native.array(data, np.uint8, blocks * kind.block_bytes, written=True),
+        native.array(energies, np.float64, blocks, written=True),
+        native.array(errors, np.float64, blocks, written=True),
         blocks,
         row_blocks,
         *(_grid(type_name) if type_name in UNITS else ()),
     )
-    return out
+    return _groups_of(data, energies, errors)
 
 
 def decode_blocks(type_name: str, data: npt.NDArray[np.uint8]) -> Floats:
@@ -92,7 +78,7 @@ def decode_blocks(type_name: str, data: npt.NDArray[np.uint8]) -> Floats:
     return decoded.reshape(len(data), -1)
 
 
-def _encode_floats(kind: BlockType, values: Floats, importance: Floats | None) -> EncodedBlocks:
+def _encode_floats(kind: BlockType, values: Floats, importance: Floats | None) -> Groups:
     """A block has the scales of its groups, then their codes, those of the first half of a group in the low bits."""
     rule, flat = FLOATS[kind.name], values.reshape(-1)
     groups = rule.quantize(flat) if importance is None else rule.quantize_weighted(flat, importance)
@@ -102,7 +88,12 @@ def _encode_floats(kind: BlockType, values: Floats, importance: Floats | None) -
     squares = (numbers.reshape(-1, in_block).T for numbers in (groups.energies, groups.errors))
     energies, errors = (functools.reduce(np.add, of_groups) for of_groups in squares)
     data = np.concatenate([scales, codes.reshape(len(scales), in_block * half)], axis=1)
-    return EncodedBlocks(data=data, energies=energies, errors=errors)
+    return _groups_of(data, energies, errors)
+
+
+def _groups_of(data: npt.NDArray[np.uint8], energies: Doubles, errors: Doubles) -> Groups:
+    none = np.zeros(len(data), dtype=np.float32)
+    return Groups(codes=data, scales=none, offsets=none, energies=energies, errors=errors)
 
 
 def normalized_importance(importance: Floats, columns: int) -> Floats | None:

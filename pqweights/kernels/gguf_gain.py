@@ -9,13 +9,13 @@ the products their size again. The squared error grows by the same small factor,
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.kernels.gguf_encoding import EncodedBlocks
-from pqweights.kernels.groups import LARGEST_GAIN
+from pqweights.kernels.groups import LARGEST_GAIN, Groups
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -72,7 +72,7 @@ def products_of(values: Floats, decoded: Floats, importance: Floats) -> Products
     return Products(*added)
 
 
-def with_gain(type_name: str, blocks: EncodedBlocks, products: Products | None = None) -> EncodedBlocks:
+def with_gain(type_name: str, blocks: Groups, products: Products | None = None) -> Groups:
     """Return blocks of a type enlarged by what the codes have lost, with the errors that they then have.
 
     products: of blocks that were encoded by importances, whose errors are orthogonal in that measure only
@@ -88,11 +88,11 @@ def with_gain(type_name: str, blocks: EncodedBlocks, products: Products | None =
     gains = np.ones(len(energies))
     np.divide(found.weighed_energies, found.weighed_products, out=gains, where=held)
     np.clip(gains, 1.0, LARGEST_GAIN, out=gains)
-    data = blocks.data.copy()
+    data = blocks.codes.copy()
     for at in FACTORS[type_name]:
         _enlarge(data, at, gains, spread=type_name == "IQ1_M")
     errors = energies - 2 * gains * found.products + gains * gains * found.squares
-    return EncodedBlocks(data=data, energies=energies, errors=np.where(held, errors, blocks.errors))
+    return replace(blocks, codes=data, errors=np.where(held, errors, blocks.errors))
 
 
 def _enlarge(data: npt.NDArray[np.uint8], at: int, gains: Doubles, *, spread: bool) -> None:

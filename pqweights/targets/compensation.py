@@ -269,11 +269,11 @@ class CompensatedJob(_InformedJob):
         ready = self._compensation.factor(vector)
         if ready is None:
             return plain, _OutputErrors(matrix, np.empty(0), np.empty(0), 0, None)
-        better = compensate(values.reshape(-1, self._columns), plain, rule, ready.factor)
+        better, better_errors = compensate(values.reshape(-1, self._columns), plain, rule, ready.factor)
         plain_errors = errors_of(values.reshape(-1, self._columns), plain, rule, ready.factor)
-        before, after = output_errors(plain_errors, ready.held_back), output_errors(better.errors, ready.held_back)
+        before, after = output_errors(plain_errors, ready.held_back), output_errors(better_errors, ready.held_back)
         worse = ~(after < before)
-        groups = _merged(better.groups, plain, np.repeat(worse, self._columns // rule.group_size))
+        groups = _merged(better, plain, np.repeat(worse, self._columns // rule.group_size))
         about = _OutputErrors(matrix, before, np.where(worse, before, after), int(worse.sum()), ready.damping)
         return groups, about
 

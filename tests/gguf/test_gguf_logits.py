@@ -87,7 +87,7 @@ def test_llama_cpp_computes_with_the_weights_that_blocks_decode_to(kind: str, tm
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 blocks = encode_blocks(kind, parameter.numpy(), None)
-                parameter.copy_(torch.from_numpy(decode_blocks(kind, blocks.data).reshape(parameter.shape)))
+                parameter.copy_(torch.from_numpy(decode_blocks(kind, blocks.codes).reshape(parameter.shape)))
     expected = gguf_cases.logits(model, ids)
     # It rounds inputs of matrices to 8 bits.
     assert_within(distance(found, expected), "llama.cpp, blocks")

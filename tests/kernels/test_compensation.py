@@ -97,11 +97,11 @@ def test_errors_are_those_of_the_decoded_weights(kind: str) -> None:
     size = 5 * rule.group_size  # with groups of 32, not a multiple of what the kernel takes at once
     factor, _ = ready(size)
     weights = gaussian(70, size, seed=5)
-    rounded = compensate(weights, rule.quantize(weights.reshape(-1)), rule, factor)
-    errors = weights - rule.decode(rounded.groups).reshape(weights.shape)
-    assert not rule.zeros or np.isin(rounded.groups.offsets, np.arange(2**rule.bits)).all()
-    assert np.array_equal(rounded.errors.rows_of(), errors[:, factor.order])
-    assert np.array_equal(rounded.groups.errors, sums_of_squares(errors.reshape(-1, rule.group_size)))
+    groups, left = compensate(weights, rule.quantize(weights.reshape(-1)), rule, factor)
+    errors = weights - rule.decode(groups).reshape(weights.shape)
+    assert not rule.zeros or np.isin(groups.offsets, np.arange(2**rule.bits)).all()
+    assert np.array_equal(left.rows_of(), errors[:, factor.order])
+    assert np.array_equal(groups.errors, sums_of_squares(errors.reshape(-1, rule.group_size)))
 
 
 Doubles = npt.NDArray[np.float64]
@@ -186,8 +186,8 @@ def test_output_errors_are_those_of_the_product() -> None:
 def test_rows_are_independent_of_each_other() -> None:
     factor, _ = ready(128)
     weights = gaussian(130, 128, seed=9)
-    whole = compensate(weights, AFFINE.quantize(weights.reshape(-1)), AFFINE, factor).groups
+    whole, _ = compensate(weights, AFFINE.quantize(weights.reshape(-1)), AFFINE, factor)
     for first, count in ((0, 1), (64, 66), (129, 1)):
         part = np.ascontiguousarray(weights[first : first + count])
-        found = compensate(part, AFFINE.quantize(part.reshape(-1)), AFFINE, factor).groups
+        found, _ = compensate(part, AFFINE.quantize(part.reshape(-1)), AFFINE, factor)
         assert np.array_equal(found.codes, whole.codes.reshape(130, 4, 32)[first : first + count].reshape(-1, 32))

@@ -18,8 +18,9 @@ from closeness import F32_FEW, F32_SOLVED, F64_SUM, ORTHOGONAL, SMALLEST, approx
 from ggml_quantizer import ggml_blocks, ggml_decoded
 from hard_weights import importance
 
-from pqweights.kernels.gguf_encoding import FLOATS, EncodedBlocks, decode_blocks, encode_blocks
+from pqweights.kernels.gguf_encoding import FLOATS, decode_blocks, encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.groups import Groups
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -92,9 +93,9 @@ every_affine_type = pytest.mark.parametrize("name", AFFINE)
 plain_and_weighted = pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 
 
-def decoded(name: str, out: EncodedBlocks | npt.NDArray[np.uint8], shape: tuple[int, ...]) -> Floats:
+def decoded(name: str, out: Groups | npt.NDArray[np.uint8], shape: tuple[int, ...]) -> Floats:
     """The weights, nearly always by the gguf package: see test_blocks_are_decoded_as_by_llama_cpp."""
-    data = out.data if isinstance(out, EncodedBlocks) else out
+    data = out.codes if isinstance(out, Groups) else out
     return decode_blocks(name, data.reshape(-1, BLOCK_TYPES[name].block_bytes)).reshape(shape)
 
 
@@ -146,7 +147,7 @@ def test_bytes_decode_to_the_weights_whose_errors_are_reported(name: str, weight
             values = np.clip(values, -(2.0**127), 2.0**127)
         found = encode_blocks(name, values, importance(512, unused=True) if weighted else None)
         blocks = values.size // BLOCK_TYPES[name].block_size
-        assert found.data.shape == (blocks, BLOCK_TYPES[name].block_bytes)
+        assert found.codes.shape == (blocks, BLOCK_TYPES[name].block_bytes)
         back = decoded(name, found, values.shape)
         assert np.isfinite(back).all(), family
         wide = values.astype(np.float64)
@@ -166,7 +167,7 @@ def test_weights_that_the_format_can_hold_hardly_change(name: str) -> None:
     held = (codes - form.last_code // 2).astype(np.float32) * np.float32(form.last_level * 2.0**-14)
     values = np.stack([np.zeros(256, dtype=np.float32), -np.zeros(256, dtype=np.float32), held])
     found = encode_blocks(name, values, None)
-    assert not found.data[: 2 * 256 // BLOCK_TYPES[name].block_size].any()
+    assert not found.codes[: 2 * 256 // BLOCK_TYPES[name].block_size].any()
     assert (found.errors <= rounding("F32", 2) * found.energies).all()
     constants = np.repeat(np.array([[0.5], [-1], [3], [-7e-3], [6e4]], dtype=np.float32), 256, axis=1)
     back = decoded(name, encode_blocks(name, constants, None), constants.shape)
@@ -226,13 +227,13 @@ def test_weights_that_are_not_finite_show_in_their_block_alone(name: str, bad: f
     values[3, 300] = bad
     found = encode_blocks(name, values, None)
     place = (3 * 512 + 300) // BLOCK_TYPES[name].block_size
-    others = np.arange(len(found.data)) != place
+    others = np.arange(len(found.codes)) != place
     assert not np.isfinite(found.energies[place])
-    assert np.array_equal(found.data[others], clean.data[others])
+    assert np.array_equal(found.codes[others], clean.codes[others])
     assert np.array_equal(found.errors[others], clean.errors[others])
     values[::3, 100] = bad
     whole, part = encode_blocks(name, values, None), encode_blocks(name, values[7:], None)
-    assert np.array_equal(part.data, whole.data[-len(part.data) :])
+    assert np.array_equal(part.codes, whole.codes[-len(part.codes) :])
 
 
 @every_type
@@ -244,21 +245,21 @@ def test_blocks_are_the_same_in_any_chunks(name: str, weighted: bool) -> None:
         whole = encode_blocks(name, values, factors)
         for cuts in ([1], [0, 16], [5, 6, 20], list(range(1, 21))):
             chunks = [encode_blocks(name, np.ascontiguousarray(rows), factors) for rows in np.split(values, cuts)]
-            for field in ("data", "energies", "errors"):
+            for field in ("codes", "energies", "errors"):
                 joined = np.concatenate([getattr(chunk, field) for chunk in chunks])
                 assert np.array_equal(joined, getattr(whole, field)), (family, field)
         if not weighted:
-            assert np.array_equal(encode_blocks(name, values.reshape(42, 256), None).data, whole.data)
+            assert np.array_equal(encode_blocks(name, values.reshape(42, 256), None).codes, whole.codes)
 
 
 @every_type
 def test_scale_of_importance_does_not_matter(name: str) -> None:
     values, factors = hard_weights.families(512)["heavy tails"], importance(512, unused=True)
-    expected = encode_blocks(name, values, factors).data
+    expected = encode_blocks(name, values, factors).codes
     for power in (-60, 3, 60):
-        assert np.array_equal(encode_blocks(name, values, np.ldexp(factors, power)).data, expected)
+        assert np.array_equal(encode_blocks(name, values, np.ldexp(factors, power)).codes, expected)
     even = encode_blocks(name, values, np.zeros(512, dtype=np.float32))
-    assert np.array_equal(even.data, encode_blocks(name, values, None).data)
+    assert np.array_equal(even.codes, encode_blocks(name, values, None).codes)
 
 
 def test_what_does_not_fit_is_an_error() -> None:

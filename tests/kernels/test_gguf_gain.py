@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from closeness import F32_MATRIX, F32_SOLVED, SAMPLE, SMALL_SAMPLE, approx, each_near
 
-from pqweights.kernels.gguf_encoding import EncodedBlocks, decode_blocks, encode_blocks
+from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
 from pqweights.kernels.gguf_gain import FACTORS, products_of, with_gain
 from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.groups import Groups
 
 
-def decoded(name: str, blocks: EncodedBlocks) -> np.ndarray:
-    return decode_blocks(name, blocks.data).astype(np.float64)
+def decoded(name: str, blocks: Groups) -> np.ndarray:
+    return decode_blocks(name, blocks.codes).astype(np.float64)
 
 
 def weights(seed: int = 5) -> np.ndarray:
@@ -27,7 +28,7 @@ def test_products_with_the_weights_keep_their_size(name: str, weighed: bool) -> 
     before = encode_blocks(name, values, importance)
     products = None if importance is None else products_of(values, decoded(name, before), importance)
     after = with_gain(name, before, products)
-    truth = values.reshape(len(before.data), -1).astype(np.float64)
+    truth = values.reshape(len(before.codes), -1).astype(np.float64)
     factors = np.ones(512) if importance is None else importance
     weighed_truth = (values * factors).reshape(truth.shape)
     shares = [(weighed_truth * decoded(name, found)).sum() / (weighed_truth * truth).sum() for found in (before, after)]
@@ -47,7 +48,7 @@ def test_blocks_without_anything_to_gain_stay_as_they_are(name: str) -> None:
     values[1, 7] = np.nan
     before = encode_blocks(name, values, None)
     after = with_gain(name, before)
-    assert np.array_equal(after.data, before.data)
+    assert np.array_equal(after.codes, before.codes)
     np.testing.assert_array_equal(after.errors, before.errors)
 
 
@@ -61,4 +62,4 @@ def test_a_block_does_not_depend_on_the_others() -> None:
     values = weights()
     whole = with_gain("Q2_K", encode_blocks("Q2_K", values, None))
     part = with_gain("Q2_K", encode_blocks("Q2_K", np.ascontiguousarray(values[10:20]), None))
-    assert np.array_equal(whole.data[20:40], part.data) and np.array_equal(whole.errors[20:40], part.errors)
+    assert np.array_equal(whole.codes[20:40], part.codes) and np.array_equal(whole.errors[20:40], part.errors)

@@ -127,8 +127,8 @@ def weighted_error(values: npt.NDArray[np.float32], rule: GroupRule, importance:
     diagonal = factorize(matrix, importance[order], 0.0)
     assert diagonal is not None
     factor = MomentsFactor(order=order, matrix=matrix, diagonal=diagonal)
-    rounded = compensate(values, rule.quantize(values.reshape(-1)), rule, factor)
-    return float((np.square(rounded.errors.rows_of().astype(np.float64)) * importance[order]).sum())
+    _, errors = compensate(values, rule.quantize(values.reshape(-1)), rule, factor)
+    return float((np.square(errors.rows_of().astype(np.float64)) * importance[order]).sum())
 
 
 @pytest.mark.parametrize("family", ["gaussian", "positive"])

@@ -147,7 +147,7 @@ def write_parts(
             continue
         stored, values = gguf.GGMLQuantizationType[dtype if len(tensor.shape) > 1 else "F32"], values_of(tensor)
         if stored.name in BLOCK_TYPES:
-            data = encode_blocks(dtype, values, None).data.reshape(len(values), -1)
+            data = encode_blocks(dtype, values, None).codes.reshape(len(values), -1)
         else:
             data = gguf.quants.quantize(values, stored)
         writer.add_tensor(tensor.name, data, raw_dtype=stored)

@@ -172,7 +172,7 @@ def encode_gguf(kernel: str) -> Arrays:
     for name in (name for name, search in SEARCHES.items() if search.kernel == kernel):
         for importance in (None, hard_weights.importance(512, unused=True)):
             out = gguf_encoding.encode_blocks(name, values, importance)
-            yield from (out.data, out.energies, out.errors)
+            yield from (out.codes, out.energies, out.errors)
 
 
 def rotate() -> Arrays:
