@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-TREES = {str(path.relative_to(FOLDER)): ast.parse(path.read_bytes()) for path in sorted(FOLDER.rglob("*.py"))}
 # They have tolerances of their own, or defaults.
 COMPARING = ("allclose", "isclose", "approx", "assert_allclose", "assert_close", "assert_almost_equal")
 # A number below is a tolerance, unless it is below that, when it is the size of weights.
 LARGEST, SMALLEST = 1e-3, 1e-20
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """All files of the tests, parsed."""
+    return {str(path.relative_to(FOLDER)): ast.parse(path.read_bytes()) for path in sorted(FOLDER.rglob("*.py"))}
 
 
 def floats_in(node: ast.AST) -> Iterator[float]:
@@ -46,7 +52,7 @@ def imported_from(tree: ast.Module, module: str) -> list[ast.alias]:
 
 def test_every_tolerance_is_stated_in_one_place() -> None:
     own = ("support/closeness.py", Path(__file__).name)
-    found = {path: sorted(set(tolerances(tree))) for path, tree in TREES.items() if path not in own}
+    found = {path: sorted(set(tolerances(tree))) for path, tree in trees().items() if path not in own}
     assert not {path: lines for path, lines in found.items() if lines}
 
 
@@ -55,6 +61,6 @@ def test_nothing_is_skipped() -> None:
     skipping = ("skip", "skipif", "importorskip", "xfail")
     found = {
         path: [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in skipping]
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
     }
     assert not any(found.values()), {path: lines for path, lines in found.items() if lines}

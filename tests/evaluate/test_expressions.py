@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compressed_tensors.utils.match import match_name
 
 from pqweights.errors import SourceError
 from pqweights.runtime.expressions import slow_expression
@@ -51,6 +50,8 @@ def test_a_folder_with_an_expression_that_takes_forever_is_refused(expression: s
 
 @pytest.mark.parametrize("expression", QUICK)
 def test_usual_expressions_are_taken_and_quick(expression: str) -> None:
+    from compressed_tensors.utils.match import match_name
+
     assert not any(map(slow_expression, settings(expression)))
     start = time.process_time()
     match_name(NAME, expression)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+COMPILES = "compiles the kernels for other processors, or with sanitizers"
 RUNTIMES = "computes in llama.cpp or an emulator, which `make test` installs"
 MODELS = "runs models in transformers, torchao or MLX"
 PROCESSES = "starts processes that import large packages"
@@ -85,7 +86,53 @@ SLOW = {
     "convert/test_resuming.py::test_run_killed_at_random_moments_leaves_only_listed_files_and_resumes": KILLS,
     "convert/test_remote_resuming.py::test_run_killed_at_any_change_of_the_storage_resumes": KILLS,
     "convert/test_remote_resuming.py::test_run_that_replaces_another_is_killed_and_resumes": KILLS,
-    "remote/test_results_on_server.py::test_run_that_loses_the_storage_is_continued": KILLS,
+    "kernels/test_fuzz.py": COMPILES,
+    "kernels/test_native.py::test_every_level_computes_the_golden_bytes": COMPILES,
+    "kernels/test_groups_optimum.py::test_error_with_zeros_is_close_to_the_least_of_all": EXHAUSTIVE,
+    "kernels/test_gguf_blocks.py::test_error_is_close_to_that_of_the_nearest_points_at_any_scales": EXHAUSTIVE,
+    "calibrate/test_calibrated_master.py": MODELS,
+    "calibrate/test_calibrated_stacks.py": MODELS,
+    "calibrate/test_changing_calibrations.py::test_a_signal_leaves_what_was_calibrated": PROCESSES,
+    "calibrate/test_changing_calibrations.py::test_a_source_that_changes_while_it_is_calibrated_ends_the_run": MODELS,
+    "calibrate/test_changing_calibrations.py::test_a_source_that_changed_since_a_kill_is_calibrated_anew": KILLS,
+    "calibrate/test_changing_calibrations.py::test_a_failure_that_passes_leaves_what_was_calibrated": MODELS,
+    "checkpoint/test_config.py::test_rule_agrees_with_every_configuration_of_transformers": EXHAUSTIVE,
+    "checkpoint/test_config_schema.py::test_the_configurations_of_all_classes_of_transformers_pass": EXHAUSTIVE,
+    "cli/test_cli.py::test_commands_import_neither_torch_nor_a_compiler": PROCESSES,
+    "cli/test_cli.py::test_full_disk_under_stdout_is_one_line": PROCESSES,
+    "cli/test_start.py::test_threads_of_commands_and_how_they_wait": PROCESSES,
+    "cli/test_tables.py::test_output_follows_a_real_terminal": PROCESSES,
+    "convert/test_locking.py::test_lock_of_a_killed_run_does_not_block": KILLS,
+    "convert/test_resuming.py::test_run_killed_after_publishing_its_shards_resumes_on_a_full_disk": KILLS,
+    "evaluate/test_bos.py::test_records_say_bos_and_do_not_replace_those_without": MODELS,
+    "formats/test_columns_format.py::test_stacks_are_those_of_an_independent_decoder": EXHAUSTIVE,
+    "formats/test_columns_format.py::test_damage_of_a_stack_is_found_or_decodes_as_the_page_says": EXHAUSTIVE,
+    "formats/test_trellis_damage.py::test_property_extreme_headers_are_harmless": EXHAUSTIVE,
+    "gguf/test_gguf_alone_encoders.py::test_sentence_transformers_runs_the_master_of_a_file_alone": MODELS,
+    "hub/test_offline.py::test_a_model_of_a_complete_cache_is_run_and_calibrated_on": MODELS,
+    "kv/test_cache.py::test_generate_takes_every_method": MODELS,
+    "kv/test_default_device.py": PROCESSES,
+    "loading/test_checked_loading.py::test_what_transformers_loads_is_loaded_with_its_warning": MODELS,
+    "loading/test_packed_columns.py": MODELS,
+    "loading/test_packed_states.py::test_a_state_goes_through_torch_save_and_load": MODELS,
+    "loading/test_packed_states.py::test_it_is_enough_to_import_the_module_that_loads": PROCESSES,
+    "loading/test_packed_threads.py::test_forked_process_decodes_and_multiplies": PROCESSES,
+    "remote/test_remote_sources.py::test_a_run_heals_from_failures_of_its_source": HUB,
+    "remote/test_remote_sources.py::test_verify_and_inspect_say_of_a_bucket_what_they_say_of_a_folder": HUB,
+    "remote/test_results_on_server.py": HUB,
+    "targets/test_calibrated_exports.py::test_gguf_holds_what_the_codes_decode_to": MODELS,
+    "targets/test_sentence_transformers.py": MODELS,
+    "calibrate/test_measuring_commands.py::test_interrupted_run_goes_on_and_gives_the_same_bytes": MODELS,
+    "loading/test_packed_states.py::test_weights_of_columns_with_other_fields_are_refused": MODELS,
+    "loading/test_packed_states.py::test_tied_weights_and_stacks_are_saved_once": MODELS,
+    "remote/test_folder.py::test_failures_that_pass_heal": HUB,
+    "remote/test_remote_sources.py::test_addresses_that_hold_nothing_or_something_else": HUB,
+    "remote/test_remote_sources.py::test_gguf_files_are_sources_alone": HUB,
+    "targets/test_gguf_export.py::test_errors_are_weighed_by_the_inputs": MODELS,
+    "targets/test_source_dtypes.py::test_kept_tensor_of_any_dtype_is_exported_or_named_in_one_line": EXHAUSTIVE,
+    "test_lists.py::test_every_benchmark_can_be_imported": PROCESSES,
+    "test_docs.py::test_tables_match_the_benchmark_documents": PROCESSES,
+    "test_fuzz_inputs.py::test_damaged_inputs_are_read_or_refused_in_a_line": EXHAUSTIVE,
 }
 
 
