@@ -200,7 +200,7 @@ class LayerwiseCalibration:
     def _statistics(self, layer: int) -> LayerStatistics[InputMoments]:
         parameters, used = self.model.parameters_of(layer), self.weights.get(layer, ())
         names = {weight.place.matrix.parameter for weight in used}
-        return LayerStatistics({name: parameters[name] for name in names}, moments_of_inputs)
+        return LayerStatistics({name: parameters[name] for name in names}, moments_of_inputs, self.model.head)
 
     def _inputs(
         self, layer: int, seen: LayerStatistics[InputMoments], known: AbstractSet[str], pooled: AbstractSet[str]

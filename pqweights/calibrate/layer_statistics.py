@@ -108,11 +108,13 @@ class ProductStatistics:
 
     vector: the number of what is collected; matrices that multiply the same inputs share it
     along_rows: whether the model stores the matrix as [N, K], not as [K, N]
+    makes_logits: whether its outputs are the model's predictions
     squares: the sums of squares of the gradients over all rows of outputs, [N]
     """
 
     vector: int
     along_rows: bool
+    makes_logits: bool = False
     squares: Tensor | None = None
 
 
@@ -142,6 +144,7 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
 
     parameters: which, by name: matrices, or stacks of them [experts, ...]
     new: makes what collects the inputs of a vector with so many channels
+    head: the parameter whose products are the model's predictions
     collected: of each vector of inputs, by number
     mixed: the vectors that matrices read which read the same in one batch, and not in another; these are not known
     products: what is known of each matrix that was multiplied by
@@ -149,6 +152,7 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
 
     parameters: Mapping[str, torch.nn.Parameter]
     new: Callable[[int], OfInputs]
+    head: str | None = None
     collected: dict[int, OfInputs] = field(default_factory=dict)
     mixed: set[int] = field(default_factory=set)
     products: dict[ModelMatrix, ProductStatistics] = field(default_factory=dict)
@@ -226,7 +230,7 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
         known = next((vector for other, vector, _ in self._inputs if _same_place(other, values)), None)
         if product is None:
             vector = len(self.collected) if known is None else known
-            product = self.products[matrix] = ProductStatistics(vector, along_rows)
+            product = self.products[matrix] = ProductStatistics(vector, along_rows, matrix.parameter == self.head)
         if known != product.vector:
             if any(vector == product.vector and by != matrix for _, vector, by in self._inputs):
                 self.mixed.add(product.vector)
@@ -241,8 +245,22 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
         """Add the gradients at outputs. used: which inputs are not zero, so that an error of the weight shows there"""
         own = gradient.detach() if of_stack is None else gradient.detach()[of_stack]
         rows = own.reshape(-1, own.shape[-1])
-        squares = (rows if used.all() else rows[used]).square().sum(0)
+        rows = rows if used.all() else rows[used]
+        squares = (expected_squares(rows) if product.makes_logits else rows.square()).sum(0)
         product.squares = squares if product.squares is None else product.squares + squares
+
+
+def expected_squares(gradients: Tensor) -> Tensor:
+    """Return the mean squares of gradients at logits over all labels that might have been drawn, [rows, vocabulary].
+
+    gradients: of cross entropies with drawn labels. They are p for a token, and p - 1 for the label, so their squares
+    are p (1 - p) in the mean, which is |g| (1 - |g|) for both: nearly all tokens are no label of a sample, and still
+    known by their p. Of a model that scales its logits, the mean square of all together stays that of the gradients.
+    """
+    sizes = gradients.abs()
+    expected = (1 - sizes).mul_(sizes).clamp_(min=0)
+    total = float(expected.sum(dtype=torch.float64))
+    return expected.mul_(float(torch.linalg.vector_norm(gradients, dtype=torch.float64)) ** 2 / total if total else 0.0)
 
 
 def weight_inputs(

@@ -160,6 +160,13 @@ class LayeredModel:
         return {name: parameter for name, parameter in self.model.named_parameters() if id(parameter) not in inside}
 
     @property
+    def head(self) -> str | None:
+        """The parameter by which hidden states are multiplied to predict tokens; None if there is no such."""
+        head = self.model.get_output_embeddings()
+        weight = None if head is None else head.weight
+        return next((name for name, parameter in self.parameters_of(OUTSIDE).items() if parameter is weight), None)
+
+    @property
     def tied(self) -> str | None:
         """The tensor of the embedding if the head has the same; None if there are two, or no head."""
         if not self._is_tied:

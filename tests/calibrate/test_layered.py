@@ -11,9 +11,10 @@ import families
 import numpy as np
 import pytest
 import torch
+from closeness import ALIKE, approx
 from helpers import as_float32, read_all, write_checkpoint
 
-from pqweights.calibrate.layer_statistics import InputMoments
+from pqweights.calibrate.layer_statistics import InputMoments, expected_squares
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import SourceError
@@ -61,6 +62,23 @@ def test_the_damping_suits_what_the_sample_shows(rank: int, expected: set[float]
         rows = torch.randn(64, rank, generator=random) @ directions
         moments.add(rows + 0.01 * torch.randn(64, 96, generator=random))
     assert moments.damping() in expected
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.125])
+def test_squares_of_gradients_at_logits_are_those_of_all_labels(scale: float) -> None:
+    """Also of tokens that no label of a small sample is; of models that scale their logits, the same in proportion."""
+    random = torch.Generator().manual_seed(3)
+    logits = torch.randn(64, 50, generator=random)
+    probabilities = torch.softmax(logits, -1)
+    labels = torch.multinomial(probabilities, 1, generator=random)
+    gradients = scale * (probabilities - torch.zeros_like(logits).scatter_(1, labels, 1))
+    found, exact = expected_squares(gradients), probabilities * (1 - probabilities)
+    assert float(found.sum()) == approx(float(gradients.square().sum()), ALIKE)
+    drawn = gradients.square().sum(0)
+    error, error_of_drawn = (
+        (of / of.sum() - exact.sum(0) / exact.sum()).square().sum() for of in (found.sum(0), drawn)
+    )
+    assert error < error_of_drawn / 4
 
 
 def test_stacks_that_transformers_transposes_if_they_need_it_are_those_of_the_model(tmp_path: Path) -> None:
