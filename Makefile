@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 INSTALL = $(BIN)/python tools/install.py
 INSTALL_TORCH = $(INSTALL) $(1) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) "$(TORCH)"
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-lossless bench-running bench-quality bench-calibration bench-strips ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills docs docs-commands docs-families dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-lossless bench-running bench-quality bench-real bench-calibration bench-strips ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills docs docs-commands docs-families dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -211,6 +211,10 @@ bench-running: $(READY) ## products and tokens of packed masters beside BF16 and
 
 bench-quality: $(READY) ## MODELS="DIR ...": perplexity, KL and top-1 of masters with and without data, the ablation, peers
 	$(call BENCHMARK,quality) $(MODELS) $(WORK) $(ARGS)
+	$(REPORT)
+
+bench-real: $(READY) ## MODELS="DIR ..." TEXT=FILE: masters and every export of real models beside other tools, row by row (hours)
+	$(call BENCHMARK,real) $(MODELS) --text $(TEXT) $(WORK) $(ARGS)
 	$(REPORT)
 
 bench-calibration: $(READY) ## time, memory and disk of quantize --calibrate on a synthetic model

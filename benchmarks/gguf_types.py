@@ -211,7 +211,10 @@ def model_rows(bench: Bench, types: tuple[str, ...], ways: tuple[str, ...]) -> I
     plain = next((bench.work / "plain").glob("*.gguf"))
     yield {"model": bench.model.name, "type": "BF16", "what": "ours"} | bench.figures(plain)
     for name in types:
-        for what, held in ((THEIRS, []), (THEIRS_WITH_DATA, importances(bench))):
+        for what, held in (
+            (THEIRS, []),
+            (THEIRS_WITH_DATA, importances(bench.model, bench.work / "calibration.txt", bench.work / "importances")),
+        ):
             if what not in ways:
                 continue
             out = bench.work / "theirs.gguf"
@@ -251,11 +254,11 @@ def quantize_by_llama_cpp(plain: Path, out: Path, name: str, held: list[tuple[st
     return time.perf_counter() - start
 
 
-def importances(bench: Bench) -> list[tuple[str, np.ndarray]]:
+def importances(model: Path, text: Path, work: Path) -> list[tuple[str, np.ndarray]]:
     """The mean squares of the inputs of matrices, by name in a GGUF file: llama.cpp's importance matrix."""
-    held, options = [], ExportOptions(calibrate=bench.work / "calibration.txt")
-    checkpoint, out = open_local(bench.model), open_store(bench.work / "importances")
-    with inputs_of(bench.model, checkpoint, out, options, usable_cores()) as inputs:
+    held, options = [], ExportOptions(calibrate=text)
+    checkpoint, out = open_local(model), open_store(work)
+    with inputs_of(model, checkpoint, out, options, usable_cores()) as inputs:
         inputs.prepare(lambda *_: None)
         for tensor in gguf_model(checkpoint, name=None).tensors:
             sources = tensor.sources if isinstance(tensor, View) else ()

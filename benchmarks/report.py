@@ -42,6 +42,7 @@ import quality
 import rates
 import ray_kills
 import ray_scaling
+import real
 import running
 import scaling
 import strips
@@ -78,6 +79,7 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "hub": hub.sections,
     "fit": fit.sections,
     "rates": rates.sections,
+    "real": real.sections,
     "ray_scaling": ray_scaling.sections,
     "ray_kills": ray_kills.sections,
 }

@@ -1,0 +1,316 @@
+"""Language models that people use, quantized by pqweights and by other tools, at the size of whole files.
+
+    python benchmarks/real.py MODEL_DIR [MODEL_DIR...] --text TEXT [--rows NAME...] [--again]
+
+Each row is one result of the command line, or of another tool, from the same model. It is compared with the original in
+float32, on the first `--max-tokens` tokens of the text, in windows of 512 without overlap. The tools that read data get
+the tokens that follow; `self` is what the model writes itself. Bits are those of all files of weights, for each
+parameter. Seconds and processor seconds are those of the commands, interpreters and imports included.
+
+A row is in the document in --out as soon as it is measured, and rows that are there are not measured again: a run that
+was interrupted goes on with the next row. --again measures those that --rows names (shell patterns) anew. A row of
+which nothing in the code has changed the bytes stays; tests say which were measured with other bytes.
+
+Models that were decoded from a quantized file lie on its grid, and a type with the same grid finds them again: `grid`
+of a model says so, and the tables mark the rows (see GRIDS).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf_types
+from harness import PQWEIGHTS, Document, Run, argument_parser, machine, measured_with, now, publish, run_command, table
+from quality import measures, remembering
+
+from pqweights.checkpoint.gguf.file import open_gguf
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.runtime.folders import size
+from pqweights.runtime.models import Model, open_model
+from pqweights.runtime.protocol import TextWindows, compare
+from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
+
+WINDOW, CALIBRATION_TOKENS = 512, 12_288
+MASTER, GGUF, MLX, VLLM = "master", "GGUF", "MLX", "vllm"
+OURS, LLAMA_CPP, MLX_LM = "pqweights", "llama.cpp", "mlx-lm"
+SELF, TEXT = "self", "text"
+TRELLIS = "hadamard-trellis"
+TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_xs", "q3_k_m", "q2_k")
+# The types of whose grid all or most values of a source are that was decoded from a file of some type.
+GRIDS = {"Q4_1": ("q4_1",), "Q4_K_M": ("q4_k_m",), "Q4_0": ("q4_0",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of the table.
+
+    format, tool: of the result
+    name: of the recipe or type
+    data: SELF, TEXT, or None for none
+    arguments: of the command line of pqweights behind the source and the result; TEXT is replaced by the file
+    codecs: those of digests.CODECS that decide its bytes
+    """
+
+    format: str
+    tool: str
+    name: str
+    data: str | None = None
+    arguments: tuple[str, ...] = ()
+    codecs: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """What --rows names."""
+        return f"{self.tool} {self.format} {self.name}{'' if self.data is None else f', {self.data}'}"
+
+
+def calibrated(data: str) -> tuple[str, ...]:
+    """The arguments that have a command read data."""
+    return ("--calibrate", data, "--calibration-tokens", str(CALIBRATION_TOKENS))
+
+
+def rows() -> Iterator[Row]:
+    """All rows, those that take the least time first."""
+    arguments: tuple[str, ...]
+    for name in ("q6", "q5", "q4", "q3"):
+        arguments = ("quantize", "--recipe", name)
+        yield Row(format=MASTER, tool=OURS, name=name, arguments=arguments, codecs=(name,))
+    for data in (None, SELF):
+        for bits in ("5.125", "4.125", "3.125", "2.125"):
+            arguments = ("quantize", "--codec", TRELLIS, "--bits", bits, *([] if data is None else calibrated(data)))
+            codecs = ("trellis",) if data is None else ("columns",)
+            yield Row(format=MASTER, tool=OURS, name=f"trellis {bits}", data=data, arguments=arguments, codecs=codecs)
+    for data in (None, TEXT):
+        for kind in TYPES:
+            arguments = ("export", "--target", "gguf", "--type", kind, *([] if data is None else calibrated(data)))
+            yield Row(format=GGUF, tool=OURS, name=kind, data=data, arguments=arguments)
+            yield Row(format=GGUF, tool=LLAMA_CPP, name=kind, data=data)
+    for data in (None, TEXT):
+        more = () if data is None else calibrated(data)
+        for bits in ("4", "3"):
+            arguments = ("export", "--target", "mlx", "--bits", bits, *more)
+            yield Row(
+                format=MLX, tool=OURS, name=f"{bits} bits", data=data, arguments=arguments, codecs=(f"mlx q{bits}",)
+            )
+            if data is None:
+                yield Row(format=MLX, tool=MLX_LM, name=f"{bits} bits")
+        arguments = ("export", "--target", "vllm", *more)
+        yield Row(format=VLLM, tool=OURS, name="W4A16", data=data, arguments=arguments, codecs=("vllm w4a16",))
+
+
+class Cost(NamedTuple):
+    """What making a result takes: wall time, and time of the processor.
+
+    No memory: on Linux a command would seem to take that of this process, which holds the original.
+    """
+
+    seconds: float
+    cpu_seconds: float
+
+    @staticmethod
+    def of(run: Run) -> Cost:
+        """That of a command."""
+        return Cost(run.seconds, run.user_seconds + run.system_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A model, and what its rows are measured on.
+
+    model: the folder of the original
+    base: the original, opened
+    ids: the tokens that are scored
+    text: the file of those that follow
+    work: where results are made
+    """
+
+    model: Path
+    base: Model
+    ids: Ids
+    text: Path
+    work: Path
+
+    @functools.cached_property
+    def importances(self) -> list[tuple[str, Any]]:
+        """What llama.cpp's quantizer gets of the text."""
+        return gguf_types.importances(self.model, self.text, self.work / "importances")
+
+    def measure(self, row: Row) -> Document:
+        """Make the result of a row, and compare it with the original. Raises SystemExit if a command fails."""
+        with tempfile.TemporaryDirectory(dir=self.work) as folder:
+            cost, result = MAKERS[row.tool](self, row, Path(folder) / "out")
+            windows = TextWindows(size=WINDOW, stride=WINDOW)
+            scores = measures(compare(open_model(result), self.base, ids=self.ids, windows=windows))
+            about = size(result)
+            weights = sum(parameter.numel() for parameter in self.base.net.parameters())
+            types = {tensor.type for tensor in open_gguf(result).tensors} if row.format == GGUF else set()
+        kinds = [f"gguf {kind}" for kind in sorted(types & BLOCK_TYPES.keys())] if row.tool == OURS else []
+        return {
+            **scores,
+            **measured_with([*row.codecs, *kinds]),
+            "bytes": about.bytes,
+            "bits_per_parameter": 8 * about.bytes / weights,
+            "seconds": cost.seconds,
+            "cpu_seconds": cost.cpu_seconds,
+        }
+
+
+def ours(bench: Bench, row: Row, out: Path) -> tuple[Cost, Path]:
+    """A result of our command line; of an export to GGUF its file."""
+    command, *arguments = (f"{bench.text}" if argument == TEXT else argument for argument in row.arguments)
+    cost = run_command([*PQWEIGHTS, command, f"{bench.model}", f"{out}", *arguments])
+    return Cost.of(cost), next(iter(out.glob("*.gguf")), out)
+
+
+def by_llama_cpp(bench: Bench, row: Row, out: Path) -> tuple[Cost, Path]:
+    """A file of llama.cpp's quantizer, from our file in BF16, and with the importances of the same text.
+
+    Its cost is that of the quantizer alone, in this process.
+    """
+    plain = bench.work / "plain"
+    if not plain.exists():
+        run_command([*PQWEIGHTS, "export", f"{bench.model}", f"{plain}", "--target", "gguf", "--type", "bf16"])
+    held = [] if row.data is None else bench.importances
+    before = os.times()
+    seconds = gguf_types.quantize_by_llama_cpp(next(plain.glob("*.gguf")), out, row.name.upper(), held)
+    if seconds is None:
+        raise SystemExit(f"llama.cpp does not make {row.name} without importances")
+    after = os.times()
+    return Cost(seconds, after.user + after.system - before.user - before.system), out
+
+
+def by_mlx_lm(bench: Bench, row: Row, out: Path) -> tuple[Cost, Path]:
+    """A folder of mlx-lm's own converter."""
+    bits = row.name.split()[0]
+    command = ["mlx_lm.convert", "--hf-path", f"{bench.model}", "--mlx-path", f"{out}", "-q", "--q-bits", bits]
+    return Cost.of(run_command([sys.executable, "-m", *command])), out
+
+
+MAKERS: dict[str, Callable[[Bench, Row, Path], tuple[Cost, Path]]] = {
+    OURS: ours,
+    LLAMA_CPP: by_llama_cpp,
+    MLX_LM: by_mlx_lm,
+}
+
+
+# --- the document ---
+
+
+def open_bench(model: Path, text: str, tokens: int, work: Path) -> Bench:
+    """A model, with the text cut into what is scored and what follows."""
+    ids = tokenize(model, text)
+    rest = str(load_tokenizer(model).decode(ids[tokens:][: CALIBRATION_TOKENS + WINDOW].tolist()))
+    file = work / f"{model.name}.txt"
+    file.write_text(rest, encoding="utf-8")
+    return Bench(model=model, base=remembering(open_model(model)), ids=ids[:tokens], text=file, work=work)
+
+
+def wanted(row: Row, known: Sequence[Document], options: Namespace) -> bool:
+    """Whether a row is to be measured now. known: the rows that the document has of the model"""
+    named = options.rows is None or any(fnmatch(row.title, pattern) for pattern in options.rows)
+    return named and (options.again or not any(of["row"] == row.title for of in known))
+
+
+def measured(bench: Bench, document: Document, options: Namespace) -> Iterator[Document]:
+    """Measure the rows of a model, and yield the document after each."""
+    name = bench.model.name
+    for row in rows():
+        if not wanted(row, [of for of in document["rows"] if of["model"] == name], options):
+            continue
+        about = {"model": name, "row": row.title, "format": row.format, "tool": row.tool, "name": row.name}
+        document["rows"] = [of for of in document["rows"] if (of["model"], of["row"]) != (name, row.title)]
+        document["absent"].pop(f"{name}: {row.title}", None)
+        try:
+            found = bench.measure(row)
+        except SystemExit as error:
+            document["absent"][f"{name}: {row.title}"] = " ".join(str(error).split())[-200:]
+        else:
+            document["rows"].append(about | {"data": row.data} | found)
+            print(f"{name}: {row.title}: {found['bits_per_parameter']:.3f} bits, KL {found['kl']:.4f}", flush=True)
+        yield document
+
+
+def sections(document: Document) -> dict[str, str]:
+    """A table for each model."""
+    result = {f"real-{model}": model_table(document, model) for model in document["settings"]}
+    if document["absent"]:
+        lines = [f"- {name}: {why}" for name, why in sorted(document["absent"].items())]
+        result["real-absent"] = "Not measured:\n\n" + "\n".join(lines)
+    return result
+
+
+def model_table(document: Document, model: str) -> str:
+    """All rows of a model, by bits."""
+    about = document["settings"][model]
+    header = ("", "data", "bits", "KL", "top-1", "perplexity", "CPU s")
+    found = sorted(
+        (row for row in document["rows"] if row["model"] == model), key=lambda row: -float(row["bits_per_parameter"])
+    )
+    alike = GRIDS.get(about["grid"], ())
+    lines = [
+        (
+            f"{row['tool']} {row['format']} {row['name']}{' (grid of the source)' if row['name'] in alike else ''}",
+            row["data"],
+            f"{row['bits_per_parameter']:.2f}",
+            f"{row['kl']:.4f} ± {row['kl_error']:.4f}",
+            f"{row['top1']:.1%}",
+            f"{row['change']:+.3f} ± {row['change_error']:.3f}",
+            f"{row['cpu_seconds']:.0f}",
+        )
+        for row in found
+    ]
+    of = f", decoded from {about['grid']}" if about["grid"] else ""
+    title = f"{model}{of}: {about['parameters'] / 1e6:.0f} M parameters, {about['scored']} tokens of English"
+    return f"{title}; perplexity {about['perplexity']:.2f}\n\n{table(header, lines)}"
+
+
+def main() -> None:
+    """Measure what the options ask for, row by row."""
+    parser = argument_parser(str(__doc__))
+    parser.add_argument("models", nargs="+", type=Path, metavar="MODEL_DIR")
+    parser.add_argument("--text", type=Path, required=True, help="a text in UTF-8")
+    parser.add_argument("--grid", default=None, help="the GGUF type from which the models were decoded")
+    parser.add_argument("--rows", nargs="+", help="shell patterns of rows; by default all")
+    parser.add_argument("--again", action="store_true", help="also measure rows that the document has")
+    parser.add_argument("--max-tokens", type=int, default=2100)
+    parser.add_argument("--folder", type=Path, help="where results are made, one at a time")
+    options, start = parser.parse_args(), now()
+    file = None if options.out is None else options.out / "real.json"
+    document: Document = {"settings": {}, "rows": [], "absent": {}}
+    if file is not None and file.exists():
+        document = json.loads(file.read_text(encoding="utf-8"))
+    for model in options.models:
+        with tempfile.TemporaryDirectory(dir=options.folder) as work:
+            bench = open_bench(model, read_text(options.text), options.max_tokens, Path(work))
+            document["settings"][model.name] = settings(bench, options.grid)
+            for found in measured(bench, document, options):
+                publish("real", found | {"machine": machine(start)}, {}, options, None)
+    publish("real", document | {"machine": machine(start)}, sections(document), options, None)
+
+
+def settings(bench: Bench, grid: str | None) -> Document:
+    """What is said of a model, and of what it is measured on."""
+    windows = TextWindows(size=WINDOW, stride=WINDOW)
+    alone = compare(bench.base, None, ids=bench.ids, windows=windows)
+    return {
+        "grid": grid,
+        "parameters": sum(parameter.numel() for parameter in bench.base.net.parameters()),
+        "scored": sum(loss.predictions for loss in alone.losses),
+        "window": WINDOW,
+        "calibration_tokens": CALIBRATION_TOKENS,
+        "perplexity": alone.perplexity.value,
+    }
+
+
+if __name__ == "__main__":
+    main()
