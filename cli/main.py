@@ -24,6 +24,7 @@ COMMANDS = {
     "recipes": "List the built-in recipes, or print one, to use it or to begin a recipe of your own.",
     "inspect": "Show what a finished folder holds: tensors, bits, relative errors, sizes and totals.",
     "verify": "Check every stored byte of a finished folder against its manifest.",
+    "rebuild": "Make a result again from its manifest, and compare every byte with what the manifest states.",
     "export": "Export a checkpoint or a master to what a runtime loads.",
     "generate": "Generate text with a model of transformers, as an answer in a chat or as a continuation, and show it "
     "as it comes.",

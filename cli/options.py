@@ -54,6 +54,21 @@ Folder = Annotated[
 LocalFolder = Annotated[
     Path, typer.Argument(metavar="DIR", help="Folder of a master or an export written by pqweights.")
 ]
+Stated = Annotated[
+    str,
+    typer.Argument(
+        metavar="MANIFEST",
+        help="The pqweights.json of a result, or where the result lies: a folder, ORG/NAME on the Hub, or an address.",
+    ),
+]
+MadeOf = Annotated[
+    str,
+    typer.Argument(
+        metavar="SRC",
+        help="What the result was made of, or a master without loss of that: a folder, a file, ORG/MODEL "
+        "on the Hub, of which the commit that the manifest names is taken, or an address.",
+    ),
+]
 Out = Annotated[
     str,
     typer.Argument(
@@ -292,6 +307,38 @@ Rate = Annotated[
         metavar="model|tensor",
         help="How bits are shared: more of them where they matter more (model), or as the recipe gives them to each "
         "weight (tensor).",
+    ),
+]
+
+# How a result is made again
+
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="SRC",
+        show_default=False,
+        help="Also make every tensor again from SRC, what the result was made of, and compare its hash; nothing of it "
+        "is kept.",
+    ),
+]
+StatedSample = Annotated[
+    str | None,
+    typer.Option(
+        "--calibrate",
+        metavar=SAMPLES,
+        show_default="what the manifest names",
+        help="The text on which the result was calibrated, if its manifest has only the digest.",
+    ),
+]
+StatedImatrix = Annotated[
+    str | None,
+    typer.Option("--imatrix", metavar="FILE", show_default=False, help="The file of importances of a GGUF result."),
+]
+StatedTypes = Annotated[
+    str | None,
+    typer.Option(
+        "--type", metavar="TYPE", show_default="all", help="Of several GGUF files: make those of these types alone."
     ),
 ]
 

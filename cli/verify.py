@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import typer
 
 from pqweights.common.units import counted
@@ -10,7 +12,15 @@ from . import options, output
 
 
 def command(
+    ctx: typer.Context,
     folder: options.Folder,
+    source: options.From = None,
+    adapter: options.Adapter = None,
+    calibrate: options.StatedSample = None,
+    imatrix: options.StatedImatrix = None,
+    allow_pickle: options.AllowPickle = False,
+    include_files: options.IncludeFiles = None,
+    low_disk: options.LowDisk = False,
     threads: options.Threads = None,
     revision: options.Revision = None,
     token: options.Token = None,
@@ -19,20 +29,26 @@ def command(
 ) -> None:
     """Check every stored byte of a finished folder against its manifest.
 
-    Prints one line for each problem, and exits with code 1 if there are any.
+    With --from, the manifest is compared with what the result was made of, too. Prints one line for each problem, and
+    exits with code 1 if there are any.
     """
     with output.errors(quiet=quiet):
         from pqweights.api import verify
 
-        with output.progress("verifying") as progress:
+        with (
+            output.progress("verifying") as verifying,
+            output.progress("making it again") if source else nullcontext() as making,
+            output.progress("calibrating", unit="steps") if source else nullcontext() as calibrating,
+        ):
             result = verify(
-                folder, threads=threads, revision=revision, token=token, progress=progress, tell=output.note
+                **options.given(ctx), progress=verifying, making_progress=making, calibration_progress=calibrating
             )
         if json:
             output.print_json(result.to_json())
         elif result.ok:
             tensors, files = counted(result.tensors, "tensor"), counted(result.files, "file")
-            output.summary(f"{folder}: ok: {tensors}, {files}, {counted(result.bytes, 'byte')}")
+            made = f"; {source} gives the same bytes" if source else ""
+            output.summary(f"{folder}: ok: {tensors}, {files}, {counted(result.bytes, 'byte')}{made}")
         else:
             output.show(*result.problems)
         if not result.ok:

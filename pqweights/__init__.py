@@ -21,7 +21,7 @@ from pqweights.errors import PqweightsError
 from pqweights.runtime.loading import autoload
 
 if TYPE_CHECKING:
-    from pqweights.api import export, generate, inspect, plan, quantize, verify
+    from pqweights.api import export, generate, inspect, plan, quantize, rebuild, verify
     from pqweights.runtime.kv.cache import kv_cache
 
 __all__ = [
@@ -34,13 +34,14 @@ __all__ = [
     "load_model",
     "plan",
     "quantize",
+    "rebuild",
     "verify",
 ]
 __version__ = "0.2.0"
 
 # The functions of the API, by the module that has them.
 _FUNCTIONS = {
-    **dict.fromkeys(("export", "generate", "inspect", "plan", "quantize", "verify"), "pqweights.api"),
+    **dict.fromkeys(("export", "generate", "inspect", "plan", "quantize", "rebuild", "verify"), "pqweights.api"),
     "kv_cache": "pqweights.runtime.kv.cache",
 }
 

@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.common.parameters import HubOptions, StrPath, Tell, text
 from pqweights.common.threads import Progress
+from pqweights.convert.again import made_again, unkept_store
+from pqweights.convert.conversion import Conversion
 from pqweights.convert.convert import convert
 from pqweights.convert.distributed.engine import engine_of
+from pqweights.convert.manifest import Manifest, parse_manifest, read_manifest
 from pqweights.convert.task import RewriteReport, RunOptions, thread_count
 from pqweights.errors import OptionError
 from pqweights.planning.calibration import check_calibration, measures
@@ -30,6 +33,7 @@ from pqweights.planning.options import (
     FormatsByPattern,
     MemoryOptions,
     QuantizeOptions,
+    RebuildOptions,
     SourceOptions,
     located,
     path_of,
@@ -38,6 +42,7 @@ from pqweights.planning.options import (
 from pqweights.results.inspect import Inspection
 from pqweights.results.inspect import inspect as inspect_folder
 from pqweights.results.plan_report import PlanReport, report_plan
+from pqweights.results.rebuild import Rebuilt, differences, options_of
 from pqweights.results.verify import Verification
 from pqweights.results.verify import verify as verify_folder
 from pqweights.runtime.options import DEFAULT_MAX_TOKENS, GenerationOptions
@@ -244,21 +249,29 @@ def quantize(
         token=token,
         tell=tell,
     )
-    chosen, store = choose_recipe(options.recipe, options), open_store(located("out", out))
-    where = located("source", source)
-    if learns := options.calibrate is not None or options.awq is not None:
+    store, show = open_store(located("out", out)), calibration_progress or _ignore
+    with _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run:
+        with _quantized(located("source", source), store, options, run, show) as (conversion, checked):
+            report = convert(conversion, store, checked)
+        return replace(report, exports=possible_exports(report.conversion.checkpoint))
+
+
+@contextlib.contextmanager
+def _quantized(
+    source: str | Path, store: Store, options: QuantizeOptions, run: RunOptions, show: Progress
+) -> Iterator[tuple[Conversion, RunOptions]]:
+    """Learn what options ask for, and yield what is to be made of it. show: called with the steps of what is learned"""
+    chosen, known = choose_recipe(options.recipe, options), Learned()
+    learns = options.calibrate is not None or options.awq is not None
+    if learns:
         check_calibration(options)
     with contextlib.ExitStack() as kept:
-        run = kept.enter_context(_run(ray, threads, overwrite=overwrite, progress=progress, tell=tell))
-        known = Learned()
         if learns:
             from pqweights.calibrate.learning import learned
 
-            folder, options = _fetched(where, options, run)
-            show = calibration_progress or _ignore
+            folder, options = _fetched(source, options, run)
             known, run = kept.enter_context(learned(folder, store, chosen, options, run=run, progress=show))
-        conversion = plan_quantize(where, chosen, options, known, out=store, run=run)
-        return replace(convert(conversion, store, run), exports=possible_exports(conversion.checkpoint))
+        yield plan_quantize(source, chosen, options, known, out=store, run=run), run
 
 
 def export(
@@ -351,9 +364,7 @@ def export(
         target_size=target_size,
         target_bpw=target_bpw,
     )
-    to = get_target(target)
-    options = to.with_recipe(options)
-    to.read_options(options)  # refuses wrong values before anything is fetched
+    get_target(target).settings(options)  # refuses wrong values before anything is fetched
     if ray is not None and calibrate is not None:
         raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
     opening = SourceOptions(
@@ -367,39 +378,56 @@ def export(
         tell=tell,
     )
     most_bytes = None if max_shard_size is None else shard_bytes(max_shard_size)
-    given = located("source", source)
-    store = open_store(located("out", out))
+    given, store = located("source", source), open_store(located("out", out))
+    with (
+        _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run,
+        _exported(given, store, target, options, opening, most_bytes, run) as (conversion, checked),
+    ):
+        return convert(conversion, store, checked)
+
+
+@contextlib.contextmanager
+def _exported(
+    source: str | Path,
+    store: Store,
+    target: str,
+    options: ExportOptions,
+    opening: SourceOptions,
+    most_bytes: int | None,
+    run: RunOptions,
+) -> Iterator[tuple[Conversion, RunOptions]]:
+    """Learn what options ask for, and yield what is to be made of it. most_bytes: of a file"""
+    to = get_target(target)
+    options = to.with_recipe(options)
+    known: SampledInputs | None = None
     with contextlib.ExitStack() as kept:
-        run = kept.enter_context(_run(ray, threads, overwrite=overwrite, progress=progress, tell=tell))
-        known: SampledInputs | None = None
-        if calibrate is not None:
+        if options.calibrate is not None:
             from pqweights.calibrate.sampled_inputs import inputs_of
 
-            folder, opening = _fetched(given, opening, run)
+            folder, opening = _fetched(source, opening, run)
             store.check_apart(folder)
             local = SourceOptions(
                 adapter=opening.adapter, leave_out=opening.leave_out, allow_pickle=opening.allow_pickle
             )
             known = kept.enter_context(inputs_of(folder, open_exported(folder, local)[0], store, options, run.threads))
             run = replace(run, check=known.check_source)
-        opened = open_exported(given, opening)
+        opened = open_exported(source, opening)
         inputs: KnownInputs | None = known
         if known is not None and to.read_options(options).recipe.size is not None:
-            options = replace(options, sensitivity=known.sensitivity(store, overwrite=overwrite))
+            options = replace(options, sensitivity=known.sensitivity(store, overwrite=run.overwrite))
         elif known is None and (file := path_of(options.imatrix)) is not None:
             from pqweights.calibrate.imatrix import FileInputs
 
             inputs = FileInputs.of(file, opened[0])
         conversion = plan_export(
-            given, opened, store, target, options=options, max_shard_bytes=most_bytes, run=run, inputs=inputs
+            source, opened, store, target, options=options, max_shard_bytes=most_bytes, run=run, inputs=inputs
         )
-        report = convert(conversion, store, run)
+        yield conversion, run
         if known is not None and (file := path_of(options.save_imatrix)) is not None:
             from pqweights.calibrate.imatrix import write_imatrix
 
             known.prepare(run.progress)
             write_imatrix(file, known, opened[0], str(options.calibrate))
-        return report
 
 
 def _fetched(source: str | Path, options: Opening, run: RunOptions) -> tuple[Path, Opening]:
@@ -413,25 +441,132 @@ def _fetched(source: str | Path, options: Opening, run: RunOptions) -> tuple[Pat
 def verify(
     folder: StrPath,
     *,
+    source: StrPath | None = None,
+    adapter: str | Sequence[str] = (),
+    calibrate: StrPath | None = None,
+    imatrix: StrPath | None = None,
+    allow_pickle: bool = False,
+    include_files: str | Sequence[str] = (),
+    low_disk: bool = False,
     threads: int | None = None,
     revision: str | None = None,
     token: str | None = None,
     progress: Progress | None = None,
+    making_progress: Progress | None = None,
+    calibration_progress: Progress | None = None,
     tell: Tell | None = None,
 ) -> Verification:
     """Check every stored byte of a master or an export against its manifest.
 
     folder: a folder, ORG/NAME on the Hub, or an address
-    threads, revision, token, progress, tell: those of `quantize`
+    source: what it was made of, or a master without loss of that: every tensor is made again, and compared by its
+        hash; nothing of it is kept
+    adapter, calibrate, imatrix, allow_pickle, include_files, low_disk: with `source`, those of `rebuild`
+    threads, revision, token, progress, calibration_progress, tell: those of `quantize`; the revision is the folder's
+    making_progress: called as `progress` is while the result is made again
 
     Raises MasterError if the folder has no readable manifest, SourceError or HubError; every other problem is a line
     of the result.
     """
     show, count = progress or _ignore, thread_count(threads)
-    result = find_result(
-        located("folder", folder), HubOptions(revision=revision, token=token, tell=tell), ours=True, progress=show
+    access = HubOptions(revision=revision, token=token, tell=tell)
+    result = find_result(located("folder", folder), access, ours=True, progress=show)
+    found = verify_folder(result.where, threads=count, beside=result.not_fetched, progress=show)
+    if source is None:
+        return found
+    manifest = read_manifest(result.where)
+    options = RebuildOptions(
+        adapter=adapter,
+        calibrate=calibrate,
+        imatrix=imatrix,
+        allow_pickle=allow_pickle,
+        include_files=include_files,
+        low_disk=low_disk,
+        token=token,
+        tell=tell,
     )
-    return verify_folder(result.where, threads=count, beside=result.not_fetched, progress=show)
+    learning = calibration_progress or _ignore
+    with (
+        _run(None, count, overwrite=False, progress=making_progress, tell=tell) as run,
+        unkept_store() as store,
+        _as_stated(manifest, located("source", source), store, options, run, learning) as (conversion, checked),
+    ):
+        again = made_again(conversion, store, checked)
+    return replace(found, problems=(*found.problems, *differences(manifest, again)))
+
+
+def rebuild(
+    manifest: StrPath,
+    source: StrPath,
+    out: StrPath,
+    *,
+    type: str | None = None,
+    adapter: str | Sequence[str] = (),
+    calibrate: StrPath | None = None,
+    imatrix: StrPath | None = None,
+    allow_pickle: bool = False,
+    include_files: str | Sequence[str] = (),
+    low_disk: bool = False,
+    ray: str | None = None,
+    threads: int | None = None,
+    overwrite: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    progress: Progress | None = None,
+    calibration_progress: Progress | None = None,
+    tell: Tell | None = None,
+) -> Rebuilt:
+    """Make a result again from its manifest, and compare every byte with what that states.
+
+    manifest: a pqweights.json, or the folder, repository or address of a result that has one
+    source: what it was made of, or a master without loss of that; of the repository that the manifest names, its commit
+        is taken
+    out: a folder for the result, new or empty, or an address
+    type: of several GGUF files, the types of those that are made
+    calibrate: the text of the sample, if the manifest has only its digest
+    imatrix: the file of importances, likewise
+    adapter, allow_pickle, include_files, low_disk, ray, threads, overwrite, revision, token, progress,
+        calibration_progress, tell: those of `quantize`
+
+    Raises MasterError for what is no manifest; and what `quantize` and `export` raise.
+    """
+    stated = _read_manifest(located("manifest", manifest), HubOptions(token=token, tell=tell))
+    options = RebuildOptions(
+        adapter=adapter,
+        calibrate=calibrate,
+        imatrix=imatrix,
+        type=type,
+        allow_pickle=allow_pickle,
+        include_files=include_files,
+        low_disk=low_disk,
+        revision=revision,
+        token=token,
+        tell=tell,
+    )
+    store, learning = open_store(located("out", out)), calibration_progress or _ignore
+    with (
+        _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run,
+        _as_stated(stated, located("source", source), store, options, run, learning) as (conversion, checked),
+    ):
+        report = convert(conversion, store, checked)
+    made = parse_manifest(store.read(MANIFEST_FILE) or b"")
+    return Rebuilt(report=report, differences=tuple(differences(stated, made, some=type is not None)))
+
+
+def _read_manifest(given: str | Path, access: HubOptions) -> Manifest:
+    if (path := Path(given)).is_file():
+        return parse_manifest(path.read_bytes())
+    return read_manifest(find_result(given, access, only=[MANIFEST_FILE]).where)
+
+
+def _as_stated(
+    manifest: Manifest, source: str | Path, store: Store, given: RebuildOptions, run: RunOptions, show: Progress
+) -> contextlib.AbstractContextManager[tuple[Conversion, RunOptions]]:
+    """Return what makes a result as its manifest states it."""
+    options, opening = options_of(manifest, source, given)
+    if isinstance(options, QuantizeOptions):
+        return _quantized(source, store, options, run, show)
+    return _exported(source, store, str(manifest.made_by["target"]), options, opening, manifest.max_shard_bytes, run)
 
 
 def inspect(

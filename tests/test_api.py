@@ -23,17 +23,18 @@ from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import RecipeOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
-FUNCTIONS = ("plan", "quantize", "export", "verify", "inspect", "generate")
+FUNCTIONS = ("plan", "quantize", "export", "verify", "rebuild", "inspect", "generate")
 # Options that are about printing, or belong to another function of the API.
 ONLY_COMMANDS = {
     "plan": {"json", "summary", "quiet"},
     "quantize": {"json", "dry_run", "summary", "quiet"},
     "export": {"json", "quiet"},
     "verify": {"json", "quiet"},
+    "rebuild": {"json", "quiet"},
     "generate": {"json", "quiet", "prompt"},
     "inspect": {"json", "summary", "quiet"},
 }
-RENAMED = {"set": "set_format"}
+RENAMED = {"set": "set_format", "from": "source"}
 
 
 def examples() -> str:
@@ -78,7 +79,7 @@ def test_arguments_are_those_of_the_command(function):
     parameters = signatures.signature(getattr(pqweights, function)).parameters
     named = {name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
     assert (
-        named - {"progress", "calibration_progress", "on_text", "tell"}
+        named - {"progress", "making_progress", "calibration_progress", "on_text", "tell"}
         | ({"recipe"} & parameters.keys())
         | ({"target"} & parameters.keys())
         == mirrored

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from pqweights.checkpoint.writer import write_whole
 from pqweights.common.threads import Progress
 from pqweights.errors import OptionError, SourceError
 from pqweights.planning.inputs import InputVector, KnownInputs, WeightInputs
+from pqweights.planning.options import IMATRIX
 
 Floats = npt.NDArray[np.float32]
 
@@ -124,7 +125,7 @@ def _importances(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.float64])
 class FileInputs:
     """What a file says of the inputs of the weights of a checkpoint. It has no moments of two inputs together."""
 
-    identity: str
+    about: dict[str, Any]
     vectors: Sequence[InputVector]
     weights: Mapping[str, WeightInputs]
     squares: Sequence[Floats]
@@ -166,7 +167,9 @@ class FileInputs:
             for source, of in reads.items()
         }
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        return FileInputs(identity=digest, vectors=vectors, weights=weights, squares=squares)
+        return FileInputs(
+            about={"sample": IMATRIX, "identity": digest}, vectors=vectors, weights=weights, squares=squares
+        )
 
     def prepare(self, progress: Progress) -> None:
         """Do nothing: the file was read."""

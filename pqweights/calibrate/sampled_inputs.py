@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +99,11 @@ class SampledInputs:
         check_space(self.work, states_bytes(self.sample.checkpoint.config, ids.numel()), {})
         check = self.check_source
         return LayerPasses(model=model, ids=ids, work=self.work, batch_tokens=ids.shape[1], check=check)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What manifests state: the sample, and the digest of everything on which the inputs depend."""
+        return {"sample": self.sample.kind, "tokens": self.sample.tokens, "identity": self.identity}
 
     def check_source(self) -> None:
         """Raise SourceChangedError if the model is no longer what it was."""

@@ -172,7 +172,7 @@ def measure(
         save_whole(file, {name: np.float64(alphas[name]).reshape(1) for name in block_sizes if name in alphas})
         shutil.rmtree(folder)
     stored = load_file(file)
-    about = {"kind": "sample", "sample": sample.digest, "tokens": ids.numel(), "window": ids.shape[1]}
+    about = {"kind": "sample", "sample": sample.kind, "tokens": ids.numel(), "window": ids.shape[1]}
     alphas = {name: rounded(float(stored[name][0])) for name in block_sizes if name in stored}
     return Sensitivity(method=about | {"seed": SEED, "estimate": "fisher"}, alphas=alphas)
 

@@ -24,6 +24,7 @@ from pqweights.checkpoint.unfinished import describe_interrupted, is_interrupted
 from pqweights.convert.manifest import Manifest, find_manifest, shards_of
 from pqweights.convert.master_config import encodings
 from pqweights.errors import MasterError
+from pqweights.formats.native import Native
 from pqweights.planning.plan import QUANTIZE
 
 SizeOf = Callable[[str], int | None]
@@ -56,6 +57,9 @@ def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
         check_config(checkpoint.config["quantization_config"], checkpoint.tensors, manifest)
         checked_by = checked_reads(storage, checkpoint.stored, manifest)
         tensors = tuple(checked(tensor, checked_by) for tensor in checkpoint.tensors)
+        if manifest.made_by["recipe"].get("codec") == Native.codec:  # what is made of it has the order of its source
+            order = {tensor.name: place for place, tensor in enumerate(manifest.tensors)}
+            tensors = tuple(sorted(tensors, key=lambda tensor: order[tensor.name]))
         checkpoint = replace(checkpoint, tensors=tensors, checked=checked_by)
     listed = manifest.files.keys() - {INDEX_FILE, CONFIG_FILE}
     there = storage.files().keys()

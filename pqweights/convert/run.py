@@ -30,6 +30,7 @@ from pqweights.checkpoint.names import (
     MANIFEST_FILE,
     WORK_FOLDER,
 )
+from pqweights.checkpoint.shard_file import ShardFile
 from pqweights.checkpoint.writer import PARTIAL_SUFFIX, disk_errors
 from pqweights.common.threads import slow_step
 from pqweights.convert.conversion import Conversion
@@ -38,6 +39,7 @@ from pqweights.convert.listed_files import files_of_result
 from pqweights.convert.manifest import parse_manifest
 from pqweights.convert.records import TensorRecord
 from pqweights.errors import OutputError, PqweightsError, StorageError
+from pqweights.planning.plan import ShardPlan
 from pqweights.storage import Store
 from pqweights.storage.local import clear
 from pqweights.storage.store import CheckLock
@@ -128,6 +130,12 @@ class Run:
             for path in self.folder.glob(f"{glob.escape(shard)}.*{PARTIAL_SUFFIX}"):
                 path.unlink(missing_ok=True)
         return self.folder / f"{shard}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
+
+    def begin(self, shard: ShardPlan) -> ShardFile:
+        """Begin the file of a shard."""
+        assert shard.header.content is not None
+        path = self.new_path(shard.file)
+        return ShardFile(path, shard.header.content, shard.file_bytes, shown=path.with_name(shard.file))
 
     def add(self, shard: str, path: Path, mark: ShardMark, stop: Stop) -> None:
         """Take over the complete file of a shard, then mark it. stop: see Store.put"""

@@ -192,11 +192,7 @@ def _check_sources(conversion: Conversion, group: Sequence[ShardPlan], workers: 
 @contextlib.contextmanager
 def _files_of(group: Sequence[ShardPlan], run: Run, workers: Workers) -> Iterator[list[ShardFile]]:
     """Begin the files of a group, with zeros in their gaps; they go if they are not finished."""
-    files = []
-    for shard in group:
-        assert shard.header.content is not None
-        path = run.new_path(shard.file)
-        files.append(ShardFile(path, shard.header.content, shard.file_bytes, shown=path.with_name(shard.file)))
+    files = [run.begin(shard) for shard in group]
     is_whole = False
     try:
         for shard, file in zip(group, files, strict=True):

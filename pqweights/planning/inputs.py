@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +46,11 @@ class KnownInputs(Protocol):
     """The inputs of the weights of a checkpoint, from a sample of tokens. `prepare` must be called before the rest."""
 
     @property
-    def identity(self) -> str:
-        """A digest of everything on which they depend, without `prepare`."""
+    def about(self) -> dict[str, Any]:
+        """What manifests state: the sample, its tokens, and as `identity` a digest of everything on which they depend.
+
+        It needs no `prepare`.
+        """
         ...
 
     def prepare(self, progress: Progress) -> None:

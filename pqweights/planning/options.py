@@ -28,6 +28,7 @@ FormatsByPattern = Mapping[str, str | float] | Sequence[tuple[str, str | float]]
 RUNTIMES = LLAMA_CPP, MLX, VLLM, TRANSFORMERS = ("llama.cpp", "mlx", "vllm", "transformers")
 # Samples of text that need none from the user: drawn from the model, or the one that comes with this package.
 SELF, MIXTURE = "self", "mixture"
+IMATRIX = "imatrix"  # what manifests call a file of importances in the place of a sample
 DEFAULT_SAMPLE_TOKENS, FEWEST_SAMPLE_TOKENS = 12288, 2048
 # How a calibration shares bits.
 BY_MODEL: Final = "model"
@@ -123,6 +124,15 @@ class QuantizeOptions(RecipeOptions, SampleOptions, SourceOptions):
     def max_shard_bytes(self) -> int:
         """The maximum size of an output file in bytes."""
         return shard_bytes(self.max_shard_size)
+
+
+@options
+class RebuildOptions(SourceOptions):
+    """How a source is opened of which a result is made again, and what its manifest does not say."""
+
+    calibrate: StrPath | None = option(checks.location, default=None)
+    imatrix: StrPath | None = option(checks.location, default=None)
+    type: str | None = None
 
 
 @options

@@ -244,6 +244,7 @@ def names_together(base_name: str, types: Sequence[TypeOptions]) -> str:
 
 
 NAME = "gguf"
+UNKNOWN = "model"  # what files are called if nothing names the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +280,7 @@ class Gguf:
     @property
     def base_name(self) -> str:
         """What names of files begin with."""
-        return (self.name or "model").rpartition("/")[2]
+        return (self.name or UNKNOWN).rpartition("/")[2]
 
     def outline(self, checkpoint: Checkpoint) -> Outline:
         """Decide which types tensors get; names and shapes are those of llama.cpp.

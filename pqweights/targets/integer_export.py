@@ -144,7 +144,7 @@ def _about_rounding(
     if compensation is not None:
         in_blocks = any(isinstance(rounding.rule, BlockRule) for _, rounding in outline.rounded)
         stated["rounding"] = IMPORTANCE if in_blocks else GPTQ
-        stated["calibration"] = compensation.inputs.identity
+        stated["calibration"] = compensation.inputs.about
     return stated
 
 

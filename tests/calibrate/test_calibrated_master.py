@@ -108,6 +108,11 @@ def test_the_manifest_states_the_sample_and_what_was_measured(source: Path, mast
         assert 0 < entry["weighed_mse"] < 4 * entry["relative_mse"]
 
 
+def test_a_calibrated_master_is_proved_from_its_source(source: Path, master: Path) -> None:
+    """The sample is drawn, and everything learned, once more."""
+    assert pqweights.verify(master, source=source, threads=1).problems == ()
+
+
 def test_the_mixture_serves_where_there_is_neither_text_nor_a_sample(source: Path, tmp_path: Path) -> None:
     pqweights.quantize(source, tmp_path / "mixed", "t3", calibrate="mixture", **SHORT)
     assert manifest(tmp_path / "mixed")["calibrated"]["sample"] == "mixture"

@@ -39,8 +39,9 @@ class RandomInputs:
     parts: list[tuple[Array, Array]] = field(default_factory=list)
 
     @property
-    def identity(self) -> str:
-        return hashlib.sha256(b"".join(part.tobytes() for parts in self.parts for part in parts)).hexdigest()
+    def about(self) -> dict[str, Any]:
+        digest = hashlib.sha256(b"".join(part.tobytes() for parts in self.parts for part in parts)).hexdigest()
+        return {"sample": "text", "tokens": 0, "identity": digest}
 
     def prepare(self, progress: Progress) -> None:
         pass

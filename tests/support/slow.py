@@ -21,6 +21,7 @@ SLOW = {
     "cli/test_interrupts.py": PROCESSES,
     "formats/test_codec_commands.py::test_awq_scales_are_searched_and_applied_for_any_codec": MODELS,
     "distributed/test_ray.py": CLUSTERS,
+    "results/test_rebuild.py::test_what_a_manifest_has_only_the_digest_of_is_given_again": MODELS,
     "evaluate/test_eval_caches.py": MODELS,
     "evaluate/test_eval_command.py": MODELS,
     "evaluate/test_evaluate.py": MODELS,

@@ -89,7 +89,7 @@ def test_manifest_says_what_was_done_and_is_read_again(driven: Path, calibrated:
     report = run_command(command(driven, "vllm", calibrated), tmp_path / "out")
     manifest = read_manifest(tmp_path / "out")
     assert manifest.records == report.records
-    assert manifest.made_by["rounding"] == "gptq" and len(manifest.made_by["calibration"]) == 64
+    assert manifest.made_by["rounding"] == "gptq" and manifest.made_by["calibration"]["sample"] == "text"
     account = manifest.records[[t.name for t in manifest.tensors].index(NAMES[0])].rounding
     assert account is not None and account["dampings"][0] in compensation.DAMPINGS
     entry = next(t for t in report.to_json()["tensors"] if t["name"] == NAMES[0])

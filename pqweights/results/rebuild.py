@@ -1,0 +1,172 @@
+"""What a manifest says of how its result is made again, and what the two results differ in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pqweights.checkpoint.names import MANIFEST_FILE
+from pqweights.convert.conversion import MASTER
+from pqweights.convert.manifest import Manifest, shards_of
+from pqweights.convert.task import RewriteReport
+from pqweights.errors import MasterError, OptionError
+from pqweights.formats.native import Native
+from pqweights.planning.options import BY_MODEL, IMATRIX, ExportOptions, QuantizeOptions, RebuildOptions, SourceOptions
+from pqweights.planning.recipe import Recipe, parse_recipe
+from pqweights.storage.addresses import repository_id
+from pqweights.targets import get_target, gguf, target_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebuilt:
+    """A result that was made again from its manifest.
+
+    report: of the run
+    differences: what is not as the manifest states it, a line each
+    """
+
+    report: RewriteReport
+    differences: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as the manifest states it."""
+        return not self.differences
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `rebuild --json` prints."""
+        return {"ok": self.ok, "differences": list(self.differences)} | self.report.to_json()
+
+
+def options_of(
+    manifest: Manifest, source: str | Path, given: RebuildOptions
+) -> tuple[QuantizeOptions | ExportOptions, SourceOptions]:
+    """Return the options with which a result is made again, and those with which its source is opened.
+
+    Raises MasterError for a recipe or a target that this version does not know, OptionError for a sample that is
+    missing.
+    """
+    opening: dict[str, Any] = {field.name: getattr(given, field.name) for field in fields(SourceOptions)}
+    if given.revision is None and manifest.origin is not None and repository_id(str(source)) == manifest.origin.id:
+        opening["revision"] = manifest.origin.revision
+    mark = "--leave-out "
+    patterns = (reason.removeprefix(mark) for reason in manifest.left_out.values() if reason.startswith(mark))
+    opening["leave_out"] = [*dict.fromkeys(patterns)]
+    if manifest.kind == MASTER:
+        return _quantize_options(manifest, opening, given), SourceOptions(**opening)
+    return _export_options(manifest, given), SourceOptions(**opening)
+
+
+def _quantize_options(manifest: Manifest, opening: dict[str, Any], given: RebuildOptions) -> QuantizeOptions:
+    if given.type is not None:
+        raise OptionError("`type`: chooses among GGUF files, and the result is a master")
+    made_by, opening = manifest.made_by, opening | {"max_shard_size": manifest.max_shard_bytes}
+    if made_by["recipe"].get("codec") == Native.codec:
+        return QuantizeOptions(lossless=True, **opening)
+    sample: dict[str, Any] = {}
+    if (about := made_by.get("calibrated")) is not None:
+        sample = _stated_sample("calibrate", about, given) | {"rate": about.get("rate", BY_MODEL)}
+    elif "sample" in (about := made_by.get("fit", {}).get("sensitivity", {})):
+        sample = _stated_sample("calibrate", about, given)
+    elif (about := made_by.get("awq")) is not None:
+        sample = _stated_sample("awq", about, given)
+    return QuantizeOptions(recipe=_recipe(made_by["recipe"]), **opening, **sample)
+
+
+def _export_options(manifest: Manifest, given: RebuildOptions) -> ExportOptions:
+    made_by = manifest.made_by
+    name = target_name(made_by["target"])
+    if name is None:
+        raise MasterError(f"the manifest is of the target {str(made_by['target'])[:80]!r}, which this version lacks")
+    options = {key: made_by[key] for key in get_target(name).options if key in made_by and key != "sensitivity"}
+    if (mix := made_by.get("mix")) is not None:  # of MLX, which says mode and bits
+        options = {key: value for key, value in options.items() if key not in ("mode", "bits")} | {"format": mix}
+    if "group_size" in options:  # stated, whether it was asked for, so that it must divide all rows, or not
+        usual = {key: value for key, value in options.items() if key != "group_size"}
+        options = usual if _settings(name, usual).describe()["group_size"] == options["group_size"] else options
+    if made_by.get("rules"):
+        size: dict[str, Any] = {key: made_by[key] for key in ("target_size", "target_bpw") if key in made_by}
+        options |= dict.fromkeys(size) | {"recipe": _recipe({"target": name, "rules": made_by["rules"], **size})}
+    if name == gguf.NAME:
+        base = str(made_by["name"]).removesuffix(gguf.names_together("", _settings(name, options).types))
+        named = manifest.model.get("id") if manifest.is_of_master else manifest.origin and manifest.origin.id
+        is_usual = base in (gguf.UNKNOWN, str(named).rpartition("/")[2])  # the source has it, too, perhaps with a slash
+        options["name"] = None if is_usual else base
+        options |= {} if given.type is None else {"type": given.type}
+    elif given.type is not None:
+        raise OptionError(f"`type`: chooses among GGUF files, and the result is of the target {name}")
+    about = made_by.get("calibration") or made_by.get("sensitivity")
+    if about is not None and about["sample"] == IMATRIX:
+        if given.imatrix is None:
+            raise OptionError("`imatrix`: the manifest has only the digest of the file of importances")
+        options["imatrix"] = given.imatrix
+    elif about is not None:
+        options |= _stated_sample("calibrate", about, given)
+    return ExportOptions(**options)
+
+
+def _settings(target: str, options: dict[str, Any]) -> Any:
+    """Return what a target reads of options, but for a sample and the name of the model."""
+    return get_target(target).settings(ExportOptions(**options | {"rounding": None, "name": None}))
+
+
+def differences(stated: Manifest, found: Manifest, *, some: bool = False) -> list[str]:
+    """Return what a result that was made again does not have as its manifest states it, and what may explain that.
+
+    some: whether it has some of the files alone
+    """
+    different = list(_differences(stated, found, some=some))
+    return [*different, *_explained(stated, found)] if different else []
+
+
+def _differences(stated: Manifest, found: Manifest, *, some: bool) -> Iterator[str]:
+    theirs, ours = ({shard.file: shard for shard in shards_of(each)} for each in (stated, found))
+    digests = [{name: of for record in each.records for name, of in record.digests.items()} for each in (stated, found)]
+    for name in sorted(ours.keys() - theirs.keys()):
+        yield f"{name}: is not in the manifest"
+    for name, shard in theirs.items():
+        if name not in ours:
+            if not some:
+                yield f"{name}: was not made"
+            continue
+        made = ours[name]
+        if (shard.header.byte_count, shard.header.sha256) != (made.header.byte_count, made.header.sha256):
+            yield f"{name}: the header is another: other tensors, or other things are said of them"
+            continue
+        for before, after in zip(shard.stored, made.stored, strict=True):
+            if digests[0][before.name] != digests[1][after.name]:
+                yield f"{name}: tensor {after.name!r}: other bytes"
+    for name in sorted({*stated.files, *found.files}):
+        if name not in found.files:
+            if not some:
+                yield f"{name}: was not made"
+        elif name not in stated.files and not some:
+            yield f"{name}: is not in the manifest"
+        elif name in stated.files and stated.files[name] != found.files[name]:
+            yield f"{name}: other bytes"
+
+
+def _explained(stated: Manifest, found: Manifest) -> Iterator[str]:
+    """Yield what may explain differences: another source, other options, another version."""
+    if stated.source_fingerprint != found.source_fingerprint:
+        yield "the source is not the one that the manifest states: the fingerprint of its weights is another"
+    for key in sorted({*stated.made_by, *found.made_by}):
+        if stated.decisive.made_by.get(key) != found.decisive.made_by.get(key):
+            yield f"{MANIFEST_FILE}: states another `{key}`"
+    if stated.same_bytes_since != found.same_bytes_since:
+        yield f"the result has the bytes of version {stated.same_bytes_since}, not those of {found.same_bytes_since}"
+
+
+def _recipe(stated: dict[str, Any]) -> Recipe:
+    return parse_recipe(json.dumps(stated), "the recipe of the manifest")
+
+
+def _stated_sample(option: str, about: dict[str, Any], given: RebuildOptions) -> dict[str, Any]:
+    """Return the option that names a sample, of which a manifest has the kind, the size and the digest."""
+    if given.calibrate is None and about["sample"] == "text":
+        raise OptionError("`calibrate`: the sample was a text of the user's, of which the manifest has only the digest")
+    tokens = about["tokens"] + about.get("held_back_tokens", 0)
+    return {option: given.calibrate or about["sample"], "calibration_tokens": tokens}
