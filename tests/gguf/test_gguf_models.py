@@ -18,6 +18,7 @@ from gguf_files import (
 from pqweights.checkpoint.gguf.model import MetadataEntry
 from pqweights.checkpoint.gguf.settings import restated
 from pqweights.models.llama_cpp import SETTINGS, Architecture, Size, keys_of
+from pqweights.models.optional_parts import part_defaults
 from pqweights.models.settings import OTHER_NAMES
 from pqweights.models.table import MODELS
 
@@ -177,6 +178,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "mt5": {"max_position_embeddings": 512, "decoder_start_token_id": None, "tie_word_embeddings": None},
     "umt5": {"max_position_embeddings": 512, "decoder_start_token_id": None},
     "t5": {"max_position_embeddings": 512},
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next"), {"mlp_only_layers": []}),  # made of None
 }
 KEYS = {key for setting in SETTINGS for key in keys_of(setting.key)} | {
     "max_position_embeddings",
@@ -217,17 +219,18 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
     values = {
         field.name: field.default for field in dataclasses.fields(known) if field.default is not dataclasses.MISSING
     }
-    architecture = ARCHITECTURES[model_type]
+    read = KEYS.union(*map(keys_read, (ARCHITECTURES[model_type], *MODELS[model_type].variants)))
+    found = MODELS[model_type].defaults
+    known_parts = {key: is_there for key, is_there in part_defaults(model_type).items() if key not in found}
     expected = {
         key: next((values[name] for name in (key, *OTHER_NAMES.get(key, ())) if values.get(name) is not None), None)
-        for of in (architecture, *MODELS[model_type].variants)
-        for key in KEYS | keys_read(of)
+        for key in (read | found.keys()) - known_parts.keys()  # what GGUF reads, and what exports to MLX say besides
     }
     expected |= FIXED.get(model_type, {})
     # tests/checkpoint/test_positions.py compares these
-    expected |= dict.fromkeys(("sliding_window",), MODELS[model_type].defaults.get("sliding_window"))
-    found = MODELS[model_type].defaults
+    expected |= dict.fromkeys(("sliding_window",), found.get("sliding_window"))
     assert found == {key: value for key, value in expected.items() if value is not None}
+    assert all(bool(values.get(key)) == is_there for key, is_there in known_parts.items())
 
 
 def test_every_architecture_is_one_of_the_package() -> None:
