@@ -375,7 +375,14 @@ Target = Annotated[
     typer.Option("--target", "-t", metavar="TARGET", help="Format of the result, one of those above."),
 ]
 IntegerBits = Annotated[
-    int | None, typer.Option("--bits", "-b", show_default="4", help="Bits per code of an integer target.")
+    str | None,
+    typer.Option(
+        "--bits",
+        "-b",
+        metavar="BITS",
+        show_default="4",
+        help="Bits per code of an integer target; several with commas between them as for --format.",
+    ),
 ]
 GroupSize = Annotated[
     int | None,
@@ -447,7 +454,7 @@ Format = Annotated[
         show_default="w4a16, q4, int4, q4_k_m",
         help="Format of the weights, of those that the target has: w4a16, w8a16, int8, fp8, nvfp4, mxfp4, ... for "
         "vllm; q2 to q8, mxfp4, mxfp8, nvfp4 or a mix for mlx; int4, int8, int8-dynamic or fp8 for torchao; a type "
-        "for gguf.",
+        "for gguf. Several with commas between them make a folder of each in OUT, in one reading of the source.",
     ),
 ]
 StoredDtype = Annotated[

@@ -50,7 +50,7 @@ from pqweights.storage import Store, open_store
 from pqweights.storage.addresses import repository_id
 from pqweights.storage.sources import find_result, local_folder
 from pqweights.targets import get_target
-from pqweights.targets.exporting import open_exported, plan_export
+from pqweights.targets.exporting import open_exported, plan_export, settings_of
 from pqweights.targets.master import Learned, plan_quantize
 from pqweights.targets.possible import possible_exports
 
@@ -279,7 +279,7 @@ def export(
     out: StrPath,
     target: str,
     *,
-    bits: int | None = None,
+    bits: int | str | None = None,
     group_size: int | None = None,
     qparams: Literal["best", "minmax"] | None = None,
     rounding: Literal["plain", "gptq", "importance"] | None = None,
@@ -330,7 +330,8 @@ def export(
     save_imatrix: for gguf: where to write the importances that a sample gave, for llama.cpp's quantizer
     packing: for torchao in INT4: the layout of codes
     mode: for mlx: affine integers, or a float format of MLX
-    format: the format of weights, of those that the target has
+    format: the format of weights, of those that the target has; several with commas between them, "int4,int8", make a
+        folder of each in `out`, in one reading of the source, and so do several `bits`
     dtype: for bf16: BF16 for all, or what each weight had in the source
     type: for gguf: a mix or type of llama.cpp, such as "q4_k_m", or several with commas between them
     pure: for gguf: all matrices in the type of the mix
@@ -364,7 +365,7 @@ def export(
         target_size=target_size,
         target_bpw=target_bpw,
     )
-    get_target(target).settings(options)  # refuses wrong values before anything is fetched
+    settings_of(get_target(target), options)  # refuses wrong values before anything is fetched
     if ray is not None and calibrate is not None:
         raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
     opening = SourceOptions(
@@ -413,7 +414,7 @@ def _exported(
             run = replace(run, check=known.check_source)
         opened = open_exported(source, opening)
         inputs: KnownInputs | None = known
-        if known is not None and to.read_options(options).recipe.size is not None:
+        if known is not None and settings_of(to, options).recipe.size is not None:
             options = replace(options, sensitivity=known.sensitivity(store, overwrite=run.overwrite))
         elif known is None and (file := path_of(options.imatrix)) is not None:
             from pqweights.calibrate.imatrix import FileInputs

@@ -243,6 +243,38 @@ class MovedTensor:
         return self.cache.matrix((self, matrix, dtype), lambda: self._rows(matrix * width, width, dtype))
 
 
+@dataclass(frozen=True)
+class ReadTogether:
+    """A tensor with which others are read. parts: the stored tensors of all of them"""
+
+    tensor: LogicalTensor
+    parts: tuple[StoredTensor, ...]
+
+    @property
+    def name(self) -> str:
+        """That of the tensor."""
+        return self.tensor.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the tensor."""
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> str:
+        """That of the tensor."""
+        return self.tensor.dtype
+
+    @property
+    def plain_dtype(self) -> str:
+        """That of the tensor."""
+        return self.tensor.plain_dtype
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Read elements of the tensor."""
+        self.tensor.read(start, count, dtype, out)
+
+
 def _read_together(run: Segment, columns: range, *, dtype: str, into: npt.NDArray[np.uint8]) -> None:
     """Read rows with those between them, many at a time, and keep their columns: into [rows, columns, bytes]."""
     width, size = run.tensor.shape[-1], item_bytes(dtype)

@@ -57,7 +57,7 @@ class _Unkept(Run):
 
     def begin(self, shard: ShardPlan) -> ShardFile:
         """Return a file that takes bytes and keeps none."""
-        return _Hashed(self.folder / shard.file)
+        return _Hashed(self.folder / Path(shard.file).name)
 
     def add(self, shard: str, path: Path, mark: ShardMark, stop: Stop) -> None:
         """Keep nothing: the mark says what was made."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pqweights.checkpoint.config import original_of
-from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, MANIFEST_FILE
+from pqweights.checkpoint.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage, read_bytes
@@ -21,7 +21,15 @@ from pqweights.convert.manifest import Manifest
 from pqweights.convert.records import TensorRecord
 from pqweights.errors import SourceError
 from pqweights.planning.fit import Fit
-from pqweights.planning.plan import Container, Plan, ShardPlan, TensorPlan, in_making_order, index_json
+from pqweights.planning.plan import (
+    Container,
+    Plan,
+    SafetensorsFolders,
+    ShardPlan,
+    TensorPlan,
+    in_making_order,
+    index_json,
+)
 
 # What manifests call the two kinds of results.
 MASTER, EXPORT = "master", "export"
@@ -57,7 +65,7 @@ class Conversion:
     checkpoint: what is read, with the tensors as the result holds them
     plan: every name, shape, dtype, byte and file of the result
     encode: returns the first pass over a tensor of the plan
-    config: returns the config.json of the finished result; None for a result without one
+    configs: return the config.json of the finished result, or of each of its folders, by name
     small_files: returns the other files that are made, given those of the plan
     reads: what is read besides the checkpoint, by the option that names it
     learn: reads what must be known before the first tensor is encoded
@@ -75,7 +83,7 @@ class Conversion:
     checkpoint: Checkpoint
     plan: Plan
     encode: Callable[[TensorPlan, LogicalTensor], Job]
-    config: Config | None
+    configs: Mapping[str, Config]
     small_files: Callable[[Sequence[ShardPlan]], SmallFiles] = no_files
     reads: Mapping[str, Checkpoint] = field(default_factory=dict)
     learn: Callable[[Progress], None] = nothing_to_learn
@@ -101,6 +109,7 @@ class Conversion:
             origin=self.checkpoint.storage.origin,
             metadata=plan.container.metadata,
             container=plan.container.to_json(),
+            folders=plan.container.by_folder if isinstance(plan.container, SafetensorsFolders) else {},
             left_out=plan.left_out_tensors,
             remarks=plan.remarks,
             model=self.model,
@@ -115,9 +124,9 @@ class Conversion:
         read = _states(storage, [*self.checkpoint.weight_files, *others, *plan.companions])
         for option, other in self._beside.items():
             read |= _states(other.storage, other.weight_files, f"{option} ")
-        written = [*(shard.file for shard in plan.shards), *plan.companions, *self.small_files(plan.shards)]
-        written += [] if plan.container.index_file is None else [plan.container.index_file]
-        written += [MANIFEST_FILE] if self.config is None else [CONFIG_FILE, MANIFEST_FILE]
+        copied = [f"{folder}{name}" for name in plan.companions for folder in plan.container.folders]
+        written = [*(shard.file for shard in plan.shards), *copied, *self.small_files(plan.shards)]
+        written += [*plan.container.index_files, *self.configs, MANIFEST_FILE]
         return Journal(
             work=self.manifest.digest(),
             origin=storage.origin,
@@ -133,15 +142,23 @@ class Conversion:
         A call returns the content, in pieces. records: what was measured
         """
         plan = self.plan
-        contents: dict[str, Callable[[], Iterable[bytes]]] = {
-            name: functools.partial(_pieces, self.checkpoint, name) for name in plan.companions
-        }
-        if plan.container.index_file is not None:
-            contents[plan.container.index_file] = lambda: json_pieces(index_json(plan.shards))
-        if (config := self.config) is not None:
-            contents[CONFIG_FILE] = lambda: json_pieces(config(self.checkpoint, plan.tensors, records))
+        *first, last = plan.container.folders
+        contents: dict[str, Callable[[], Iterable[bytes]]] = {}
+        for name in plan.companions:
+            contents |= {f"{folder}{name}": functools.partial(_pieces, self.checkpoint, name) for folder in first}
+            contents[f"{last}{name}"] = functools.partial(_pieces, self.checkpoint, name, is_last=True)
+        for name in plan.container.index_files:
+            contents[name] = functools.partial(self._index, name.removesuffix(INDEX_FILE))
+        for name, config in self.configs.items():
+            contents[name] = functools.partial(self._config, config, records)
         added = self.small_files(plan.shards)
         return contents | {name: functools.partial(_whole, content) for name, content in added.items()}
+
+    def _index(self, folder: str) -> Iterator[bytes]:
+        return json_pieces(index_json(self.plan.shards, folder))
+
+    def _config(self, config: Config, records: Sequence[TensorRecord]) -> Iterator[bytes]:
+        return json_pieces(config(self.checkpoint, self.plan.tensors, records))
 
     @property
     def in_making_order(self) -> list[LogicalTensor]:
@@ -211,19 +228,20 @@ def make_plan(
         left_out_tensors=checkpoint.left_out_tensors | dict(left_out),
         container=container,
         source_bytes=checkpoint.weight_file_bytes,
-        companion_bytes=sum(files[name].byte_count for name in checkpoint.companions),
+        companion_bytes=sum(files[name].byte_count for name in checkpoint.companions) * len(container.folders),
         max_shard_bytes=max_shard_bytes,
         remarks=(*checkpoint.remarks, *(pair.seems for pair in checkpoint.unproven)),
     )
     return replace(plan, original=original_of(checkpoint.storage)) if plan.already_quantized else plan
 
 
-def _pieces(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
-    """Yield the content of a companion."""
+def _pieces(checkpoint: Checkpoint, name: str, *, is_last: bool = False) -> Iterator[bytes]:
+    """Yield the content of a companion. is_last: whether it is not needed again"""
     size = checkpoint.storage.files()[name].byte_count
     for offset in range(0, max(size, 1), COPY_BYTES):  # an empty file is read, too, which checks that it is there
         yield read_bytes(checkpoint.storage, name, offset, min(COPY_BYTES, size - offset))
-    checkpoint.storage.release(name)
+    if is_last:
+        checkpoint.storage.release(name)
 
 
 def _whole(content: Callable[[], bytes]) -> Iterator[bytes]:

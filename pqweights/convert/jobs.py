@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pqweights.checkpoint.gguf.views import reading_of
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import awq_name
 from pqweights.checkpoint.readers import LogicalTensor, element_count, multiply_scales, whole_blocks
@@ -64,8 +65,6 @@ class Job(Protocol):
 class CopyJob:
     """The job that stores a tensor plainly, in the dtype that the plan gives it, or several that are stored already."""
 
-    reads = None
-
     def __init__(self, planned: TensorPlan, *tensors: LogicalTensor, record: TensorRecord | None = None) -> None:
         """Prepare the job.
 
@@ -80,6 +79,13 @@ class CopyJob:
             for start in range(0, weights, step)
         ]
         self.chunks = len(self._ranges)
+
+    @property
+    def reads(self) -> object:
+        """The stored tensors with what each is read from."""
+        return (
+            tuple({(reading_of(tensor), spec.dtype, spec.shape): None for spec, tensor, _, _ in self._ranges}) or None
+        )
 
     def read(self, chunk: int, sink: Sink) -> Bytes:
         """Read one chunk into memory from which it is written."""

@@ -31,10 +31,12 @@ from pqweights.convert.records import TensorRecord, error_totals, exceeds
 from pqweights.errors import MasterError, SourceError
 from pqweights.planning.plan import (
     DEFAULT_METADATA,
+    Container,
     FileHeader,
     GgufFile,
     GgufFiles,
     Safetensors,
+    SafetensorsFolders,
     ShardPlan,
     TensorPlan,
 )
@@ -89,6 +91,7 @@ class ManifestFile(ClosedDocument, frozen=True, kw_only=True):
     master_mse: Number | None = None
     metadata: dict[str, str] = msgspec.field(default_factory=lambda: DEFAULT_METADATA)
     container: _Container | None = None
+    folders: dict[str, dict[str, str]] = {}
     left_out: dict[str, str] = {}
     remarks: tuple[str, ...] = ()
     exceeding: tuple[str, ...] = ()
@@ -108,6 +111,7 @@ class Manifest:
     origin: the Hub repository that is read, with its commit; None for a local folder
     metadata: the `__metadata__` of the safetensors files
     container: what there is to say of another format of the files (Container.to_json)
+    folders: of a result in several folders, the `__metadata__` of the files of each (SafetensorsFolders)
     left_out: tensors that are not carried over, each with the reason
     remarks: where the files and config.json of the source do not say the same (Checkpoint.remarks)
     model: what is known of the original model (checkpoint.config.model_facts)
@@ -126,6 +130,7 @@ class Manifest:
     origin: Origin | None = None
     metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
     container: dict[str, Any] = field(default_factory=dict)
+    folders: dict[str, dict[str, str]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     model: dict[str, Any] = field(default_factory=dict)
@@ -194,6 +199,7 @@ class Manifest:
             **error_totals(self.tensors, self.records),
             **metadata,
             **({"container": self.container} if self.container else {}),
+            **({"folders": self.folders} if self.folders else {}),
             **({"left_out": self.left_out} if self.left_out else {}),
             **({"remarks": list(self.remarks)} if self.remarks else {}),
             "exceeding": self.exceeding,
@@ -222,13 +228,17 @@ def shards_of(manifest: Manifest) -> tuple[ShardPlan, ...]:
 
     Raises MasterError if the manifest does not describe files.
     """
-    if not manifest.container:
-        return Safetensors(manifest.metadata).shards(manifest.tensors, manifest.max_shard_bytes)
-    container = _container(as_document(manifest.container, _Container, damaged))
     try:
-        return container.shards(manifest.tensors, manifest.max_shard_bytes)
-    except ValueError:
-        raise damaged(f"container: expected files of {len(manifest.tensors)} tensors") from None
+        return container_of(manifest).shards(manifest.tensors, manifest.max_shard_bytes)
+    except ValueError as error:
+        raise damaged(f"{len(manifest.tensors)} tensors: {error}") from None
+
+
+def container_of(manifest: Manifest) -> Container:
+    """Return the format of the files of a finished result. Raises MasterError if the manifest does not describe one."""
+    if manifest.container:
+        return _container(as_document(manifest.container, _Container, damaged))
+    return SafetensorsFolders(manifest.folders) if manifest.folders else Safetensors(manifest.metadata)
 
 
 def manifest_beside(manifest: Manifest) -> str:
@@ -338,6 +348,7 @@ def _parsed(document: dict[str, Any]) -> Manifest:
         origin=None if origin.id is None else Origin(origin.id, origin.revision or ""),
         metadata=file.metadata,
         container={} if file.container is None else _container(file.container).to_json(),
+        folders=_checked_folders(file.folders),
         left_out=file.left_out,
         remarks=file.remarks,
         model=file.model,
@@ -355,6 +366,14 @@ def _made_by(document: dict[str, Any]) -> dict[str, Any]:
     if not {"kind", "source"} <= document.keys():
         return {}
     return {key: document[key] for key in keys[keys.index("kind") + 1 : keys.index("source")]}
+
+
+def _checked_folders(folders: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Return the folders of a result. Raises MasterError for a name that is not that of a folder in it."""
+    for name in folders:
+        if not name.endswith("/") or "/" in name[:-1] or not is_inside(name[:-1]):
+            raise damaged(f"folders: expected the name of a folder with a slash, found {name!r}")
+    return folders
 
 
 def _container(stated: _Container) -> GgufFiles:

@@ -170,11 +170,11 @@ class TypeFigures(NamedTuple):
 
 
 def figures_by_type(made_by: Mapping[str, Any], pairs: Iterable[tuple[TensorPlan, TensorRecord]]) -> list[TypeFigures]:
-    """Return the figures of each type of a result that has files of several types; nothing for another one.
+    """Return the figures of each type or format of a result that has files of several; nothing for another one.
 
-    made_by: how it was made, with the types; they stand before the names of tensors
+    made_by: how it was made; types and formats stand before the names of tensors
     """
-    if "," not in str(made_by.get("type")):
+    if "," not in str(made_by.get("type")) and "results" not in made_by:
         return []
     by_type: dict[str, list[tuple[TensorPlan, TensorRecord]]] = defaultdict(list)
     for tensor, record in pairs:

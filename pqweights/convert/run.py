@@ -126,7 +126,7 @@ class Run:
         What that one has made is removed; it will find that it is to end.
         """
         with disk_errors(self.folder):
-            self.folder.mkdir(exist_ok=True)
+            (self.folder / shard).parent.mkdir(parents=True, exist_ok=True)
             for path in self.folder.glob(f"{glob.escape(shard)}.*{PARTIAL_SUFFIX}"):
                 path.unlink(missing_ok=True)
         return self.folder / f"{shard}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
@@ -135,7 +135,7 @@ class Run:
         """Begin the file of a shard."""
         assert shard.header.content is not None
         path = self.new_path(shard.file)
-        return ShardFile(path, shard.header.content, shard.file_bytes, shown=path.with_name(shard.file))
+        return ShardFile(path, shard.header.content, shard.file_bytes, shown=self.folder / shard.file)
 
     def add(self, shard: str, path: Path, mark: ShardMark, stop: Stop) -> None:
         """Take over the complete file of a shard, then mark it. stop: see Store.put"""
@@ -263,8 +263,9 @@ def open_run(conversion: Conversion, store: Store, *, overwrite: bool) -> Iterat
         run = replace(run, marks=run.finished()) if continues else run
         with disk_errors(run.folder):
             run.folder.mkdir(exist_ok=True)
-        for path in run.folder.glob("*" + PARTIAL_SUFFIX):  # of processes that are gone
-            path.unlink(missing_ok=True)
+        for folder in {(run.folder / shard).parent for shard in run.shards}:
+            for path in folder.glob("*" + PARTIAL_SUFFIX):  # of processes that are gone
+                path.unlink(missing_ok=True)
         yield run
 
 

@@ -45,6 +45,15 @@ def _recipe(name: str, value: Any) -> str | Path | Recipe:
     return recipe
 
 
+def _widths(name: str, value: Any) -> int | str:
+    """Take a whole number, or a text of one or of several with commas between them."""
+    text = value if isinstance(value, str) else str(checks.whole(name, value))
+    numbers = text.replace(" ", "").split(",")
+    if not all(number.isascii() and number.isdigit() and len(number) < 4 for number in numbers):
+        raise OptionError(f"`{name}`: expected a whole number such as 4, or several such as 4,8, found {text[:40]!r}")
+    return int(text) if len(numbers) == 1 else ",".join(numbers)
+
+
 def _tokens(name: str, value: Any) -> int:
     """Take a number of tokens, or a text such as "32k"."""
     text = value if isinstance(value, str) else str(checks.whole(name, value))
@@ -148,7 +157,7 @@ class MemoryOptions(Options):
 class ExportOptions(RecipeOptions, SampleOptions):
     """The options that a user may give for an export; each target takes some. None stands for the target's default."""
 
-    bits: int | None = None
+    bits: Any = option(_widths, default=None)  # a whole number, or a text of several with commas between them
     group_size: int | None = None
     qparams: str | None = None
     rounding: str | None = None

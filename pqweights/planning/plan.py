@@ -192,6 +192,11 @@ def cuts(sizes: Sequence[int], max_shard_bytes: int) -> list[range]:
     return [*runs, range(first, len(sizes))]
 
 
+def cuts_together(results: Sequence[Sequence[TensorPlan]], max_shard_bytes: int) -> list[range]:
+    """Divide the tensors of several results at the same ones, so that no run of any has more than max_shard_bytes."""
+    return cuts([max(planned.bytes for planned in alike) for alike in zip(*results, strict=True)], max_shard_bytes)
+
+
 class _Counted(Protocol):
     """What is counted: the properties of a TensorPlan that matter here."""
 
@@ -371,10 +376,14 @@ def format_of(tensor: TensorPlan, settings: Mapping[str, Any] | None = None) -> 
     return format if settings is None else format.with_settings(settings)
 
 
-def index_json(shards: Sequence[ShardPlan]) -> dict[str, Any]:
-    """Return the content of model.safetensors.index.json."""
-    placed = {stored.name: shard.file for shard in shards for stored in shard.stored}
-    total = sum(stored.byte_count for shard in shards for stored in shard.stored)
+def index_json(shards: Sequence[ShardPlan], folder: str = "") -> dict[str, Any]:
+    """Return the content of model.safetensors.index.json.
+
+    folder: that of the index, with a slash, with which names of files and tensors begin; others are not listed
+    """
+    stored = [tensor for shard in shards if shard.file.startswith(folder) for tensor in shard.stored]
+    placed = {tensor.name.removeprefix(folder): tensor.file.removeprefix(folder) for tensor in stored}
+    total = sum(tensor.byte_count for tensor in stored)
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
 
 
@@ -387,24 +396,85 @@ class Safetensors:
 
     metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
 
-    @property
-    def index_file(self) -> str:
-        """The name of the index."""
-        return INDEX_FILE
+    folders = ("",)  # those with an index, a configuration and copied files
 
     def shards(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
         """Return the files; the header of each follows from its tensors."""
-        runs, result = cuts([tensor.bytes for tensor in tensors], max_shard_bytes), []
-        for number, run in enumerate(runs):
-            specs = in_file_order([spec for place in run for spec in tensors[place].stored])
-            header = FileHeader.of(encode_header(specs, self.metadata))
-            file = shard_name(number, len(runs))
-            result.append(ShardPlan(file=file, header=header, specs=tuple(specs), tensors=run, group=number))
-        return tuple(result)
+        return tuple(_shards(tensors, cuts([tensor.bytes for tensor in tensors], max_shard_bytes), self.metadata))
+
+    @property
+    def index_files(self) -> tuple[str, ...]:
+        """The names of the indexes."""
+        return (INDEX_FILE,)
 
     def to_json(self) -> dict[str, Any]:
         """Return nothing: a manifest says nothing of the usual format but its metadata."""
         return {}
+
+
+@dataclass(frozen=True)
+class SafetensorsFolders:
+    """Folders of safetensors, each with an index, of the same tensors in several formats.
+
+    by_folder: the `__metadata__` of the files of each folder, by its name with a slash; in a plan, names of tensors
+        begin with it, which the files themselves do not have
+    """
+
+    by_folder: dict[str, dict[str, str]]
+
+    metadata = DEFAULT_METADATA
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Those with an index, a configuration and copied files."""
+        return tuple(self.by_folder)
+
+    def shards(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
+        """Return the files of each folder, which are cut at the same tensors.
+
+        Raises ValueError if the folders do not hold the same tensors.
+        """
+        count = len(tensors) // len(self.by_folder)
+        held = {folder: tensors[number * count :][:count] for number, folder in enumerate(self.by_folder)}
+        names = {tuple(tensor.name.removeprefix(folder) for tensor in of) for folder, of in held.items()}
+        if len(names) > 1 or count * len(self.by_folder) < len(tensors):
+            raise ValueError("the folders do not hold the same tensors")
+        runs = cuts_together([*held.values()], max_shard_bytes)
+        return tuple(
+            shard
+            for number, (folder, of) in enumerate(held.items())
+            for shard in _shards(of, runs, self.by_folder[folder], folder, number * count)
+        )
+
+    @property
+    def index_files(self) -> tuple[str, ...]:
+        """The names of the indexes."""
+        return tuple(f"{folder}{INDEX_FILE}" for folder in self.by_folder)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return nothing: a manifest lists the folders."""
+        return {}
+
+
+def _shards(
+    tensors: Sequence[TensorPlan], runs: Sequence[range], metadata: dict[str, str], folder: str = "", first: int = 0
+) -> Iterator[ShardPlan]:
+    """Yield files of safetensors, whose headers follow from their tensors.
+
+    runs: which of the tensors each file holds
+    folder: where they lie, with a slash, with which names of tensors begin; the headers are without it
+    first: the place of the first of these tensors in the plan
+    """
+    for number, run in enumerate(runs):
+        specs = in_file_order([spec for place in run for spec in tensors[place].stored])
+        named = [spec._replace(name=spec.name.removeprefix(folder)) for spec in specs] if folder else specs
+        yield ShardPlan(
+            file=folder + shard_name(number, len(runs)),
+            header=FileHeader.of(encode_header(named, metadata)),
+            specs=tuple(specs),
+            tensors=range(first + run.start, first + run.stop),
+            group=number,
+        )
 
 
 class GgufFile(NamedTuple):
@@ -440,10 +510,8 @@ class GgufFiles:
         """What safetensors files would have by default."""
         return DEFAULT_METADATA
 
-    @property
-    def index_file(self) -> None:
-        """There is none: each file lists its tensors."""
-        return
+    folders = ("",)  # those with a configuration and copied files
+    index_files = ()  # there are none: each file lists its tensors
 
     def shards(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
         """Return the files.
@@ -481,4 +549,6 @@ class GgufFiles:
         return {"format": GGUF, "name": self.name, "alignment": self.alignment, "files": files}
 
 
-Container = Safetensors | GgufFiles  # the format of a result's files: how they are named, begin and hold tensors
+Container = (
+    Safetensors | SafetensorsFolders | GgufFiles
+)  # the format of a result's files: how they are named, begin and hold tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,12 @@ def _export_options(manifest: Manifest, given: RebuildOptions) -> ExportOptions:
     name = target_name(made_by["target"])
     if name is None:
         raise MasterError(f"the manifest is of the target {str(made_by['target'])[:80]!r}, which this version lacks")
+    if (results := made_by.get("results")) is not None:
+        first = {key: value for key, value in made_by.items() if key != "results"} | next(iter(results.values()))
+        one = _export_options(replace(manifest, made_by=first), given)
+        if all(folder.endswith("bit") for folder in results):
+            return replace(one, format=None, bits=",".join(folder.removesuffix("bit") for folder in results))
+        return replace(one, format=",".join(results), bits=None, mode=None)
     options = {key: made_by[key] for key in get_target(name).options if key in made_by and key != "sensitivity"}
     if (mix := made_by.get("mix")) is not None:  # of MLX, which says mode and bits
         options = {key: value for key, value in options.items() if key not in ("mode", "bits")} | {"format": mix}

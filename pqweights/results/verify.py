@@ -27,7 +27,7 @@ from pqweights.checkpoint.unfinished import describe_interrupted
 from pqweights.common.strict_json import json_pieces
 from pqweights.common.threads import Progress
 from pqweights.convert.listed_files import config_problems
-from pqweights.convert.manifest import MOST_BYTES, Manifest, manifests_beside, read_manifest, shards_of
+from pqweights.convert.manifest import MOST_BYTES, Manifest, container_of, manifests_beside, read_manifest, shards_of
 from pqweights.errors import MasterError, PqweightsError, StorageError
 from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json
 from pqweights.results.evaluation_record import read_records
@@ -36,7 +36,7 @@ from pqweights.targets import EXPORTS, get_target, target_name
 # The keys under which a manifest says how a result was made; an export's also has the options of its target.
 ACCOUNT_KEYS = {
     "master": {"adapters", "recipe", "calibrated", "awq", "fit"},
-    "export": {"adapters", "target", "master_errors", "calibration"},
+    "export": {"adapters", "target", "results", "master_errors", "calibration"},
 }
 
 
@@ -185,15 +185,19 @@ def _check_account(manifest: Manifest) -> Iterator[str]:
             return
         chosen = get_target(target)
         known = {*known, *chosen.options, *chosen.stated}
-    for key in manifest.made_by:
+    results = manifest.made_by.get("results")
+    of_results = (key for of in results.values() for key in of) if isinstance(results, dict) else ()
+    for key in (*manifest.made_by, *of_results):
         if key not in known:
             yield f"{MANIFEST_FILE}: expected {', '.join(sorted(known))}, found {key[:80]!r}"
 
 
 def _check_index(storage: Storage, manifest: Manifest, shards: tuple[ShardPlan, ...]) -> Iterator[str]:
     """Check the index, and the names in the manifest."""
-    if INDEX_FILE in storage.files() and not _is(storage, INDEX_FILE, json_pieces(index_json(shards))):
-        yield f"{INDEX_FILE}: is not the index of the tensors in the manifest"
+    for file in container_of(manifest).index_files:
+        index = index_json(shards, file.removesuffix(INDEX_FILE))
+        if file in storage.files() and not _is(storage, file, json_pieces(index)):
+            yield f"{file}: is not the index of the tensors in the manifest"
     names = [tensor.name for tensor in manifest.tensors]
     for tensor in manifest.tensors:
         for spec in tensor.stored:
@@ -205,8 +209,9 @@ def _check_index(storage: Storage, manifest: Manifest, shards: tuple[ShardPlan, 
 
 def _check_files(storage: Storage, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Check the files without tensors; yield what is wrong with each of them."""
-    if not manifest.container and INDEX_FILE not in manifest.files:
-        yield INDEX_FILE, f"{MANIFEST_FILE}: does not list {INDEX_FILE}"
+    for file in container_of(manifest).index_files:
+        if file not in manifest.files:
+            yield file, f"{MANIFEST_FILE}: does not list {file}"
     for name, record in manifest.files.items():
         size = _size_of(storage, name)
         if not is_inside(name):

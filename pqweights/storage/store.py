@@ -182,7 +182,7 @@ class Store:
             return
         target = self.path / name
         with disk_errors(target):
-            target.parent.mkdir(exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
             sync_folder(target.parent)
 
@@ -194,6 +194,7 @@ class Store:
         refuse_linked_folders(self.path, [target])
         try:
             with disk_errors(self.path):
+                (self.path / target).parent.mkdir(exist_ok=True)
                 os.replace(self.path / source, self.path / target)
         except FileNotFoundError:
             if not (self.path / target).exists():

@@ -8,6 +8,7 @@ from typing import Any
 
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.native import NativeTensor
 from pqweights.checkpoint.positions import stated_once
 from pqweights.checkpoint.readers import LogicalTensor
@@ -45,7 +46,7 @@ def plan(source: ExportSource, dtype: str) -> Conversion:
         checkpoint=checkpoint,
         plan=make_plan(checkpoint, tensors, Safetensors(), source.max_shard_bytes),
         encode=CopyJob,
-        config=partial(_config, stored),
+        configs={CONFIG_FILE: partial(_config, stored)},
     )
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.gguf.views import InterleavedTensor, RenamedTensor, SourceTensor
 from pqweights.checkpoint.native import NativeTensor
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
-from pqweights.checkpoint.views import MatrixCache, MovedTensor
+from pqweights.checkpoint.views import MatrixCache, MovedTensor, ReadTogether
 from pqweights.common.dtypes import float8_table, from_float32, to_float32
 from pqweights.formats.gguf_blocks import INTEGER_TYPES, BlockRule, half_floats
 from pqweights.formats.packed import QuantizedTensor
@@ -26,7 +26,6 @@ from pqweights.formats.packing import CODES, DIVISOR, OFFSETS, SCALES, ZEROS, Pa
 from pqweights.kernels.compensation import sums_of_squares
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups
 from pqweights.kernels.workers import scratch
-from pqweights.targets.units import ReadTogether
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

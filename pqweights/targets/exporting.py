@@ -14,6 +14,7 @@ from pqweights.convert.listed_files import open_result
 from pqweights.convert.manifest import Manifest, find_manifest
 from pqweights.convert.records import total_relative_mse
 from pqweights.convert.task import RunOptions
+from pqweights.errors import OptionError
 from pqweights.planning.decisions import with_weights, without
 from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import ExportOptions, SourceOptions
@@ -21,7 +22,8 @@ from pqweights.planning.plan import total
 from pqweights.storage import Store
 from pqweights.storage.sources import merged, open_source, place_apart
 from pqweights.targets import get_target
-from pqweights.targets.target import GPTQ, PLAIN, ExportSource, is_compensated
+from pqweights.targets.several import SeveralFormats, one_by_one
+from pqweights.targets.target import GPTQ, PLAIN, ExportSource, ExportTarget, is_compensated
 
 AS_IT_IS = SourceOptions()
 
@@ -58,6 +60,18 @@ def open_exported(source: str | Path, options: SourceOptions = AS_IT_IS) -> tupl
     return with_weights(checkpoint), manifest if checkpoint.is_master else None
 
 
+def settings_of(target: ExportTarget[Any], options: ExportOptions) -> Any:
+    """Return what the `plan` of a target takes, of one format or of several.
+
+    Raises OptionError for an option or a value that the target does not have, RecipeError for what is wrong in a file.
+    """
+    options = target.with_recipe(options)
+    if "type" in target.options:  # GGUF files of several types lie in one folder
+        return target.read_options(options)
+    each = {folder: target.read_options(of) for folder, of in one_by_one(options).items()}
+    return each[""] if "" in each else SeveralFormats(formats=each)
+
+
 def plan_export(
     source: str | Path,
     opened: tuple[Checkpoint, Manifest | None],
@@ -81,8 +95,10 @@ def plan_export(
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, StorageError or MissingDependencyError.
     """
     to = get_target(target)
-    options = to.with_recipe(options)
-    settings = to.read_options(options)
+    settings = settings_of(to, options)
+    compensated = {is_compensated(of) for of in one_by_one(to.with_recipe(options)).values()}
+    if len(compensated) > 1:
+        raise OptionError("`calibrate`: is for formats in which codes can be compensated; export the others without it")
     checkpoint, manifest = with_weights(proven(opened[0], run.progress)), opened[1]
     place = place_apart(source, checkpoint, out)
     exported = ExportSource(
@@ -90,7 +106,7 @@ def plan_export(
         checkpoint=checkpoint,
         manifest=manifest,
         inputs=inputs,
-        rounding=GPTQ if is_compensated(options) else PLAIN,
+        rounding=GPTQ if compensated == {True} else PLAIN,
         max_shard_bytes=max_shard_bytes or to.max_shard_bytes,
     )
     return replace(

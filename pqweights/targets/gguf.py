@@ -46,7 +46,7 @@ from pqweights.formats.gguf_blocks import block_format
 from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.planning.options import ExportOptions
-from pqweights.planning.plan import FileHeader, GgufFile, GgufFiles, ShardPlan, TensorPlan, cuts
+from pqweights.planning.plan import FileHeader, GgufFile, GgufFiles, ShardPlan, TensorPlan, cuts_together
 from pqweights.planning.recipe import Recipe
 from pqweights.storage.addresses import is_repository_id
 from pqweights.targets.assignment import Kept
@@ -123,8 +123,7 @@ class GgufOutput:
         """Return the files with their headers: those of each type are cut at the same tensors, then that of a tower."""
         count = len(self.model.tensors)
         by_type = [tensors[first : first + count] for first in range(0, count * len(self.types), count)]
-        sizes = [max(planned.bytes for planned in alike) for alike in zip(*by_type, strict=True)]
-        runs = cuts(sizes, max_shard_bytes)
+        runs = cuts_together(by_type, max_shard_bytes)
         files = []
         for types, of_type in zip(self.types, by_type, strict=True):
             stem = f"{self.base_name}-{types.label}"

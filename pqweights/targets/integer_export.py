@@ -16,6 +16,7 @@ from typing import Any
 
 from pqweights.checkpoint.config import CONFIG_DTYPES, model_dtype
 from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
@@ -28,7 +29,15 @@ from pqweights.errors import OptionError
 from pqweights.formats.gguf_blocks import BlockRule
 from pqweights.formats.packing import PackedFormat
 from pqweights.models import text_model
-from pqweights.planning.plan import INTEGER, Safetensors, TensorPlan, format_of, stored_bytes
+from pqweights.planning.plan import (
+    INTEGER,
+    Container,
+    Safetensors,
+    SafetensorsFolders,
+    TensorPlan,
+    format_of,
+    stored_bytes,
+)
 from pqweights.targets import target_name
 from pqweights.targets.architectures import unexamined_warnings
 from pqweights.targets.assignment import Kept
@@ -57,7 +66,7 @@ def plan_integers(source: ExportSource, target: IntegerTarget) -> Conversion:
     if inputs is not None and source.rounding != GPTQ and target.recipe.size is None:
         raise OptionError("`calibrate`: expected `rounding` gptq or `target_size` as well, which use it")
     outline = target.outline(checkpoint)
-    unexamined = unexamined_warnings(target_name(target.describe()["target"]) or "", outline.config)
+    parts = outline.parts or {"": outline}
     master_errors = {} if manifest is None else _known_errors(outline, checkpoint, manifest)
     compensation = None
     if inputs is not None:
@@ -69,7 +78,11 @@ def plan_integers(source: ExportSource, target: IntegerTarget) -> Conversion:
     read = read if outline.companions is None else _with_companions(read, outline.companions)
     tensors = [_planned(tensor, read, outline) for tensor in read.tensors]
     most = source.max_shard_bytes
-    container = Safetensors(outline.metadata) if outline.container is None else outline.container(tensors, most)
+    container: Container = Safetensors(outline.metadata)
+    if outline.parts:
+        container = SafetensorsFolders({folder: part.metadata for folder, part in parts.items()})
+    elif outline.container is not None:
+        container = outline.container(tensors, most)
     by_columns = sorted(how.column_bytes(tensor.shape) for tensor, how in outline.rounded)
     return Conversion(
         kind=EXPORT,
@@ -77,10 +90,14 @@ def plan_integers(source: ExportSource, target: IntegerTarget) -> Conversion:
         checkpoint=read,
         plan=make_plan(read, tensors, container, most, outline.left_out),
         encode=partial(_encode, outline=outline, fused=fused, compensation=compensation, **known),
-        config=None if outline.config is None else partial(_stated, outline.config),
+        configs={
+            f"{folder}{CONFIG_FILE}": partial(_stated, part.config)
+            for folder, part in parts.items()
+            if part.config is not None
+        },
         small_files=outline.small_files or no_files,
         learn=nothing_to_learn if inputs is None else inputs.prepare,
-        warnings=partial(_warnings, (*outline.warnings, *remarks(outline, checkpoint), *unexamined)),
+        warnings=partial(_warnings, _known_warnings(parts, checkpoint, str(target.describe()["target"]))),
         memory_bytes=0 if compensation is None else compensation.memory_bytes,
         disk_bytes=sum(by_columns[-TENSORS_AT_ONCE:]),
     )
@@ -89,6 +106,18 @@ def plan_integers(source: ExportSource, target: IntegerTarget) -> Conversion:
 def _stated(config: dict[str, Any], *about: object) -> dict[str, Any]:
     """Return a configuration that does not depend on what was measured."""
     return config
+
+
+def _known_warnings(parts: Mapping[str, Outline], checkpoint: Checkpoint, target: str) -> tuple[str, ...]:
+    """Return what is known of a result before it is made; what not all of several formats have, with their names."""
+    of: dict[str, list[str]] = {}
+    for folder, part in parts.items():
+        unexamined = unexamined_warnings(target_name(target) or "", part.config)
+        for warning in (*part.warnings, *remarks(part, checkpoint), *unexamined):
+            of.setdefault(warning, []).append(folder.rstrip("/"))
+    return tuple(
+        warning if len(folders) == len(parts) else f"{', '.join(folders)}: {warning}" for warning, folders in of.items()
+    )
 
 
 def _warnings(known: tuple[str, ...], records: Sequence[TensorRecord]) -> tuple[str, ...]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.gguf.views import RenamedTensor
+from pqweights.checkpoint.gguf.views import reading_of
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.dtypes import from_float32, to_float32
@@ -35,6 +35,9 @@ from pqweights.planning.recipe import Recipe
 from pqweights.targets.assignment import Kept
 from pqweights.targets.carried import SourceGrid
 
+# The most rows that a format stores together: with chunks of a multiple of it, all formats read the same chunks.
+ROW_MULTIPLE = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
@@ -50,6 +53,7 @@ class Outline:
     container: returns the format of the files, from the planned tensors and the size of files; None for safetensors
     small_files: returns files that are written beside the weights, by name, given the shards; None if there are none
     companions: the files that are copied; None for all that the master has
+    parts: of several formats, the outline of each by its folder (several.py); tensors and decisions are those of all
     """
 
     tensors: tuple[LogicalTensor, ...]
@@ -62,6 +66,7 @@ class Outline:
     container: Callable[[Sequence[TensorPlan], int], Container] | None = None
     small_files: Callable[[Sequence[ShardPlan]], SmallFiles] | None = None
     companions: tuple[str, ...] | None = None
+    parts: Mapping[str, Outline] = field(default_factory=dict)
 
     @property
     def rounded(self) -> Iterator[tuple[LogicalTensor, PackedFormat]]:
@@ -114,11 +119,11 @@ class IntegerJob:
         """
         self._planned, self._tensor, self._rounding = planned, tensor, rounding
         self._master_error, self._is_original = master_error, is_original
-        self._source = tensor.source if type(tensor) is RenamedTensor else tensor
         self._columns = tensor.shape[-1]
         self._matrices, self._rows = math.prod(tensor.shape[:-2]), tensor.shape[-2]
-        multiple = max(self.row_multiple, rounding.row_multiple)
-        self._rows_per_chunk = max(1, jobs.CHUNK_WEIGHTS // self._columns // multiple) * multiple
+        most_rows = jobs.CHUNK_WEIGHTS // self._columns
+        multiple = max(self.row_multiple, rounding.row_multiple, ROW_MULTIPLE if most_rows > ROW_MULTIPLE else 1)
+        self._rows_per_chunk = max(1, most_rows // multiple) * multiple
         self._per_matrix = -(-self._rows // self._rows_per_chunk)
         self._sums = np.zeros(2)
         self._rounded_chunks = 0
@@ -132,7 +137,7 @@ class IntegerJob:
     @property
     def reads(self) -> object:
         """The tensor of which it reads so many rows at a time."""
-        return id(self._source), self._rows_per_chunk
+        return reading_of(self._tensor), min(self._rows_per_chunk, self._rows)
 
     def read(self, chunk: int, sink: Sink) -> npt.NDArray[np.float32]:
         """Read one chunk of whole rows as float32."""

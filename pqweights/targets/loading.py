@@ -87,8 +87,9 @@ def read_model(
 
 
 def files_of_type(files: Iterable[str], type_name: str) -> list[str]:
-    """Return those of some GGUF files that are called after a type, with the parts of a split one."""
-    return [file for file in files if re.search(f"-{re.escape(type_name)}{PART}", file)]
+    """Return those of some files that are called after a type of GGUF, or lie in the folder of a format."""
+    pattern = re.compile(f"^{re.escape(type_name)}/|-{re.escape(type_name)}{PART}")
+    return [file for file in files if pattern.search(file)]
 
 
 def auto_class(config: Mapping[str, Any]) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pqweights.checkpoint.header import ByteReads, StoredTensor, TensorSpec
+from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.native import SourceTensor, coded_specs
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint
@@ -142,7 +143,7 @@ def plan_lossless(checkpoint: Checkpoint, max_shard_bytes: int, run: RunOptions)
         checkpoint=checkpoint,
         plan=make_plan(checkpoint, tensors, Safetensors(), max_shard_bytes),
         encode=partial(encode, lengths=lengths),
-        config=master_config,
+        configs={CONFIG_FILE: master_config},
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import encoded_specs
+from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, proven
 from pqweights.convert.conversion import MASTER, Conversion, accept_any, make_plan
@@ -110,7 +111,7 @@ def plan_quantize(
         checkpoint=checkpoint,
         plan=make_plan(checkpoint, tensors, Safetensors(), options.max_shard_bytes),
         encode=partial(encode, effort=recipe.effort, awq=awq, ready=ready),
-        config=master_config,
+        configs={CONFIG_FILE: master_config},
         reads=reads,
         accept=_refuse_exceeding if options.strict else accept_any,
         warnings=partial(_of_calibration, () if ready is None else ready.warnings),

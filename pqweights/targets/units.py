@@ -8,13 +8,13 @@ workers would have to be told.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor, element_count, whole_blocks
+from pqweights.checkpoint.views import ReadTogether
 from pqweights.convert import jobs
 from pqweights.convert.jobs import Job
 from pqweights.convert.sink import Sink
@@ -41,38 +41,6 @@ def fused_weights(
         if isinstance(decision, PackedFormat) and decision.unit_of is not None:
             layers.setdefault(decision.unit_of, []).append(tensor)
     return {tensor.name: tuple(layer) for layer in layers.values() for tensor in layer}
-
-
-@dataclass(frozen=True)
-class ReadTogether:
-    """A tensor with which others are read. parts: the stored tensors of all of them"""
-
-    tensor: LogicalTensor
-    parts: tuple[StoredTensor, ...]
-
-    @property
-    def name(self) -> str:
-        """That of the tensor."""
-        return self.tensor.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the tensor."""
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> str:
-        """That of the tensor."""
-        return self.tensor.dtype
-
-    @property
-    def plain_dtype(self) -> str:
-        """That of the tensor."""
-        return self.tensor.plain_dtype
-
-    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Read elements of the tensor."""
-        self.tensor.read(start, count, dtype, out)
 
 
 def reading_together(

@@ -18,9 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import families
 import hub_cases
 import numpy as np
 import pytest
+import transformers
 from helpers import bf16, f32, folder_bytes, gaussian, run_command, write_checkpoint
 from hub_cases import CASES, NOT_NEEDED, SOURCE, Case, Client, files_of, stalled, write_source
 from loopback_faults import Fault, Request, Run, Stall
@@ -396,6 +398,24 @@ def test_low_disk_holds_two_files_at_most(
     assert most == [2]
     assert not (tmp_path / "out/.pqweights").exists()
     assert not list(client.home.rglob("*.safetensors"))
+
+
+def test_low_disk_fetches_once_for_several_formats(hub: LoopbackHub, client: Client, tmp_path: Path) -> None:
+    source = families.build(families.FAMILIES["llama"], tmp_path / "whole")
+    transformers.AutoModelForCausalLM.from_pretrained(source).save_pretrained(
+        tmp_path / "source", max_shard_size="600KB"
+    )
+    source = tmp_path / "source"
+    hub.commit(SOURCE, files_of(source))
+    asked = ("--target", "torchao", "--format", "int8,fp8", "--max-shard-size", "200KB", "-q")
+    client.well("export", source, tmp_path / "expected", *asked)
+    hub.requests.clear()
+    with most_files(tmp_path / "out") as most:
+        client.well("export", SOURCE, tmp_path / "out", *asked, "--low-disk")
+    assert without_origin(tmp_path / "out") == without_origin(tmp_path / "expected")
+    fetches = Counter(name for name in fetched(hub.requests) if name.endswith(".safetensors"))
+    assert len(fetches) > 3 and set(fetches.values()) == {2}  # once for the header, once whole
+    assert most[0] <= 3
 
 
 def test_low_disk_with_scales_in_another_shard(hub: LoopbackHub, client: Client, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path |
 
 def marks(out: Path) -> list[Path]:
     """The marks of finished shards."""
-    return sorted((out / ".pqweights").glob("*/*.json"))
+    return sorted((out / ".pqweights").glob("*/**/*.json"))
 
 
 def finished(out: Path) -> set[str]:

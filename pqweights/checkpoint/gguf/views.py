@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.gguf.mixes import INTEGERS
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import Segment, View, sources_of
+from pqweights.checkpoint.views import MovedTensor, ReadTogether, Segment, View, sources_of
 from pqweights.common.dtypes import convert, item_bytes
 from pqweights.kernels.workers import scratch
 
@@ -57,6 +57,18 @@ class RenamedTensor:
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Read elements of the source."""
         self.source.read(start, count, dtype, out)
+
+
+def reading_of(tensor: LogicalTensor) -> object:
+    """Return what tensors have in common of which the same elements are read in the same way."""
+    if type(tensor) is RenamedTensor:
+        return reading_of(tensor.source)
+    if isinstance(tensor, ReadTogether):
+        return reading_of(tensor.tensor)
+    if isinstance(tensor, MovedTensor):
+        rows = tuple((reading_of(of.tensor), of.first, of.step, of.count) for of in tensor.segments)
+        return rows, tensor.columns, tensor.shape, tensor.transposed
+    return id(tensor)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -17,7 +17,7 @@ from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.checkpoint.writer import write_whole
 from pqweights.common.markdown import words
-from pqweights.convert.manifest import Manifest, shards_of
+from pqweights.convert.manifest import Manifest, container_of, shards_of
 from pqweights.errors import MasterError, OutputError
 from pqweights.publish.card import figures, text
 from pqweights.publish.card.old_card import (
@@ -107,11 +107,12 @@ def make_card(
     shown = [record for record in records if record.is_for_card]
     names = _choose_names(manifest, options, here, there)
     target = _target(manifest)
+    first = container_of(manifest).folders[0]
     model = read_model(
         names.repository or HERE,
         branch=names.branch,
-        config=read_config(folder) or {},
-        files=manifest.files,
+        config=read_config(folder / first) or {},
+        files=[name.removeprefix(first) for name in manifest.files],
         weights=(shard.file for shard in shards_of(manifest)),
     )
     load = text.loading(target, manifest, model)

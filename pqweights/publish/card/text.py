@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
@@ -70,8 +71,9 @@ def opening(inspection: Inspection, base_model: str | None) -> list[str]:
 def _sizes(inspection: Inspection) -> str:
     totals = inspection.totals
     if types := figures_by_type(inspection.made_by, inspection.manifest.pairs):
+        what = "a folder of each of {} formats" if inspection.manifest.folders else "a file of each of {} types"
         return (
-            f"There is a file of each of {len(types)} types; together they take {size_text(totals.output_bytes or 0)}. "
+            f"There is {what.format(len(types))}; together they take {size_text(totals.output_bytes or 0)}. "
             f"The source takes {size_text(totals.source_bytes or 0)}."
         )
     before, after = totals.source_bytes, totals.output_bytes
@@ -132,9 +134,28 @@ PACKED = "packed=True keeps them packed in memory (inference only)"
 def loading(target: ExportTarget[Any] | None, manifest: Manifest, model: LoadableModel) -> list[str]:
     """Return the paragraphs and code blocks of the section on loading. target: None for a master"""
     branch = [] if model.branch is None else [f"It is on the branch {code(model.branch)}, which the commands name."]
+    if target is not None and (results := manifest.made_by.get("results")):
+        return branch + _load_one_of(target, results, model)
     if target is not None:
         return branch + target.load_section(manifest.made_by, model)
     return branch + _load_master(model, "" if is_lossless(manifest) else PACKED)
+
+
+def _load_one_of(
+    target: ExportTarget[Any], results: Mapping[str, Mapping[str, Any]], model: LoadableModel
+) -> list[str]:
+    """Return how to load one of several formats, each of which is a folder. results: their options"""
+    first, where, fetch = next(iter(results)), model.location, []
+    if is_repository_id(where):
+        where = where.rpartition("/")[2]
+        fetch = [shell(f"hf download {model.quoted}{model.revision_option} --include '{first}/*' --local-dir {where}")]
+    one = replace(model, location=f"{where}/{first}", branch=None)
+    listed = ", ".join(code(folder) for folder in results)
+    return [
+        f"Each of the folders {listed} is a model of its own, in that format. For {code(first)}:",
+        *fetch,
+        *target.load_section({"target": target.name, **results[first]}, one),
+    ]
 
 
 def _load_master(model: LoadableModel, comment: str) -> list[str]:
