@@ -11,6 +11,7 @@ from pqweights.common.units import counted, size_text
 from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS
 
 from . import options, output, report
+from .push import push_lines
 from .report import integer_form_lines
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def command(
     include_files: options.IncludeFiles = None,
     low_disk: options.LowDisk = False,
     max_shard_size: options.MaxExportedSize = None,
+    push: options.Push = None,
     ray: options.Ray = None,
     threads: options.Threads = None,
     overwrite: options.Overwrite = False,
@@ -105,6 +107,8 @@ def _show(done: RewriteReport, folder: str, out: str, *, json: bool) -> None:
     if done.already_done:
         output.note(f"{out}: already holds this result; nothing was written")
     output.summary(*_lines(done, folder, out))
+    if done.pushed is not None:
+        output.summary(*push_lines(done.pushed, dry_run=False))
 
 
 def _lines(done: RewriteReport, folder: str, out: str) -> list[str]:

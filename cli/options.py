@@ -374,6 +374,16 @@ Target = Annotated[
     str,
     typer.Option("--target", "-t", metavar="TARGET", help="Format of the result, one of those above."),
 ]
+Push = Annotated[
+    str | None,
+    typer.Option(
+        "--push",
+        metavar="ORG/NAME",
+        help="Send each file to a repository on the Hub once it is whole, and remove it here; then the rest, as the "
+        "command push does. Files are made one after the other: with --low-disk, the disk holds one of the source and "
+        "one of the result at a time, and the source is fetched for each.",
+    ),
+]
 IntegerBits = Annotated[
     str | None,
     typer.Option(

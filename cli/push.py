@@ -57,7 +57,7 @@ def _show(done: PushReport, *, dry_run: bool, json: bool) -> None:
         output.print_json(done.to_json() | {"dry_run": dry_run})
     else:
         show = output.show if dry_run else output.summary  # a dry run has nothing else to show
-        show(*_lines(done, dry_run))
+        show(*push_lines(done, dry_run=dry_run))
     if done.card.replaces_edits:
         were = "would be" if dry_run else "were"
         output.note(
@@ -66,7 +66,8 @@ def _show(done: PushReport, *, dry_run: bool, json: bool) -> None:
         )
 
 
-def _lines(done: PushReport, dry_run: bool) -> list[str]:
+def push_lines(done: PushReport, *, dry_run: bool) -> list[str]:
+    """Return what a push did, or would do."""
     shown = [change for change in done.changes if change.change != "same"]
     compared = done.not_checked is None
     lines = [

@@ -306,6 +306,7 @@ def export(
     include_files: str | Sequence[str] = (),
     low_disk: bool = False,
     max_shard_size: int | str | None = None,
+    push: str | None = None,
     ray: str | None = None,
     threads: int | None = None,
     overwrite: bool = False,
@@ -321,6 +322,8 @@ def export(
         tell:
         those of `quantize`
     max_shard_size: as in `quantize`, but for gguf by default what makes one file of nearly every model, 45 GB
+    push: ORG/NAME on the Hub, to which each file is sent once it is whole, and removed here; with `low_disk`, the disk
+        holds one file of the source and one of the result at a time, and the source is fetched once for each file
     target: "bf16", "torchao", "mlx", "gguf" or "vllm"; each takes some of the options below
     bits, group_size: of integers: bits of a code, by default 4, and weights that share a scale, by default 128 or 64
     qparams: how scales and offsets are chosen: by least squares (best), or as the runtime's converter does (minmax)
@@ -368,6 +371,8 @@ def export(
     settings_of(get_target(target), options)  # refuses wrong values before anything is fetched
     if ray is not None and calibrate is not None:
         raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
+    if push is not None and ray is not None:
+        raise OptionError("`push`: files are sent by one machine; leave out `ray` or `push`")
     opening = SourceOptions(
         adapter=adapter,
         leave_out=leave_out,
@@ -380,11 +385,24 @@ def export(
     )
     most_bytes = None if max_shard_size is None else shard_bytes(max_shard_size)
     given, store = located("source", source), open_store(located("out", out))
+    if push is not None and store.is_elsewhere:
+        raise OptionError("`push`: expected a folder on this machine as OUT")
     with (
         _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run,
         _exported(given, store, target, options, opening, most_bytes, run) as (conversion, checked),
     ):
-        return convert(conversion, store, checked)
+        if push is None:
+            return convert(conversion, store, checked)
+        from pqweights.publish.options import PushOptions
+        from pqweights.publish.push import begin_sending
+        from pqweights.publish.push import push as push_folder
+
+        hub, read = HubOptions(token=token, tell=tell), conversion.checkpoint.storage
+        read.frees = min(1, read.frees)
+        sending = begin_sending(push, hub, conversion.manifest)
+        report = convert(conversion, replace(store, sending=sending), checked)
+        asked = PushOptions(threads=threads)
+        return replace(report, pushed=push_folder(store.path, push, hub, options=asked, sent=sending.files))
 
 
 @contextlib.contextmanager

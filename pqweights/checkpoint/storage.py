@@ -98,7 +98,7 @@ class Storage:
     Threads may share it, and other processes get it pickled, without what is open here.
 
     bytes_read: how many bytes all threads have read so far
-    low_disk: whether files of the Hub are deleted when they are no longer needed
+    frees: how many files of the Hub are held at once, because `release` deletes them; 0 if they stay
     broken_links: of a local folder, links to files that are not there, which are not listed
     outside_links: those out of the folder (companions.py); those that may be weights are listed, and all others are not
     """
@@ -115,13 +115,14 @@ class Storage:
 
         source: a folder on this machine, or what reads the files of one elsewhere
         only: the names of the files to list; by default all
+        low_disk: whether files of the Hub are deleted when they are no longer needed
         recursive: whether the files in folders inside of one elsewhere are listed, too
         """
         self._source, self._only, self._recursive = source, only, recursive
         self._remote = None if isinstance(source, Path) else source
         self.root = source if isinstance(source, Path) else Path()
         self.origin = None if self._remote is None else self._remote.origin
-        self.low_disk, self.bytes_read = low_disk, 0
+        self.frees, self.bytes_read = LOW_DISK_FILES if low_disk else 0, 0
         self.broken_links, self.outside_links = tuple[str, ...](), tuple[str, ...]()
         if self._remote is not None:
             self._files = self._remote.states(only, recursive=recursive)
@@ -177,11 +178,6 @@ class Storage:
     def _on_hub(self) -> Remote | None:
         """The repository whose files are read where they are."""
         return self._remote if self.origin is not None else None
-
-    @property
-    def frees(self) -> int:
-        """How many fetched files are held at once, because `release` deletes them; 0 if they stay."""
-        return LOW_DISK_FILES if self.low_disk else 0
 
     @property
     def memory_bytes(self) -> int:
@@ -309,7 +305,7 @@ class Storage:
 
     def disk_need(self, files: Sequence[str]) -> DiskNeed | None:
         """Return what fetching these files takes on a disk outside of the folder of `fetching`; None if nothing."""
-        if (hub := self._on_hub) is None or self.low_disk:
+        if (hub := self._on_hub) is None or self.frees:
             return None
         needed = sum(self._size_of(file) for file in files if hub.path(file) is None)
         return DiskNeed(
@@ -352,7 +348,7 @@ class Storage:
         """
         self._ranges.stopped = False
         if self._on_hub is not None:
-            limit, threads = (LOW_DISK_FILES, 1) if self.low_disk else (len(self._files), DOWNLOADS_AT_ONCE)
+            limit, threads = (self.frees, 1) if self.frees else (len(self._files), DOWNLOADS_AT_ONCE)
             self._folder = folder
             self._ranges = RangeCache(self._request, self._size_of)  # what the plan was made of is let go
             # The attribute stays: threads that still read get what is there, or TransferStopped.
@@ -370,7 +366,7 @@ class Storage:
     def _fetch_ahead(self, file: str, stop: Stop) -> Path:
         """Fetch a whole file and return its path."""
         assert self._on_hub is not None
-        own = self._own_path(file) if self.low_disk and self._on_hub.path(file) is None else None
+        own = self._own_path(file) if self.frees and self._on_hub.path(file) is None else None
         path = own if own is not None and own.exists() else None
         path = path or self._on_hub.fetch(file, own, stop=stop, show=lambda count: None)
         self._reader.forget(path)  # of a damaged file that was there before
@@ -399,7 +395,7 @@ class Storage:
 
     def release(self, file: str) -> None:
         """Note that a file is no longer needed."""
-        if self._fetcher is not None and self.low_disk:
+        if self._fetcher is not None and self.frees:
             with self._lock:
                 self._fetched.pop(file, None)
             path = self._own_path(file)

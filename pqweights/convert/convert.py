@@ -40,17 +40,19 @@ def convert(conversion: Conversion, store: Store, options: RunOptions = RunOptio
             else:
                 engine.check(conversion, run)
             resumed = _take_up(conversion, run.marks)
+            run.send(run.marks)
             conversion.learn(progress)
             missing = [shard for shard in conversion.plan.shards if shard.file not in run.marks]
-            if engine is None:
-                marks = make_shards(conversion, run, missing, threads=options.threads, progress=progress)
-            else:
-                marks = engine.make_shards(conversion, run, missing, progress)
+            marks = dict(run.marks)
+            if engine is not None:
+                marks |= engine.make_shards(conversion, run, missing, progress)
+            # What is sent is made file by file, so that the disk holds one.
+            for shards in () if engine is not None else [missing] if store.sending is None else [[s] for s in missing]:
+                marks |= make_shards(conversion, run, shards, threads=options.threads, progress=progress, made=marks)
             conversion.finish_checks()
         conversion.check_sources()
         options.check()
         run.publish()
-        marks = {**run.marks, **marks}
         records = tuple(record for shard in conversion.plan.shards for record in marks[shard.file].records)
         _state(conversion, records, run)
     return _report(conversion, records, already_done=False, resumed=resumed)

@@ -59,7 +59,7 @@ def _difference(conversion: Conversion, store: Store, manifest: Manifest) -> str
     if theirs != ours:
         return f"holds another result: {_named(theirs)} made {_by_other_means(theirs, ours)}"
     files = store.files()
-    problems = file_problems(files, manifest)
+    problems = file_problems(store.finished_files(), manifest)
     if lost := [*problems, *(f"{name} is missing" for name in manifest.files if name not in files)]:
         return f"holds this result, but {lost[0]}"
     contents = conversion.contents(manifest.records)

@@ -89,6 +89,11 @@ def result_need(conversion: Conversion, run: Run, *, fetched_bytes: int | None =
         needed = room_for_shards(conversion.plan) + fetched
         what = f"{run.store.work}: the shards of the result need {needed} bytes of disk space while they are made"
         remedy = "set PQWEIGHTS_SCRATCH to a folder on another disk"
+    elif run.store.sending is not None:
+        largest = max(shard.file_bytes for shard in conversion.plan.shards)
+        needed = largest + conversion.plan.companion_bytes + fetched
+        what = f"{run.store}: the largest file needs {needed} bytes of disk space until it is sent"
+        remedy = "choose a folder on another disk"
     else:
         needed = conversion.plan.output_bytes + conversion.plan.companion_bytes + fetched
         present += sum(shard.file_bytes for shard in conversion.plan.shards if shard.file in run.marks)

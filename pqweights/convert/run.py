@@ -145,6 +145,15 @@ class Run:
         finally:
             path.unlink(missing_ok=True)
         self.store.write(self.name(shard) + MARK_SUFFIX, [mark.to_json()])
+        self.send([shard], stop)
+
+    def send(self, shards: Iterable[str], stop: Stop = lambda: False) -> None:
+        """Send finished shards to where the store sends them, if they still wait here, and remove them."""
+        if (sending := self.store.sending) is not None:
+            for shard in shards:
+                if (path := self.store.path / self.name(shard)).exists():
+                    sending.send(shard, path, stop)
+                    path.unlink()
 
     def finished(self) -> dict[str, ShardMark]:
         """Return the mark of every shard that is complete, by name."""
@@ -207,7 +216,7 @@ class Run:
         """Say of every shard whether it waits for its final name, and whether it is complete, under either name."""
         below = self.store.files(f"{WORK_FOLDER}/{self.key}")
         marked = {shard for shard in self.shards if self.name(shard) + MARK_SUFFIX in below}
-        published = self.store.files() if any(self.name(shard) not in below for shard in marked) else {}
+        published = self.store.finished_files() if any(self.name(shard) not in below for shard in marked) else {}
         states = {}
         for shard, size in self.shards.items():
             is_waiting = self.name(shard) in below

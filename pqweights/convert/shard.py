@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -47,17 +47,19 @@ def make_shards(
     threads: int,
     progress: Progress,
     fetched: Path | None = None,
+    made: Container[str] = (),
 ) -> dict[str, ShardMark]:
     """Make shards, those of a group together, and return their marks by name.
 
     threads: how many compute
     progress: called with the source bytes done, the source bytes in all, and the name of a tensor
     fetched: where fetched files of the source lie; by default where the run keeps them
+    made: the shards that are finished, which progress counts
 
     Raises SourceError if the source cannot deliver the tensors or is not what it was, StrictError if the result is not
     to be accepted, OutputError for a disk error.
     """
-    sources, telling = SourceFiles(conversion, shards), _Telling(conversion, shards, progress)
+    sources, telling = SourceFiles(conversion, shards), _Telling(conversion, made, progress)
     marks: dict[str, ShardMark] = {}
     with (
         contextlib.closing(Workers(threads)) as workers,
@@ -81,12 +83,13 @@ def make_shards(
                 for file in files:
                     file.finish()
                 _check_sources(conversion, group, workers)
-            made = {
+            of_group = {
                 shard.file: ShardMark(records=tuple(records[p] for p in shard.tensors), fingerprints=fingerprints)
                 for shard in group
             }
-            workers.send(partial(_hand_over, run, {name: f.path for name, f in zip(made, files, strict=True)}, made))
-            marks |= made
+            paths = {name: file.path for name, file in zip(of_group, files, strict=True)}
+            workers.send(partial(_hand_over, run, paths, of_group))
+            marks |= of_group
         workers.check_sent(wait=True)
     return marks
 
@@ -320,11 +323,12 @@ class SourceFiles:
 class _Telling:
     """Tells how many bytes of the source are done, of all shards of a plan, a few times in a second at most."""
 
-    def __init__(self, conversion: Conversion, shards: Sequence[ShardPlan], progress: Progress) -> None:
-        """Prepare it. shards: those that are not finished yet"""
+    def __init__(self, conversion: Conversion, made: Container[str], progress: Progress) -> None:
+        """Prepare it. made: the shards that are finished"""
         self._conversion, self._progress, self._told = conversion, progress, time.monotonic()
         self._total = sum(map(conversion.source_bytes, in_making_order(conversion.plan.shards)))
-        self._done = self._total - sum(map(conversion.source_bytes, in_making_order(shards)))
+        finished = (shard for shard in conversion.plan.shards if shard.file in made)
+        self._done = sum(map(conversion.source_bytes, (place for shard in finished for place in shard.tensors)))
 
     def finished(self, place: int) -> None:
         """Tell that a tensor is finished."""

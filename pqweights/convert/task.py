@@ -74,6 +74,7 @@ class RewriteReport:
     source_bytes_read: bytes read from all checkpoints
     exports: of a master, what it can be exported to
     unchecked: whether a master was read whose bytes could not be checked
+    pushed: the PushReport of an export that was sent to the Hub
     """
 
     conversion: Conversion
@@ -83,6 +84,7 @@ class RewriteReport:
     source_bytes_read: int
     exports: tuple[PossibleExport, ...] = ()
     unchecked: bool = False
+    pushed: Any = None
 
     @property
     def plan(self) -> Plan:
@@ -136,4 +138,5 @@ class RewriteReport:
             **self.plan.quantized_before(),
             "warnings": list(self.warnings),
             **({"exports": [export.to_json() for export in self.exports]} if self.exports else {}),
+            **({} if self.pushed is None else {"pushed": self.pushed.to_json()}),
         }

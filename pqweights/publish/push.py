@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE
 from pqweights.common.parameters import HubOptions
 from pqweights.common.units import counted
@@ -37,6 +38,7 @@ from pqweights.publish.options import CardOptions, PushOptions
 from pqweights.results.verify import verify
 from pqweights.storage.hub import Hub
 from pqweights.storage.repository import Repository, has_content, open_repository, pieces_of
+from pqweights.storage.sending import Sending
 
 NEW, CHANGED, SAME, DELETED = "new", "changed", "same", "deleted"
 UNKNOWN = "unknown"  # of a file that could not be compared with the repository
@@ -102,13 +104,37 @@ class PushReport:
         }
 
 
-def push(folder: Path, repository: str, reached: HubOptions, *, options: PushOptions = PushOptions()) -> PushReport:
+def begin_sending(repository: str, reached: HubOptions, manifest: Manifest) -> Sending:
+    """Return where a run sends its files, one by one; the repository is created if it does not exist.
+
+    manifest: what the manifest of the result will state
+
+    Raises HubError if the repository cannot take the result.
+    """
+    repository, branch = checked_destination(repository, reached.revision)
+    hub = Hub(reached.token, reached.tell)
+    hub.call("login", lambda: hub.api.whoami())
+    remote, has_branch = find_destination(hub, repository, branch, private=False)
+    _earlier(remote, manifest, {shard.file for shard in shards_of(manifest)})
+    return Sending(_made_ready(remote, branch, has_branch, private=False), branch)
+
+
+def push(
+    folder: Path,
+    repository: str,
+    reached: HubOptions,
+    *,
+    options: PushOptions = PushOptions(),
+    sent: Mapping[str, FileState] = {},
+) -> PushReport:
     """Verify a master or an export, make its card, and upload both to a branch of a repository.
 
     folder: the master or export
     repository: ORG/NAME; created if it does not exist
     reached: how the Hub is used; its revision is the branch, by default main, created if it does not exist
     options: what is asked of the push
+    sent: what the branch holds of a run that has sent its files with tensors; those that are not in the folder are
+        taken for sent if they have their sizes
 
     Raises MasterError for a broken folder, HubError, OutputError.
     """
@@ -124,24 +150,27 @@ def push(folder: Path, repository: str, reached: HubOptions, *, options: PushOpt
         if not options.dry_run:
             raise
         not_checked = str(error)
-    _check_folder(folder, options)
-    manifest, pushed = read_manifest(folder), earlier_pushes(remote)
-    same = [one for one in pushed if export_of(one.manifest) == export_of(manifest)]
-    others = [one for one in pushed if one not in same]
-    check_room_for(manifest, others, remote)
-    if not manifest.container:
-        check_weights(remote, {name for one in pushed for name in one.files} | stamps.keys())
+    manifest = read_manifest(folder)
+    there = {
+        shard.file: shard.file_bytes
+        for shard in shards_of(manifest)
+        if stamps[shard.file] is None and shard.file in sent and sent[shard.file].byte_count == shard.file_bytes
+    }
+    _check_folder(folder, options, there)
+    same, others = _earlier(remote, manifest, stamps.keys())
     card_options = CardOptions(repository=remote.id, revision=card_branch(branch), base_model=options.base_model)
     beside = [one.manifest for one in others]
     card = make_card(folder, card_options, old=old_card, pushed=card_on_hub(remote), beside=beside)
     files = _files(remote, folder, manifest, card=card, same=same, others=others)
+    files = {name: content for name, content in files.items() if name not in there}
     changes = _changes(files, remote, options)
     if any(change.change != SAME and files[change.name] == folder / MANIFEST_FILE for change in changes):
         # While the manifest stays, so does everything that it lists, and so do the evaluations of it.
-        left = sorted(_left_behind(remote, same, others) - files.keys())
+        left = sorted(_left_behind(remote, same, others) - files.keys() - there.keys())
         changes += tuple(Change(name, DELETED, 0) for name in left)
     if not_checked is not None:
         changes = tuple(replace(change, change=UNKNOWN) for change in changes)
+    changes += tuple(Change(name, SAME, byte_count) for name, byte_count in there.items())
     report = PushReport(
         repository=remote.id,
         branch=branch,
@@ -157,16 +186,32 @@ def push(folder: Path, repository: str, reached: HubOptions, *, options: PushOpt
     if options.dry_run or all(change.change == SAME for change in changes):
         return report
     _check_unchanged(folder, stamps)
-    remote = _made_ready(remote, branch, has_branch, options)
+    remote = _made_ready(remote, branch, has_branch, private=options.private)
     operations = _operations(remote, files, report, options)
     _check_unchanged(folder, stamps)
     title = options.message or f"pqweights push: {manifest.kind}"
     return replace(report, commit=_commit(remote, branch, operations, title, files, options))
 
 
-def _check_folder(folder: Path, options: PushOptions) -> None:
-    """Verify the folder. Raises MasterError for the first problem."""
-    checked = verify(folder, threads=options.threads or usable_cores(), progress=options.verifying)
+def _earlier(remote: Repository, manifest: Manifest, names: Set[str]) -> tuple[list[Pushed], list[Pushed]]:
+    """Return the earlier pushes of the same export, and those of others.
+
+    names: the files of the result
+
+    Raises HubError if the repository cannot take the result beside them.
+    """
+    pushed = earlier_pushes(remote)
+    same = [one for one in pushed if export_of(one.manifest) == export_of(manifest)]
+    others = [one for one in pushed if one not in same]
+    check_room_for(manifest, others, remote)
+    if not manifest.container:
+        check_weights(remote, {name for one in pushed for name in one.files} | names)
+    return same, others
+
+
+def _check_folder(folder: Path, options: PushOptions, sent: Container[str]) -> None:
+    """Verify the folder, without files that were sent. Raises MasterError for the first problem."""
+    checked = verify(folder, threads=options.threads or usable_cores(), sent=sent, progress=options.verifying)
     if not checked.ok:
         first = checked.problems[0]
         remedy = "; remove that file from the folder" if len(checked.unlisted) == len(checked.problems) else ""
@@ -296,13 +341,13 @@ def _check_card(hub: Hub, repository: str, card: Card) -> None:
         )
 
 
-def _made_ready(remote: Repository, branch: str, has_branch: bool, options: PushOptions) -> Repository:
+def _made_ready(remote: Repository, branch: str, has_branch: bool, *, private: bool) -> Repository:
     """Create the repository and the branch if they do not exist, and return what the branch holds. Raises HubError."""
     hub, repository = remote.hub, remote.id
     if not remote.commit:
-        hub.call(repository, lambda: hub.api.create_repo(repository, private=options.private, exist_ok=True))
+        hub.call(repository, lambda: hub.api.create_repo(repository, private=private, exist_ok=True))
         remote = open_repository(hub, repository)
-        check_private(remote, options.private)
+        check_private(remote, private)
         has_branch = branch == MAIN
     if not has_branch:
         hub.call(repository, lambda: hub.api.create_branch(repository, branch=branch, exist_ok=True))

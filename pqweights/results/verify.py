@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,7 @@ def verify(
     *,
     threads: int,
     beside: Sequence[str] = (),
+    sent: Container[str] = (),
     progress: Progress = lambda done, total, name: None,
 ) -> Verification:
     """Check a master or an export.
@@ -78,6 +79,7 @@ def verify(
     result: a folder on this machine, or one anywhere
     threads: how many threads compute hashes
     beside: files that are only in the repository from which the folder was fetched
+    sent: files with tensors that the run that made them has sent to a repository; they are not looked at
     progress: called with the bytes checked, the bytes in all, and the name of a tensor
 
     Raises MasterError if the folder has no readable manifest, StorageError if a folder in object storage cannot be
@@ -86,8 +88,9 @@ def verify(
     manifest = read_manifest(result)
     storage = Storage(result) if isinstance(result, Path) else result
     shards = shards_of(manifest)
-    damaged = {shard.file: problem for shard in shards if (problem := _check_header(storage, shard)) is not None}
-    good = [shard for shard in shards if shard.file not in damaged]
+    here = [shard for shard in shards if shard.file not in sent]
+    damaged = {shard.file: problem for shard in here if (problem := _check_header(storage, shard)) is not None}
+    good = [shard for shard in here if shard.file not in damaged]
     wrong = _check_hashes(storage, manifest, good, threads, progress)
     problems = [*_check_state(storage, manifest), *damaged.values(), *wrong]
     problems += _check_index(storage, manifest, shards)

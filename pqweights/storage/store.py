@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pqweights.checkpoint.ahead import Stop
 from pqweights.checkpoint.file_reader import FileState
@@ -24,6 +25,9 @@ from pqweights.errors import OptionError, OutputError
 from pqweights.storage.addresses import Address, RepositoryName, parse_location
 from pqweights.storage.bucket import RemoteFolder
 from pqweights.storage.local import LOCK_FILE, clear, locked, make_private, refuse_linked_folders, remove_file
+
+if TYPE_CHECKING:
+    from pqweights.storage.sending import Sending
 
 SCRATCH_VARIABLE = "PQWEIGHTS_SCRATCH"
 # In the work folder of a bucket: a random text of the process that writes to the store.
@@ -67,9 +71,12 @@ class Store:
     Files have names relative to it. Everything unfinished lies in its work folder, WORK_FOLDER, which readers of the
     result ignore. What is sent to object storage is made in a scratch folder on this machine. Every method raises
     OutputError for what this machine refuses, StorageError for what a server does.
+
+    sending: where files with tensors go, instead of staying in a folder on this machine
     """
 
     folder: Path | RemoteFolder
+    sending: Sending | None = None
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -148,6 +155,10 @@ class Store:
                 with contextlib.suppress(FileNotFoundError):
                     states[path.relative_to(self.path).as_posix()] = FileState.of(path.stat())
         return states
+
+    def finished_files(self) -> dict[str, FileState]:
+        """Return the states of its files, and of those where it sends files."""
+        return ({} if self.sending is None else self.sending.files) | self.files()
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file; None if it is not there."""
