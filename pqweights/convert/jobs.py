@@ -79,13 +79,8 @@ class CopyJob:
             for start in range(0, weights, step)
         ]
         self.chunks = len(self._ranges)
-
-    @property
-    def reads(self) -> object:
-        """The stored tensors with what each is read from."""
-        return (
-            tuple({(reading_of(tensor), spec.dtype, spec.shape): None for spec, tensor, _, _ in self._ranges}) or None
-        )
+        sources = zip(planned.stored, tensors, strict=True)
+        self.reads: object = tuple((reading_of(tensor), spec.dtype, spec.shape) for spec, tensor in sources)
 
     def read(self, chunk: int, sink: Sink) -> Bytes:
         """Read one chunk into memory from which it is written."""
