@@ -82,8 +82,11 @@ def _export_options(manifest: Manifest, given: RebuildOptions) -> ExportOptions:
     if name is None:
         raise MasterError(f"the manifest is of the target {str(made_by['target'])[:80]!r}, which this version lacks")
     if (results := made_by.get("results")) is not None:
-        first = {key: value for key, value in made_by.items() if key != "results"} | next(iter(results.values()))
-        one = _export_options(replace(manifest, made_by=first), given)
+        first, *others = results.values()
+        named = ("format", "bits", "mode", "mix")
+        same = {key: of for key, of in first.items() if key in named or all(other.get(key) == of for other in others)}
+        shared = {key: of for key, of in made_by.items() if key != "results"}
+        one = _export_options(replace(manifest, made_by=shared | same), given)
         if all(folder.endswith("bit") for folder in results):
             return replace(one, format=None, bits=",".join(folder.removesuffix("bit") for folder in results))
         return replace(one, format=",".join(results), bits=None, mode=None)
