@@ -83,8 +83,8 @@ def _export_options(manifest: Manifest, given: RebuildOptions) -> ExportOptions:
         raise MasterError(f"the manifest is of the target {str(made_by['target'])[:80]!r}, which this version lacks")
     if (results := made_by.get("results")) is not None:
         first, *others = results.values()
-        named = ("format", "bits", "mode", "mix")
-        same = {key: of for key, of in first.items() if key in named or all(other.get(key) == of for other in others)}
+        own = ("format", "bits", "mode", "mix")
+        same = {key: of for key, of in first.items() if key in own or all(other.get(key) == of for other in others)}
         shared = {key: of for key, of in made_by.items() if key != "results"}
         one = _export_options(replace(manifest, made_by=shared | same), given)
         if all(folder.endswith("bit") for folder in results):
