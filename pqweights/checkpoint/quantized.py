@@ -67,18 +67,20 @@ def logical_tensors(storage: ByteReads, stored: dict[str, StoredTensor], config:
 
 
 def _casts(tensors: Iterable[LogicalTensor]) -> Iterator[str]:
-    """Yield that weights in FP8 have no scales."""
-    casts = [tensor.name for tensor in tensors if _is_cast(tensor)]
+    """Yield that weights in FP8 have no scales. Raises SourceError if others have: theirs are missing then."""
+    in_fp8 = [of for of in tensors if isinstance(of, QuantizedTensor) and of.dtype in FLOAT8_DTYPES]
+    casts = [tensor.name for tensor in in_fp8 if len(tensor.parts) == 1]
+    scaled = next((tensor.name for tensor in in_fp8 if len(tensor.parts) > 1), None)
+    if casts and scaled is not None:
+        raise SourceError(
+            f"tensor {casts[0]!r} is in FP8 without scales, and others have some, such as {scaled!r}: its scales are "
+            "missing; fetch the checkpoint again, or convert it with the tool that made it"
+        )
     if casts:
         yield (
             f"FP8 weights without scales are read as plain casts, a scale of 1: {counted(len(casts), 'tensor')}, "
             f"{first_names(casts)}"
         )
-
-
-def _is_cast(tensor: LogicalTensor) -> bool:
-    """Whether a tensor is in FP8, without scales."""
-    return isinstance(tensor, QuantizedTensor) and tensor.dtype in FLOAT8_DTYPES and len(tensor.parts) == 1
 
 
 def _check_names(names: list[str]) -> None:

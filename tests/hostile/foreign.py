@@ -290,6 +290,8 @@ SCALED_ELSEWHERE = {f"{Q}.weight": zeros("F8_E4M3", 128, 128), f"scales.{Q}": ze
 CASES.append(
     Case("fp8-scales-elsewhere", {QUANTIZE: (f"{Q}.weight", "scales")}, {FILE: stored(SCALED_ELSEWHERE), CONFIG: {}})
 )
+SCALED_IN_PART = {f"{Q}.weight": zeros("F8_E4M3", 128, 128), **tensors_of(UP, "- F8_E4M3 2 128, _scale F32 1")}
+CASES.append(Case("fp8-scaled-in-part", {QUANTIZE: (f"{Q}.weight", UP)}, {FILE: stored(SCALED_IN_PART), CONFIG: {}}))
 
 
 def foreign_method(method: str) -> Case:
