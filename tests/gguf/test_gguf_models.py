@@ -178,7 +178,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "mt5": {"max_position_embeddings": 512, "decoder_start_token_id": None, "tie_word_embeddings": None},
     "umt5": {"max_position_embeddings": 512, "decoder_start_token_id": None},
     "t5": {"max_position_embeddings": 512},
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next"), {"mlp_only_layers": []}),  # made of None
+    **{kind: {"mlp_only_layers": []} for kind in ("qwen2_moe", "qwen3_moe", "qwen3_next")},  # made of None
 }
 KEYS = {key for setting in SETTINGS for key in keys_of(setting.key)} | {
     "max_position_embeddings",
