@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import replace
@@ -121,10 +120,10 @@ def test_sensitivities_are_those_of_noise_in_the_weights(source, found, text):
         assert np.mean(divergences) / 1e-3 == approx(alpha, ONE_DRAW), name
 
 
-def test_it_says_how_it_was_measured(source, found, text):
+def test_it_says_how_it_was_measured(source, found):
     assert {key: value for key, value in found.method.items() if key != "identity"} == {
         "kind": "sample",
-        "sample": hashlib.sha256(text.read_bytes()).hexdigest(),
+        "sample": "text",
         "tokens": TOKENS,
         "window": 256,
         "seed": 0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,19 +13,17 @@ from hub_cases import TARGET, Client, files_of
 from loopback_hub import LoopbackHub
 
 SOURCE = Path(__file__).parents[1] / "support/llama_download.cpp"
-COMPILER = shutil.which("g++")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning"),
-    pytest.mark.skipif(COMPILER is None, reason="needs g++, whose standard library llama.cpp's library uses"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program of llama_download.cpp."""
-    libraries = Path(pytest.importorskip("llama_cpp").__file__).parent / "lib"
+    """The program of llama_download.cpp, compiled with g++, whose standard library llama.cpp's library uses."""
+    import llama_cpp
+
+    libraries = Path(llama_cpp.__file__).parent / "lib"
     out = tmp_path_factory.mktemp("program") / "llama_download"
-    command = [str(COMPILER), "-std=c++17", str(SOURCE), "-o", str(out), f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
+    command = ["g++", "-std=c++17", str(SOURCE), "-o", str(out), f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
     subprocess.run([*command, "-l:libllama-common.so", "-Wl,--allow-shlib-undefined"], check=True)
     return out
 
