@@ -46,9 +46,18 @@ def options_of(
 ) -> tuple[QuantizeOptions | ExportOptions, SourceOptions]:
     """Return the options with which a result is made again, and those with which its source is opened.
 
-    Raises MasterError for a recipe or a target that this version does not know, OptionError for a sample that is
+    Raises MasterError for a manifest that does not say it as this version does, OptionError for a sample that is
     missing.
     """
+    try:
+        return _options_of(manifest, source, given)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # of keys whose values nobody has checked yet
+        raise MasterError(f"{MANIFEST_FILE}: does not say how the result was made: {error!r}"[:200]) from None
+
+
+def _options_of(
+    manifest: Manifest, source: str | Path, given: RebuildOptions
+) -> tuple[QuantizeOptions | ExportOptions, SourceOptions]:
     opening: dict[str, Any] = {field.name: getattr(given, field.name) for field in fields(SourceOptions)}
     if given.revision is None and manifest.origin is not None and repository_id(str(source)) == manifest.origin.id:
         opening["revision"] = manifest.origin.revision

@@ -180,8 +180,30 @@ def test_a_manifest_is_needed(base: Path, source: Path, tmp_path: Path) -> None:
     assert "master" in refused("rebuild", made(base, "lossless"), made(base, "lossless"), tmp_path / "out")
 
 
-def test_an_unknown_target_of_a_manifest_is_refused(base: Path, source: Path, tmp_path: Path) -> None:
-    stated = json.loads((made(base, "bf16") / "pqweights.json").read_text())
+@pytest.mark.parametrize(
+    ("result", "changed"),
+    [
+        ("bf16", {"target": "abacus"}),
+        ("bf16", {"dtype": "nothing"}),
+        ("bf16", {"target": ["bf16"]}),
+        ("mlx", {"group_size": "wide"}),
+        ("ladder", {"type": 8}),
+        ("ladder", {"calibration": {"tokens": 4096}}),
+        ("vllm", {"rules": 5}),
+        ("trellis", {"recipe": "t4"}),
+        ("trellis", {"recipe": {"codec": 1}}),
+        ("trellis", {"calibrated": {"tokens": 4096}}),
+        ("trellis", {"fit": []}),
+    ],
+)
+def test_a_manifest_that_does_not_say_how_is_refused(
+    result: str, changed: dict[str, Any], base: Path, source: Path, tmp_path: Path
+) -> None:
+    stated = json.loads((made(base, result) / "pqweights.json").read_text())
+    keys = list(stated)
+    at = keys.index("source")
     file = tmp_path / "manifest.json"
-    file.write_text(json.dumps(stated).replace('"target": "bf16"', '"target": "abacus"'))
-    assert "abacus" in refused("rebuild", file, source, tmp_path / "out")
+    file.write_text(json.dumps({key: stated[key] for key in keys[:at]} | changed | {k: stated[k] for k in keys[at:]}))
+    found = invoke("rebuild", file, source, tmp_path / "out")
+    assert found.exit_code in (1, 2) and found.stderr.startswith("error: ") and found.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
