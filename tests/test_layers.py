@@ -67,7 +67,8 @@ OPTIONAL = {
         runtime.loading.packed_rows runtime.loading.packed_states kernels.attention
         kernels.reference kernels.transform_codes calibrate.calibrated calibrate.calibrated_weights
         calibrate.calibrated_master calibrate.collecting calibrate.layer_passes calibrate.layer_statistics
-        calibrate.layered calibrate.sample calibrate.scale_finding calibrate.sensitivity calibrate.work_folder
+        calibrate.drawing calibrate.layered calibrate.sample calibrate.scale_finding calibrate.sensitivity
+        calibrate.work_folder
     """,
     "yaml": "planning.recipe checkpoint.config publish.card.old_card",
     "fsspec": "storage.bucket",
@@ -76,7 +77,7 @@ OPTIONAL = {
     "transformers": """
         runtime.kv.cache runtime.kv.on_codes runtime.kv.schemes runtime.loading.conversion
         runtime.loading.packed runtime.loading.quantizer runtime.loading.transformers
-        calibrate.layered
+        calibrate.drawing calibrate.layered
     """,
 }
 HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}

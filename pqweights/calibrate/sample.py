@@ -21,7 +21,7 @@ from pqweights.calibrate.layer_passes import save_whole
 from pqweights.calibrate.sample_text import is_data_set, sample_text
 from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, described_folder
-from pqweights.common.threads import slow_step, told_steps
+from pqweights.common.threads import slow_step
 from pqweights.convert.convert import convert
 from pqweights.convert.task import RunOptions
 from pqweights.errors import EvaluationError
@@ -36,7 +36,6 @@ from pqweights.targets.master import plan_quantize
 
 # Tokens of a window of the sample, unless the model takes fewer.
 WINDOW = 256
-DRAWING = "drawing the sample"  # as users are told
 FEWEST_TOKENS = 2048
 SEED = 0
 # A model whose weights take more bytes in float32 is sampled from packed, from a draft master; so is one that is
@@ -127,6 +126,7 @@ class SampleOf:
 
     def _drawn(self, work: Path, shape: tuple[int, int], threads: int) -> Tensor:
         """Draw the sample from the model, or from a draft master of it that stays packed. shape: windows, and tokens"""
+        from pqweights.calibrate.drawing import DRAWING, draw, first_token
         from pqweights.runtime.loading.transformers import load
 
         is_large = 4 * sum(element_count(tensor) for tensor in self.checkpoint.tensors) > MOST_IN_MEMORY
@@ -167,36 +167,3 @@ def _cut(source: Path, text: str, windows: int, size: int) -> Any:
         )
     pieces = encoded.ids[: count * size].reshape(count, size)
     return np.stack([with_bos(piece, encoded.bos) for piece in pieces])
-
-
-def draw(model: Any, *, windows: int, tokens: int, first: int, seed: int) -> Tensor:
-    """Draw token ids [windows, tokens] from a causal language model, at temperature 1.
-
-    first: the token with which each window begins
-    """
-    random = torch.Generator().manual_seed(seed)
-    ids = torch.full((windows, 1), first)
-    cache = None
-    with torch.inference_mode():
-        for _ in told_steps(range(1, tokens), DRAWING, "tokens", each=windows):
-            output = model(ids[:, -1:], past_key_values=cache, use_cache=True)
-            cache = getattr(output, "past_key_values", None)
-            if cache is None:
-                raise EvaluationError("the sample: the model keeps no cache of what it read; give a text, or mixture")
-            logits = output.logits[:, -1].float()
-            if not bool(logits.isfinite().all()):
-                raise EvaluationError("the sample: the model's logits are not finite, so its weights are broken")
-            ids = torch.cat([ids, torch.multinomial(torch.softmax(logits, -1), 1, generator=random)], dim=1)
-    return ids
-
-
-def first_token(model: Any) -> int:
-    """Return the token with which texts of a model begin. Raises EvaluationError if it has none."""
-    configs = (model.config.get_text_config(), model.generation_config)
-    for name in ("bos_token_id", "eos_token_id"):
-        for config in configs:
-            token = getattr(config, name, None)
-            token = token[0] if isinstance(token, list) and token else token
-            if isinstance(token, int):
-                return token
-    raise EvaluationError("the sample: the model states no token with which a text begins; give a text, or mixture")

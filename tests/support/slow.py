@@ -16,6 +16,7 @@ SLOW = {
     "gguf/test_gguf_alone.py": EXHAUSTIVE,
     "targets/test_carried_codes.py": EXHAUSTIVE,
     "calibrate/test_changing_calibrations.py": MODELS,
+    "calibrate/test_drawing.py": MODELS,
     "remote/test_web_files.py": HUB,
     "remote/test_remote_sources.py": HUB,
     "remote/test_folder.py": HUB,

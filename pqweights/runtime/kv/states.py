@@ -198,7 +198,7 @@ class PackedStates:
             return
         used = last.tokens // quantizer.step
         for name, part in rows.items():
-            last.rows[name] = _appended(last.rows[name], used, part, least=LEAST_TOKENS // quantizer.step)
+            last.rows[name] = appended(last.rows[name], used, part, least=LEAST_TOKENS // quantizer.step)
         last.tokens += states.shape[2]
 
 
@@ -213,7 +213,7 @@ def used_rows(chunk: Chunk, step: int) -> Parts:
     return {name: part[:, :, :count] for name, part in chunk.rows.items()}
 
 
-def _appended(part: Tensor, used: int, more: Tensor, *, least: int) -> Tensor:
+def appended(part: Tensor, used: int, more: Tensor, *, least: int) -> Tensor:
     """Write rows behind the `used` ones, in place if there is room, and return where all rows are.
 
     least: the fewest rows for which there is room after growing, beyond these
