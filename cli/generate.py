@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 
+import typer
+
 from pqweights.runtime.options import DEFAULT_MAX_TOKENS
 
 from . import options, output
 
 
 def command(
+    ctx: typer.Context,
     model: options.Model,
     prompt: options.Prompt = None,
     no_chat: options.NoChat = False,
@@ -47,24 +50,8 @@ def command(
             shown.append(piece)
 
         try:
-            done = generate(
-                model,
-                text,
-                no_chat=no_chat,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=seed,
-                packed=packed,
-                kv_cache=kv_cache,
-                device=device,  # type: ignore[arg-type]
-                dtype=dtype,  # type: ignore[arg-type]
-                threads=threads,
-                revision=revision,
-                token=token,
-                progress=progress,
-                on_text=None if json else show,
-                tell=output.note,
-            )
+            asked = options.given(ctx) | {"prompt": text}
+            done = generate(**asked, progress=progress, on_text=None if json else show)
         finally:
             if not shown[-1].endswith("\n"):
                 output.write_text("\n")

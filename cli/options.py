@@ -8,19 +8,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
-from pqweights.common.parameters import Options, parameters
 
 from . import output
 
 if TYPE_CHECKING:
     from pqweights.common.parameters import HubOptions
     from pqweights.storage.sources import Fetched
-
-Taken = TypeVar("Taken", bound=Options)
 
 # Samples of text for a calibration.
 SAMPLES = "self|mixture|FILE|ORG/DATASET"
@@ -671,11 +667,6 @@ def given(context: typer.Context) -> dict[str, Any]:
 def _is_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def taken(kind: type[Taken], asked: Mapping[str, Any]) -> Taken:
-    """Return a class of options with those of what is asked for that it has."""
-    return kind(**{name: asked[name] for name in parameters(kind) if name in asked})
 
 
 def spelled(values: Mapping[str, Any]) -> list[str]:

@@ -98,7 +98,7 @@ def show_plan(
     from pqweights.api import planned
     from pqweights.convert.task import thread_count
 
-    quantizing, room = options.taken(QuantizeOptions, asked), options.taken(MemoryOptions, asked)
+    quantizing, room = QuantizeOptions.of(asked), MemoryOptions.of(asked)
     count = thread_count(asked.get("threads"))
     with output.progress("measuring", unit="steps") as progress:
         progress.status("reading the weights" if quantizing.lossless else "reading the headers")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import typer
+
 from pqweights.common.units import counted, size_text
 
 from . import options, output
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def command(
+    ctx: typer.Context,
     folder: options.LocalFolder,
     repository: options.Repository,
     base_model: options.BaseModel = None,
@@ -38,17 +41,9 @@ def command(
             output.progress("comparing") as comparing,
             output.progress("pushing") as pushing,
         ):
-            asked = PushOptions(
-                base_model=base_model,
-                private=private,
-                message=message,
-                dry_run=dry_run,
-                threads=threads,
-                verifying=verifying,
-                comparing=comparing,
-                progress=pushing,
-            )
-            done = push(folder, repository, options.hub(revision, token), options=asked)
+            shown = {"verifying": verifying, "comparing": comparing, "progress": pushing}
+            pushed = PushOptions.of(ctx.params | shown)
+            done = push(folder, repository, options.hub(revision, token), options=pushed)
         _show(done, dry_run=dry_run, json=json)
 
 

@@ -104,30 +104,8 @@ def plan(
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
-    options = QuantizeOptions(
-        recipe=recipe,
-        codec=codec,
-        bits=bits,
-        effort=effort,
-        keep=keep,
-        set_format=set_format,
-        target_size=target_size,
-        target_bpw=target_bpw,
-        adapter=adapter,
-        leave_out=leave_out,
-        awq=awq,
-        calibrate=calibrate,
-        calibration_tokens=calibration_tokens,
-        rate=rate,
-        allow_pickle=allow_pickle,
-        include_files=include_files,
-        lossless=lossless,
-        max_shard_size=max_shard_size,
-        revision=revision,
-        token=token,
-        tell=tell,
-    )
-    room = MemoryOptions(memory=memory, context=context, runtime=runtime)
+    arguments = locals()
+    options, room = QuantizeOptions.of(arguments), MemoryOptions.of(arguments)
     count, show = thread_count(threads), calibration_progress or _ignore
     return planned(located("source", source), options, count, memory=room, progress=show)
 
@@ -224,31 +202,7 @@ def quantize(
 
     Raises SourceError, RecipeError, OptionError, OutputError or HubError.
     """
-    options = QuantizeOptions(
-        recipe=recipe,
-        codec=codec,
-        bits=bits,
-        effort=effort,
-        keep=keep,
-        set_format=set_format,
-        target_size=target_size,
-        target_bpw=target_bpw,
-        adapter=adapter,
-        leave_out=leave_out,
-        strict=strict,
-        awq=awq,
-        calibrate=calibrate,
-        calibration_tokens=calibration_tokens,
-        rate=rate,
-        allow_pickle=allow_pickle,
-        include_files=include_files,
-        lossless=lossless,
-        max_shard_size=max_shard_size,
-        low_disk=low_disk,
-        revision=revision,
-        token=token,
-        tell=tell,
-    )
+    options = QuantizeOptions.of(locals())
     store, show = open_store(located("out", out)), calibration_progress or _ignore
     with _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run:
         with _quantized(located("source", source), store, options, run, show) as (conversion, checked):
@@ -345,44 +299,13 @@ def export(
 
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
-    options = ExportOptions(
-        bits=bits,
-        group_size=group_size,
-        qparams=qparams,
-        rounding=rounding,
-        calibrate=calibrate,
-        calibration_tokens=calibration_tokens,
-        imatrix=imatrix,
-        save_imatrix=save_imatrix,
-        packing=packing,
-        mode=mode,
-        format=format,
-        dtype=dtype,
-        type=type,
-        pure=pure,
-        without_tokenizer=without_tokenizer,
-        name=name,
-        recipe=recipe,
-        keep=keep,
-        set_format=set_format,
-        target_size=target_size,
-        target_bpw=target_bpw,
-    )
+    arguments = locals()
+    options, opening = ExportOptions.of(arguments), SourceOptions.of(arguments)
     settings_of(get_target(target), options)  # refuses wrong values before anything is fetched
     if ray is not None and calibrate is not None:
         raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
     if push is not None and ray is not None:
         raise OptionError("`push`: files are sent by one machine; leave out `ray` or `push`")
-    opening = SourceOptions(
-        adapter=adapter,
-        leave_out=leave_out,
-        allow_pickle=allow_pickle,
-        include_files=include_files,
-        low_disk=low_disk,
-        revision=revision,
-        token=token,
-        tell=tell,
-    )
     most_bytes = None if max_shard_size is None else shard_bytes(max_shard_size)
     given, store = located("source", source), open_store(located("out", out))
     if push is not None and store.is_elsewhere:
@@ -487,6 +410,7 @@ def verify(
     Raises MasterError if the folder has no readable manifest, SourceError or HubError; every other problem is a line
     of the result.
     """
+    options = RebuildOptions.of(locals() | {"revision": None})
     show, count = progress or _ignore, thread_count(threads)
     access = HubOptions(revision=revision, token=token, tell=tell)
     result = find_result(located("folder", folder), access, ours=True, progress=show)
@@ -494,16 +418,6 @@ def verify(
     if source is None:
         return found
     manifest = read_manifest(result.where)
-    options = RebuildOptions(
-        adapter=adapter,
-        calibrate=calibrate,
-        imatrix=imatrix,
-        allow_pickle=allow_pickle,
-        include_files=include_files,
-        low_disk=low_disk,
-        token=token,
-        tell=tell,
-    )
     learning = calibration_progress or _ignore
     with (
         _run(None, count, overwrite=False, progress=making_progress, tell=tell) as run,
@@ -549,19 +463,8 @@ def rebuild(
 
     Raises MasterError for what is no manifest; and what `quantize` and `export` raise.
     """
+    options = RebuildOptions.of(locals())
     stated = _read_manifest(located("manifest", manifest), HubOptions(token=token, tell=tell))
-    options = RebuildOptions(
-        adapter=adapter,
-        calibrate=calibrate,
-        imatrix=imatrix,
-        type=type,
-        allow_pickle=allow_pickle,
-        include_files=include_files,
-        low_disk=low_disk,
-        revision=revision,
-        token=token,
-        tell=tell,
-    )
     store, learning = open_store(located("out", out)), calibration_progress or _ignore
     with (
         _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run,
@@ -644,17 +547,7 @@ def generate(
     from pqweights.runtime.cached import check_spec
     from pqweights.runtime.generation import check_prompt, continued
 
-    options = GenerationOptions(
-        no_chat=no_chat,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        packed=packed,
-        kv_cache=kv_cache,
-        device=device,
-        dtype=dtype,
-        threads=threads,
-    )
+    options = GenerationOptions.of(locals())
     check_prompt(text("prompt", prompt))
     if kv_cache is not None:
         check_spec(kv_cache)

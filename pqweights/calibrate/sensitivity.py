@@ -121,8 +121,7 @@ def measured(
 
 def _sample(source: Path, recipe: Recipe, options: QuantizeOptions) -> tuple[SampleOf, str]:
     """Return the sample that is wanted, and a digest of everything on which the sensitivities depend."""
-    checkpoint = open_source(source, allow_pickle=options.allow_pickle)
-    checkpoint = without(checkpoint, options.leave_out) if options.leave_out else checkpoint
+    checkpoint = without(open_source(source, allow_pickle=options.allow_pickle), options.leave_out)
     sizes = block_sizes(checkpoint, recipe)
     sample = SampleOf.of(source, checkpoint, str(options.calibrate), options)
     return sample, hashlib.sha256(json.dumps([*sample.stated, sizes]).encode()).hexdigest()

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, Self, TypeVar, dataclass_transform
 
 from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, RecipeError
@@ -89,6 +89,11 @@ class Options:
             others, why = excludes or ((), "")
             for other in filter(given.__contains__, others):  # in this order: that of sets differs by process
                 raise OptionError(f"`{name}`: {why}; leave out `{name}` or `{other}`")
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return the options whose names are among those of arguments, such as the `locals()` of a function."""
+        return cls(**{name: arguments[name] for name in parameters(cls) if name in arguments})
 
     @property
     def given(self) -> set[str]:

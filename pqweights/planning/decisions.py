@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.storage import Storage
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import RecipeError
 from pqweights.formats import get_codec, nearest_rate
@@ -22,9 +24,11 @@ from pqweights.models import text_model
 from pqweights.models.description import UNKNOWN, ModelDescription
 from pqweights.models.names import is_behind, role_name, without_numbers
 from pqweights.planning.choice import DEFAULT_RECIPE
+from pqweights.planning.options import SourceOptions
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe, Weight, instead_of, load_recipe
 from pqweights.planning.roles import ROLES, Role
+from pqweights.storage.sources import merged, open_source
 
 
 class Decision(NamedTuple):
@@ -122,11 +126,35 @@ def with_weights(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, weights=frozenset(tensor.name for tensor, of in pairs if of.codec is not None))
 
 
+def open_planned(
+    source: str | Path,
+    options: SourceOptions,
+    open_master: Callable[[Storage], Checkpoint | None] = lambda storage: None,
+) -> Checkpoint:
+    """Open a source with the adapters that are merged into it, and without the tensors that the result does not get.
+
+    open_master: see open_source
+
+    Raises SourceError, RecipeError, OptionError, HubError, StorageError; MasterError for a damaged master.
+    """
+    checkpoint = open_source(
+        source,
+        options,
+        low_disk=options.low_disk,
+        allow_pickle=options.allow_pickle,
+        include=options.include_files,
+        open_master=open_master,
+    )
+    return without(merged(checkpoint, options.adapter, options), options.leave_out)
+
+
 def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
     """Return a checkpoint without the tensors whose names match a pattern of `leave_out`.
 
     Raises RecipeError for a pattern that matches none, or if nothing is left.
     """
+    if not patterns:
+        return checkpoint
     names = [tensor.name for tensor in checkpoint.tensors]
     left_out: dict[str, str] = {}
     for pattern in patterns:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, encode_header, in_file_order, stored_tensors
 from pqweights.checkpoint.names import INDEX_FILE, awq_name, shard_name
+from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.common.dtypes import FLOAT8_DTYPES, PACKED_DTYPES
 from pqweights.formats import UNRATED, get_codec
 from pqweights.formats.master import BlockFormat, MasterFormat
@@ -53,6 +54,21 @@ class TensorPlan(NamedTuple):
     reason: str
     bytes: int
     stored: tuple[TensorSpec, ...]
+
+    @staticmethod
+    def of(
+        tensor: LogicalTensor,
+        stored: tuple[TensorSpec, ...],
+        *,
+        role: str,
+        action: str,
+        reason: str,
+        codec: str | None = None,
+        bits: float | None = None,
+    ) -> TensorPlan:
+        """Return what becomes of a tensor. stored: what it becomes"""
+        size = stored_bytes(stored)
+        return TensorPlan(tensor.name, tensor.shape, tensor.dtype, role, action, codec, bits, reason, size, stored)
 
     @property
     def weights(self) -> int:

@@ -21,7 +21,7 @@ from pqweights.models import text_model
 from pqweights.models.description import ModelDescription
 from pqweights.models.names import role_name
 from pqweights.planning.options import ExportOptions
-from pqweights.planning.plan import DECODE, KEEP, Safetensors, TensorPlan, stored_bytes
+from pqweights.planning.plan import DECODE, KEEP, Safetensors, TensorPlan
 from pqweights.targets.loading import LoadableModel, by_transformers
 from pqweights.targets.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice, one_of
 
@@ -86,18 +86,8 @@ def plain_plan(
     stored = forced or stored_dtype(tensor, weights, model=model, dtype=dtype)
     why = "decoded" if decoded else "as in the master" if stored == tensor.plain_dtype else "model dtype to BF16"
     specs = (TensorSpec(tensor.name, stored, tensor.shape),)
-    return TensorPlan(
-        name=tensor.name,
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        role=role_of(tensor, known),
-        action=DECODE if decoded else KEEP,
-        codec=None,
-        bits=None,
-        reason=reason or why,
-        bytes=stored_bytes(specs),
-        stored=specs,
-    )
+    action = DECODE if decoded else KEEP
+    return TensorPlan.of(tensor, specs, role=role_of(tensor, known), action=action, reason=reason or why)
 
 
 def stored_dtype(tensor: LogicalTensor, weights: frozenset[str], *, model: str, dtype: str | None) -> str:

@@ -15,12 +15,12 @@ from pqweights.convert.manifest import Manifest, find_manifest
 from pqweights.convert.records import total_relative_mse
 from pqweights.convert.task import RunOptions
 from pqweights.errors import OptionError
-from pqweights.planning.decisions import with_weights, without
+from pqweights.planning.decisions import open_planned, with_weights
 from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import ExportOptions, SourceOptions
 from pqweights.planning.plan import total
 from pqweights.storage import Store
-from pqweights.storage.sources import merged, open_source, place_apart
+from pqweights.storage.sources import place_apart
 from pqweights.targets import get_target
 from pqweights.targets.several import SeveralFormats, one_by_one
 from pqweights.targets.target import GPTQ, PLAIN, ExportSource, ExportTarget, is_compensated
@@ -46,17 +46,7 @@ def open_exported(source: str | Path, options: SourceOptions = AS_IT_IS) -> tupl
             return None
         return open_result(storage, manifest)
 
-    checkpoint = open_source(
-        source,
-        options,
-        low_disk=options.low_disk,
-        allow_pickle=options.allow_pickle,
-        include=options.include_files,
-        open_master=open_master,
-    )
-    checkpoint = merged(checkpoint, options.adapter, options)
-    if options.leave_out:
-        checkpoint = without(checkpoint, options.leave_out)
+    checkpoint = open_planned(source, options, open_master)
     return with_weights(checkpoint), manifest if checkpoint.is_master else None
 
 

@@ -147,18 +147,14 @@ def _planned(tensor: LogicalTensor, checkpoint: Checkpoint, outline: Outline) ->
             reason=reason,
             forced=forced,
         )
-    specs = decision.specs(tensor.name, tensor.shape)
-    return TensorPlan(
-        name=tensor.name,
-        shape=tensor.shape,
-        dtype=tensor.dtype,
+    return TensorPlan.of(
+        tensor,
+        decision.specs(tensor.name, tensor.shape),
         role=role_of(tensor, known),
         action=INTEGER,
+        reason=decision.reason or f"{decision.rule.name} rule",
         codec=decision.codec,
         bits=decision.rule.bits,
-        reason=decision.reason or f"{decision.rule.name} rule",
-        bytes=stored_bytes(specs),
-        stored=specs,
     )
 
 

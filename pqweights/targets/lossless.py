@@ -165,18 +165,7 @@ def _planned(tensor: LogicalTensor, model: ModelDescription, lengths: Mapping[st
         stored = tuple(spec for part in source.parts for spec in _stored(part, lengths))
         action, codec, bits = QUANTIZE, Native.codec, bits_of(stored_bytes(stored), math.prod(tensor.shape))
         reason = "lossless, coded by its entropy" if is_coded else "lossless, as it is stored"
-    return TensorPlan(
-        name=tensor.name,
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        role=role.name,
-        action=action,
-        codec=codec,
-        bits=bits,
-        reason=reason,
-        bytes=stored_bytes(stored),
-        stored=stored,
-    )
+    return TensorPlan.of(tensor, stored, role=role.name, action=action, reason=reason, codec=codec, bits=bits)
 
 
 def encode(planned: TensorPlan, tensor: LogicalTensor, *, lengths: Mapping[str, Lengths]) -> Job:

@@ -24,14 +24,14 @@ from pqweights.convert.task import RunOptions
 from pqweights.errors import SourceError, StrictError
 from pqweights.formats import get_codec, nearest_rate
 from pqweights.models import text_model
-from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller, without
+from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller, open_planned
 from pqweights.planning.fit import Fit, fit
 from pqweights.planning.options import QuantizeOptions
-from pqweights.planning.plan import KEEP, QUANTIZE, Safetensors, TensorPlan, stored_bytes
+from pqweights.planning.plan import KEEP, QUANTIZE, Safetensors, TensorPlan
 from pqweights.planning.recipe import Recipe, SizeTarget
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.storage import Store
-from pqweights.storage.sources import merged, open_source, place_apart
+from pqweights.storage.sources import place_apart
 from pqweights.targets.lossless import plan_lossless
 
 
@@ -69,18 +69,9 @@ def plan_quantize(
 
     Raises SourceError, RecipeError, OptionError or HubError; OutputError for an output that overlaps the source.
     """
-    checkpoint = open_source(
-        source,
-        options,
-        low_disk=options.low_disk,
-        allow_pickle=options.allow_pickle,
-        include=options.include_files,
-    )
-    checkpoint = merged(checkpoint, options.adapter, options)
+    checkpoint = open_planned(source, options)
     if out is not None:
         checkpoint = proven(checkpoint, run.progress)
-    if options.leave_out:
-        checkpoint = without(checkpoint, options.leave_out)
     if checkpoint.is_master:
         raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
     model: dict[str, Any] = {}
@@ -154,18 +145,9 @@ def _planned(recipe: Recipe, tensor: LogicalTensor, decision: Decision, chosen: 
         reason += ", input channels scaled" if scaled else ""
     else:
         stored = (TensorSpec("", tensor.plain_dtype, tensor.shape),)
-    return TensorPlan(
-        name="",
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        role=decision.role,
-        action=KEEP if codec is None else QUANTIZE,
-        codec=codec,
-        bits=bits,
-        reason=reason,
-        bytes=stored_bytes(stored),
-        stored=stored,
-    )
+    action = KEEP if codec is None else QUANTIZE
+    plan = TensorPlan.of(tensor, stored, role=decision.role, action=action, reason=reason, codec=codec, bits=bits)
+    return plan._replace(name="")
 
 
 def encode(
