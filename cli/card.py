@@ -36,12 +36,12 @@ def command(
         if shown and json:
             raise typer.BadParameter("expected either --print or --json, found both")
         repository = None if repo is None else model_id("repo", repo, namespace=True)
-        asked = CardOptions(repository=repository, base_model=base_model)
+        card_options = CardOptions(repository=repository, base_model=base_model)
         report.warn_of_broken_files(folder, read_manifest(folder))
         if shown:
-            output.write_text(make_card(folder, asked, old=read_card(folder)).text)
+            output.write_text(make_card(folder, card_options, old=read_card(folder)).text)
         else:
-            _show(write_card(folder, asked), folder, json)
+            _show(write_card(folder, card_options), folder, json)
 
 
 def _show(card: Card, folder: Path, json: bool) -> None:

@@ -25,10 +25,10 @@ MOST_SHOWN = 3
 NOT_OF_QUANTIZE = {"source", "token", "threads", "tell", "memory", "context", "runtime"}
 
 
-def show(advice: MemoryAdvice, asked: Mapping[str, Any]) -> None:
+def show(advice: MemoryAdvice, given: Mapping[str, Any]) -> None:
     """Print which exports of a model fit. asked: what `plan` was given"""
     where = f"{size_text(advice.memory_bytes)} of memory, {counted(advice.context, 'token')} of context"
-    shown = advice.fitting if "runtime" in asked else [*_first(advice.fitting)]
+    shown = advice.fitting if "runtime" in given else [*_first(advice.fitting)]
     if shown:
         output.show(f"{where}; the most bits first, sizes estimated")
         heading, *rows = tables.table(TITLES, [_cells(proposal) for proposal in shown], drop=LEAST_NEEDED)
@@ -36,7 +36,7 @@ def show(advice: MemoryAdvice, asked: Mapping[str, Any]) -> None:
         for row, proposal in zip_longest(rows, shown):
             output.show(row)
             if proposal is not None:  # below are the columns that are left out
-                output.write_text(f"    {_command(proposal, asked)}\n")
+                output.write_text(f"    {_command(proposal, given)}\n")
         if left := len(advice.fitting) - len(shown):
             output.show("", f"{left} more fit: --runtime lists those of one, --json all")
     elif advice.proposals:
@@ -67,19 +67,19 @@ def _is_exported(proposal: Proposal) -> bool:
     return proposal.target in EXPORTS
 
 
-def _command(proposal: Proposal, asked: Mapping[str, Any]) -> str:
+def _command(proposal: Proposal, given: Mapping[str, Any]) -> str:
     """Return the command that makes what is proposed."""
     from pqweights.targets.memory import SOURCE
 
     if not _is_exported(proposal):
-        return f"nothing to make: {shlex.quote(asked['source'])}" if proposal.target == SOURCE else _quantize(asked)
+        return f"nothing to make: {shlex.quote(given['source'])}" if proposal.target == SOURCE else _quantize(given)
     out = re.sub(r"[^a-z0-9_]+", "-", f"{proposal.target} {proposal.format}")
     words = options.spelled(proposal.options)
-    words += options.spelled({key: asked[key] for key in ("revision", "allow_pickle") if key in asked})
-    return " ".join(["pqweights export", shlex.quote(asked["source"]), f"{out}/", "--target", proposal.target, *words])
+    words += options.spelled({key: given[key] for key in ("revision", "allow_pickle") if key in given})
+    return " ".join(["pqweights export", shlex.quote(given["source"]), f"{out}/", "--target", proposal.target, *words])
 
 
-def _quantize(asked: Mapping[str, Any]) -> str:
+def _quantize(given: Mapping[str, Any]) -> str:
     """Return the command that makes the master."""
-    words = options.spelled({name: value for name, value in asked.items() if name not in NOT_OF_QUANTIZE})
-    return " ".join(["pqweights quantize", shlex.quote(asked["source"]), "master/", *words])
+    words = options.spelled({name: value for name, value in given.items() if name not in NOT_OF_QUANTIZE})
+    return " ".join(["pqweights quantize", shlex.quote(given["source"]), "master/", *words])

@@ -196,9 +196,9 @@ def action_text(tensor: TensorPlan) -> str:
     return "plain" if tensor.action == "decode" else tensor.action
 
 
-def is_summarized(asked: bool | None, tensors: int) -> bool:
+def is_summarized(summary: bool | None, tensors: int) -> bool:
     """Whether to print a summary. asked: what the user asked for; None to choose by the number of tensors."""
-    return asked if asked is not None else tables.terminal_width() is not None and tensors > MOST_LISTED
+    return summary if summary is not None else tables.terminal_width() is not None and tensors > MOST_LISTED
 
 
 def summary_table(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord] | None = None) -> list[str]:

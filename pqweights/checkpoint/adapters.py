@@ -95,7 +95,7 @@ def open_adapter(storage: Storage, given: str, name: str, weight: float = 1.0) -
         storage=storage,
         config=None,
         stored=stored,
-        tensors=tuple(PlainTensor.of(storage, each) for each in stored),
+        tensors=tuple(PlainTensor.of(storage, tensor) for tensor in stored),
         weight_files=(ADAPTER_FILE,),
         companions=(),
         left_out={},
@@ -267,10 +267,10 @@ class Tokens:
 
     def __call__(self, rows: Floats, first: int) -> None:
         """Replace rows."""
-        for place, number in enumerate(self.numbers):
+        for index, number in enumerate(self.numbers):
             if first <= number < first + len(rows):
                 width = rows.shape[1]
-                rows[number - first] = self.adapter.values(self.stored, place * width, width)
+                rows[number - first] = self.adapter.values(self.stored, index * width, width)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -66,10 +66,10 @@ def quantization_settings(config: dict[str, Any] | None) -> dict[str, Any]:
     if "quantization" in config:  # MLX, which repeats the key as a quantization_config without a method
         of_mlx = config["quantization"]
         return {**(of_mlx if isinstance(of_mlx, dict) else {}), "quant_method": "mlx"}
-    for place in (config, text_config(config)):
+    for part in (config, text_config(config)):
         for key in QUANTIZATION_KEYS:
-            if isinstance(place.get(key), dict):
-                settings: dict[str, Any] = place[key]
+            if isinstance(part.get(key), dict):
+                settings: dict[str, Any] = part[key]
                 return settings
     return {}
 
@@ -95,13 +95,13 @@ def edited_config(
         because the weights get other files.
     """
     result = copy.deepcopy(config) if config is not None else {}
-    for place in _places(result):
+    for part in _parts(result):
         for key in (*QUANTIZATION_KEYS, GUARD_KEY, "quantization"):
-            place.pop(key, None)
-        stated = str(place.get("dtype") or place.get("torch_dtype") or CONFIG_DTYPES[old_dtype]).removeprefix("torch.")
-        place["dtype"] = CONFIG_DTYPES[dtype] if stated == CONFIG_DTYPES[old_dtype] else stated
-        if "torch_dtype" in place:
-            place["torch_dtype"] = place["dtype"]
+            part.pop(key, None)
+        stated = str(part.get("dtype") or part.get("torch_dtype") or CONFIG_DTYPES[old_dtype]).removeprefix("torch.")
+        part["dtype"] = CONFIG_DTYPES[dtype] if stated == CONFIG_DTYPES[old_dtype] else stated
+        if "torch_dtype" in part:
+            part["torch_dtype"] = part["dtype"]
     if quantization is not None:
         result["quantization_config"] = quantization
     if tensors:
@@ -116,12 +116,12 @@ def declare_drafts(config: dict[str, Any], names: Sequence[str]) -> None:
     """
     layers = text_model(config).layers
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-    stated = [(place, key) for place in _places(config) for key in DRAFTS if place.get(key)]
+    stated = [(part, key) for part in _parts(config) for key in DRAFTS if part.get(key)]
     if not stated and any(map(DRAFT_PARTS.search, names)) and (drafts := draft_layers(names, layers)):
         text[DRAFTS[0]] = drafts
     if not any(predicts_further(name, layers or sys.maxsize) for name in names):
-        for place, key in stated:
-            place[key] = type(place[key])()
+        for part, key in stated:
+            part[key] = type(part[key])()
 
 
 def guarded_config(config: dict[str, Any], quantization: dict[str, Any]) -> dict[str, Any]:
@@ -130,12 +130,12 @@ def guarded_config(config: dict[str, Any], quantization: dict[str, Any]) -> dict
     Nested configurations get the guard, too: AutoModelForCausalLM loads a model of images and text by its text_config.
     """
     result = copy.deepcopy(config)
-    for place in _places(result):
-        place[GUARD_KEY] = GUARD
+    for part in _parts(result):
+        part[GUARD_KEY] = GUARD
     return {**result, "quantization_config": quantization}
 
 
-def _places(config: dict[str, Any]) -> list[dict[str, Any]]:
+def _parts(config: dict[str, Any]) -> list[dict[str, Any]]:
     """A configuration and the nested configurations in it."""
     return [config, *(value for key, value in config.items() if _is_nested(key, value))]
 

@@ -245,9 +245,9 @@ def check_layers(config: dict[str, Any], names: Collection[str]) -> None:
                 f"tensor '...{match[0][:80]}...': the number is larger than {tensor_count} tensors explain: fetch the "
                 "files of this model"
             )
-    for place in (config, *(config[key] for key in PARTS if isinstance(config.get(key), dict))):
+    for part in (config, *(config[key] for key in PARTS if isinstance(config.get(key), dict))):
         for key in LAYER_COUNTS:
-            layers = place.get(key)
+            layers = part.get(key)
             if isinstance(layers, int) and layers > most:
                 raise SourceError(
                     f"{CONFIG_FILE}: {key}: expected as many layers as {tensor_count} tensors can be, found {layers}: "
@@ -255,8 +255,8 @@ def check_layers(config: dict[str, Any], names: Collection[str]) -> None:
                 )
 
 
-def _check(file: str, place: str, values: dict[str, Any], keys: type[msgspec.Struct]) -> None:
+def _check(file: str, part: str, values: dict[str, Any], keys: type[msgspec.Struct]) -> None:
     def damaged(problem: str) -> SourceError:
-        return SourceError(f"{file}: {place}{'.' if place else ''}{problem}; fetch the original's configuration")
+        return SourceError(f"{file}: {part}{'.' if part else ''}{problem}; fetch the original's configuration")
 
     as_document(values, keys, damaged)

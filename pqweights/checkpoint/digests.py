@@ -228,8 +228,8 @@ class CheckedReads:
     def _tensor_at(self, file: str, offset: int) -> StoredTensor | None:
         """Return the tensor that has a byte of a file."""
         tensors = self._by_file.get(file, [])
-        place = bisect.bisect_right(tensors, offset, key=operator.attrgetter("offset")) - 1
-        return tensors[place] if place >= 0 and offset < tensors[place].offset + tensors[place].byte_count else None
+        index = bisect.bisect_right(tensors, offset, key=operator.attrgetter("offset")) - 1
+        return tensors[index] if index >= 0 and offset < tensors[index].offset + tensors[index].byte_count else None
 
     def _begin(self, tensor: StoredTensor) -> PieceHasher | None:
         """Note that a tensor is used; None if it is checked already."""

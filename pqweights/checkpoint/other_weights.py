@@ -56,19 +56,19 @@ def found_instead(files: Collection[str]) -> str:
         several = f" (also in {first_names(folders[1:])})" if len(folders) > 1 else ""
         return f"the model lies one folder down, in {folders[0]}/{several}: give that folder"
     for pattern, (kind, advice) in OTHER_FORMATS.items():
-        found = next((name for name in files if fnmatchcase(name.lower(), pattern)), None)
-        if found is not None:
-            return f"found {found}, a checkpoint of {kind}: {advice}, and give the result"
+        match = next((name for name in files if fnmatchcase(name.lower(), pattern)), None)
+        if match is not None:
+            return f"found {match}, a checkpoint of {kind}: {advice}, and give the result"
     return ""
 
 
 def _folders(files: Collection[str]) -> list[str]:
     """Return the folders inside that hold weights, those with a configuration and the newest of a training first."""
     suffixes = (".safetensors", ".gguf", *PICKLE_SUFFIXES)
-    found = {name.rpartition("/")[0] for name in files if name.lower().endswith(suffixes) and holds_weights(name)}
+    folders = {name.rpartition("/")[0] for name in files if name.lower().endswith(suffixes) and holds_weights(name)}
 
     def order(folder: str) -> tuple[int, bool, int, str]:
         numbers = re.findall(r"\d+", folder) if "checkpoint" in folder else []
         return folder.count("/"), f"{folder}/{CONFIG_FILE}" not in files, -int(numbers[-1]) if numbers else 0, folder
 
-    return sorted(found - {""}, key=order)
+    return sorted(folders - {""}, key=order)

@@ -156,7 +156,7 @@ def untied(config: Mapping[str, Any]) -> Config:
 
 def _ties(config: Mapping[str, Any]) -> list[Any]:
     """Return what is said of head and embeddings: of the whole model, of its text model; else what its type has."""
-    stated = [place[TIED] for place in (config, text_config(config)) if TIED in place]
+    stated = [part[TIED] for part in (config, text_config(config)) if TIED in part]
     return stated or [stated_or_default({}, text_model(config), TIED)]
 
 

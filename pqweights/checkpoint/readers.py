@@ -252,8 +252,8 @@ class BlockTensor(EncodedTensor):
         block_size = self.format.block_size
         first, last = start // block_size, -(-(start + count) // block_size)
         parts = [
-            scratch(f"part {place}", (last - first) * part.bytes_per_block).reshape(-1, part.bytes_per_block)
-            for place, part in enumerate(self.format.parts)
+            scratch(f"part {index}", (last - first) * part.bytes_per_block).reshape(-1, part.bytes_per_block)
+            for index, part in enumerate(self.format.parts)
         ]
         self.read_parts(first, last, parts)
         size = item_bytes(dtype)
@@ -342,13 +342,13 @@ class ColumnTensor(EncodedTensor):
         if not cut.transposed:
             self._decode_superblocks(matrix, rows, columns, dtype=dtype, out=out)
             return
-        turned = out.view(items).reshape(len(rows), -1)
+        transposed = out.view(items).reshape(len(rows), -1)
         step = max(1, self.BAND_ELEMENTS // (len(rows) * BLOCK_SIZE)) * BLOCK_SIZE
         for start in range(0, cut.rows, step):
             band = range(start, min(start + step, cut.rows))
             values = scratch("transposed", len(band) * len(rows) * item_bytes(dtype))
             self._decode_superblocks(matrix, band, rows, dtype=dtype, out=values)
-            turned[:, band.start : band.stop] = values.view(items).reshape(len(band), -1).T
+            transposed[:, band.start : band.stop] = values.view(items).reshape(len(band), -1).T
 
     def _decode_superblocks(
         self, matrix: int, rows: range, columns: range, *, dtype: str, out: npt.NDArray[np.uint8]
@@ -456,9 +456,9 @@ class FileUse:
 def file_uses(tensors: Sequence[LogicalTensor]) -> dict[str, FileUse]:
     """Return when each file is needed, by file, in the order in which they are needed."""
     spans: dict[str, tuple[int, int]] = {}
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         for part in tensor.parts:
-            spans[part.file] = (spans.get(part.file, (place, place))[0], place)
+            spans[part.file] = (spans.get(part.file, (index, index))[0], index)
     return {
         file: FileUse(first, last, sum(begin <= first <= end for begin, end in spans.values()))
         for file, (first, last) in spans.items()

@@ -34,7 +34,7 @@ TOWERS = {"vision_config": "images", "audio_config": "sound"}
 def differences(shapes: Shapes, config: Config) -> Iterator[str]:
     """Yield where the tensors of a model, by name, are not those that its configuration promises."""
     text = text_config(config)
-    if any(has_trait(place.get("model_type"), Trait.OTHER_SIZES) for place in (config, text)):
+    if any(has_trait(part.get("model_type"), Trait.OTHER_SIZES) for part in (config, text)):
         return
     layers: dict[int, set[str]] = defaultdict(set)
     for name in shapes:
@@ -59,7 +59,7 @@ def _is_count(value: object) -> bool:
 
 def counts_drafts(names: Sequence[str], config: Config) -> bool:
     """Whether layers behind the last one predict further tokens: by the configuration, or by what they hold."""
-    stated = any(_is_count(place.get(key)) for place in (config, text_config(config)) for key in DRAFTS)
+    stated = any(_is_count(part.get(key)) for part in (config, text_config(config)) for key in DRAFTS)
     return stated or any(DRAFT_PARTS.search(name) for name in names)
 
 
@@ -82,7 +82,7 @@ def _of_layers(layers: Mapping[int, set[str]], count: int, config: Config, has_d
         first = next(number for number in range(len(layers) + 1) if number not in layers)
         yield f"config.json counts {count} layers, and {missing} are not stored (the first is {first}): {RANDOM}"
     behind = sorted(number for number in layers if number >= count)
-    stated = next((key for place in (config, text_config(config)) for key in DRAFTS if _is_count(place.get(key))), None)
+    stated = next((key for part in (config, text_config(config)) for key in DRAFTS if _is_count(part.get(key))), None)
     if stated is not None and not behind and not has_drafts:
         yield f"config.json states {stated}, and no layer that predicts further tokens is stored: results do without"
     if behind and not counts_drafts([name for number in behind for name in layers[number]], config):

@@ -193,14 +193,14 @@ class MovedTensor:
 
     def _runs(self, row: int, rows: int) -> Iterator[Segment]:
         """Yield the rows of the sources that are the rows [row, row + rows)."""
-        place = bisect.bisect_right(self._ends, row)
+        index = bisect.bisect_right(self._ends, row)
         while rows:
-            segment = self.segments[place]
-            skip = row - (self._ends[place] - segment.count)
+            segment = self.segments[index]
+            skip = row - (self._ends[index] - segment.count)
             count = min(rows, segment.count - skip)
             first = segment.first + skip * segment.step
             yield Segment(tensor=segment.tensor, first=first, step=segment.step, count=count)
-            row, rows, place = row + count, rows - count, place + 1
+            row, rows, index = row + count, rows - count, index + 1
 
     def _rows(self, row: int, rows: int, dtype: str, *, columns: range | None = None) -> npt.NDArray[np.uint8]:
         """Read the columns of rows of the segments: [rows, bytes]."""

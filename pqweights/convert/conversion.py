@@ -163,7 +163,7 @@ class Conversion:
     @property
     def in_making_order(self) -> list[LogicalTensor]:
         """The tensors that are read, in order; of a result with several files of each perhaps several times."""
-        return [self.checkpoint.tensors[place] for place in in_making_order(self.plan.shards)]
+        return [self.checkpoint.tensors[index] for index in in_making_order(self.plan.shards)]
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
@@ -176,9 +176,9 @@ class Conversion:
         adapters = {f"adapter {adapter.name}": adapter.files for adapter in self.checkpoint.adapters}
         return {**adapters, **self.reads}
 
-    def source_bytes(self, place: int) -> int:
+    def source_bytes(self, index: int) -> int:
         """Return how many bytes of the source a tensor of the plan is made of."""
-        return sum(part.byte_count for part in self.checkpoint.tensors[place].parts)
+        return sum(part.byte_count for part in self.checkpoint.tensors[index].parts)
 
     def finish_checks(self) -> None:
         """Check what was read in part of everything that is checked. Raises MasterError if something is damaged."""

@@ -30,25 +30,18 @@ def convert(conversion: Conversion, store: Store, options: RunOptions = RunOptio
     Raises SourceError, OutputError or HubError; after any of them every file under a final name is complete.
     """
     assert not conversion.checkpoint.unproven
-    engine, progress = options.engine, options.progress
     if not options.overwrite and (manifest := finished_result(conversion, store)) is not None:
         return _report(conversion, manifest.records, already_done=True, resumed=len(manifest.records))
     with open_run(conversion, store, overwrite=options.overwrite) as run, _changes_explained(run):
         with _unusable_work_discarded(run):
-            if engine is None:
+            if options.engine is None:
                 check_room([result_need(conversion, run), *conversion.fetch_needs])
             else:
-                engine.check(conversion, run)
+                options.engine.check(conversion, run)
             resumed = _take_up(conversion, run.marks)
             run.send(run.marks)
-            conversion.learn(progress)
-            missing = [shard for shard in conversion.plan.shards if shard.file not in run.marks]
-            marks = dict(run.marks)
-            if engine is not None:
-                marks |= engine.make_shards(conversion, run, missing, progress)
-            # What is sent is made file by file, so that the disk holds one.
-            for shards in () if engine is not None else [missing] if store.sending is None else [[s] for s in missing]:
-                marks |= make_shards(conversion, run, shards, threads=options.threads, progress=progress, made=marks)
+            conversion.learn(options.progress)
+            marks = _made(conversion, run, options)
             conversion.finish_checks()
         conversion.check_sources()
         options.check()
@@ -66,6 +59,18 @@ def _take_up(conversion: Conversion, marks: Mapping[str, ShardMark]) -> int:
         for record in mark.records:
             conversion.accept(plans[record.name], record)
     return sum(len(mark.records) for mark in marks.values())
+
+
+def _made(conversion: Conversion, run: Run, options: RunOptions) -> Mapping[str, ShardMark]:
+    """Make the missing shards, and return the marks of all. What is sent is made file by file: the disk holds one."""
+    marks = dict(run.marks)
+    missing = [shard for shard in conversion.plan.shards if shard.file not in marks]
+    if options.engine is not None:
+        marks |= options.engine.make_shards(conversion, run, missing, options.progress)
+        return marks
+    for shards in [missing] if run.store.sending is None else [[shard] for shard in missing]:
+        marks |= make_shards(conversion, run, shards, threads=options.threads, progress=options.progress, made=marks)
+    return marks
 
 
 def _state(conversion: Conversion, records: tuple[TensorRecord, ...], run: Run) -> None:

@@ -58,7 +58,7 @@ def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
         checked_by = checked_reads(storage, checkpoint.stored, manifest)
         tensors = tuple(checked(tensor, checked_by) for tensor in checkpoint.tensors)
         if manifest.made_by["recipe"].get("codec") == Native.codec:  # what is made of it has the order of its source
-            order = {tensor.name: place for place, tensor in enumerate(manifest.tensors)}
+            order = {tensor.name: index for index, tensor in enumerate(manifest.tensors)}
             tensors = tuple(sorted(tensors, key=lambda tensor: order[tensor.name]))
         checkpoint = replace(checkpoint, tensors=tensors, checked=checked_by)
     listed = manifest.files.keys() - {INDEX_FILE, CONFIG_FILE}

@@ -28,7 +28,7 @@ from pqweights.convert.jobs import Job
 from pqweights.convert.records import TensorRecord
 from pqweights.convert.run import Run, ShardMark
 from pqweights.convert.sink import Sink
-from pqweights.planning.plan import ShardPlan, in_groups, in_making_order, places_together
+from pqweights.planning.plan import ShardPlan, in_groups, in_making_order, indices_together
 
 # Beside the threads that compute: those that wait for the disk meanwhile.
 WAITING_THREADS = 2
@@ -74,12 +74,12 @@ def make_shards(
                         workers.check_sent()
                         if chunks is not None:
                             chunks.result()
-                            telling.tell(tensor.place, tensor.collected / tensor.chunks)
+                            telling.tell(tensor.index, tensor.collected / tensor.chunks)
                             continue
-                        for place, job, sink in tensor.parts:
-                            records[place] = _finished(conversion, workers, place, job, sink)
-                            telling.finished(place)
-                            fingerprints |= sources.release(place)
+                        for index, job, sink in tensor.parts:
+                            records[index] = _finished(conversion, workers, index, job, sink)
+                            telling.finished(index)
+                            fingerprints |= sources.release(index)
                 for file in files:
                     file.finish()
                 _check_sources(conversion, group, workers)
@@ -109,22 +109,22 @@ def _under_way(
     left = sum(map(conversion.source_bytes, in_making_order(group)))
     stored = [{tensor.name: tensor for tensor in shard.stored} for shard in group]
     try:
-        for places in places_together(group):
-            if any(sources.needs_room(place) for place in places):
+        for indices in indices_together(group):
+            if any(sources.needs_room(index) for index in indices):
                 while under_way:
                     yield under_way.popleft()
             parts = []
-            for place, file, at in zip(places, files, stored, strict=True):
-                planned = conversion.plan.tensors[place]
-                job = conversion.encode(planned, conversion.checkpoint.tensors[place])
-                parts.append((place, job, Sink(file, tuple(at[of.name] for of in planned.stored), workers.waiting)))
+            for index, file, at in zip(indices, files, stored, strict=True):
+                planned = conversion.plan.tensors[index]
+                job = conversion.encode(planned, conversion.checkpoint.tensors[index])
+                parts.append((index, job, Sink(file, tuple(at[of.name] for of in planned.stored), workers.waiting)))
             for tensor in _reading_alike(parts):
                 for batch in workers.batches(tensor.chunks, left):
                     under_way.append((tensor, workers.pool.submit(tensor.make, batch, workers)))
                     while len(under_way) > workers.most_batches:
                         yield under_way.popleft()
                 under_way.append((tensor, None))
-            left -= sum(map(conversion.source_bytes, places))
+            left -= sum(map(conversion.source_bytes, indices))
         while under_way:
             yield under_way.popleft()
     finally:
@@ -136,13 +136,13 @@ def _under_way(
 class _Pass:
     """A pass over a tensor, for one file or for several whose jobs read the same.
 
-    place: of the first of them in the plan
+    index: of the first of them in the plan
     parts: the place, the job and the sink of each
     collected: how many chunks were collected
     """
 
     def __init__(self, parts: Sequence[tuple[int, Job, Sink]]) -> None:
-        self.place, self.parts, self.chunks, self.collected = parts[0][0], parts, parts[0][1].chunks, 0
+        self.index, self.parts, self.chunks, self.collected = parts[0][0], parts, parts[0][1].chunks, 0
         self._results: dict[int, list[Any]] = {}  # by chunk
         self._collecting = threading.Lock()
 
@@ -166,27 +166,27 @@ def _reading_alike(parts: Iterable[tuple[int, Job, Sink]]) -> Iterator[_Pass]:
     """Yield passes, one for all jobs that read the same chunks of the same tensor."""
     alike: dict[object, list[tuple[int, Job, Sink]]] = {}
     for part in parts:
-        place, job, _ = part
-        alike.setdefault(place if job.reads is None else job.reads, []).append(part)
+        index, job, _ = part
+        alike.setdefault(index if job.reads is None else job.reads, []).append(part)
     return map(_Pass, alike.values())
 
 
-def _finished(conversion: Conversion, workers: Workers, place: int, job: Job, sink: Sink) -> TensorRecord:
+def _finished(conversion: Conversion, workers: Workers, index: int, job: Job, sink: Sink) -> TensorRecord:
     """Make the further passes that a job asks for, and return what was measured of the tensor."""
     while not isinstance(outcome := job.finish(), TensorRecord):
         job, sink = outcome, sink.again()
-        again = _Pass([(place, job, sink)])
+        again = _Pass([(index, job, sink)])
         for chunks in [workers.pool.submit(again.make, batch, workers) for batch in workers.batches(again.chunks)]:
             chunks.result()
     record = replace(outcome, digests=sink.finish())
-    conversion.accept(conversion.plan.tensors[place], record)
+    conversion.accept(conversion.plan.tensors[index], record)
     return record
 
 
 def _check_sources(conversion: Conversion, group: Sequence[ShardPlan], workers: Workers) -> None:
     """Check what the tensors were made of, of which nothing may be stated before."""
-    places = in_making_order(group)
-    parts = {part.name: part for place in places for part in conversion.checkpoint.tensors[place].parts}
+    indices = in_making_order(group)
+    parts = {part.name: part for index in indices for part in conversion.checkpoint.tensors[index].parts}
     conversion.checkpoint.finish_checks(parts.values(), run=workers.pool.map)
     for checkpoint in conversion.checkpoints:
         checkpoint.storage.check_read()
@@ -286,9 +286,9 @@ class SourceFiles:
     def __init__(self, conversion: Conversion, shards: Iterable[ShardPlan]) -> None:
         """Look ahead. shards: the files that are made"""
         self._checkpoint = conversion.checkpoint
-        storage, places = conversion.checkpoint.storage, in_making_order(shards)
-        self._order = {place: number for number, place in enumerate(places)}
-        read = [conversion.checkpoint.tensors[place] for place in places] if storage.origin is not None else []
+        storage, indices = conversion.checkpoint.storage, in_making_order(shards)
+        self._order = {index: number for number, index in enumerate(indices)}
+        read = [conversion.checkpoint.tensors[index] for index in indices] if storage.origin is not None else []
         self._uses: dict[str, FileUse] = file_uses(read)
         self._first_uses = {use.first for use in self._uses.values()} if storage.frees else set()
         self._last_uses: dict[int, list[str]] = {}
@@ -300,16 +300,16 @@ class SourceFiles:
         """How many files are needed together when each file is first read, in the order of reading."""
         return {file: use.together for file, use in self._uses.items()}
 
-    def needs_room(self, place: int) -> bool:
+    def needs_room(self, index: int) -> bool:
         """Whether a file is first read for a tensor, which may have to wait until earlier ones are let go of."""
-        return self._order[place] in self._first_uses
+        return self._order[index] in self._first_uses
 
-    def release(self, place: int) -> dict[str, str]:
+    def release(self, index: int) -> dict[str, str]:
         """Let go of the files that no tensor after this one reads, and return their fingerprints.
 
         Raises MasterError if what was read of them is damaged, SourceChangedError if they were changed meanwhile.
         """
-        files = self._last_uses.pop(self._order[place], [])
+        files = self._last_uses.pop(self._order[index], [])
         if not files:
             return {}
         self._checkpoint.finish_checks(part for part in self._checkpoint.stored if part.file in files)
@@ -328,17 +328,17 @@ class _Telling:
         self._conversion, self._progress, self._told = conversion, progress, time.monotonic()
         self._total = sum(map(conversion.source_bytes, in_making_order(conversion.plan.shards)))
         finished = (shard for shard in conversion.plan.shards if shard.file in made)
-        self._done = sum(map(conversion.source_bytes, (place for shard in finished for place in shard.tensors)))
+        self._done = sum(map(conversion.source_bytes, (index for shard in finished for index in shard.tensors)))
 
-    def finished(self, place: int) -> None:
+    def finished(self, index: int) -> None:
         """Tell that a tensor is finished."""
-        self._done += self._conversion.source_bytes(place)
-        self.tell(place, 0.0)
+        self._done += self._conversion.source_bytes(index)
+        self.tell(index, 0.0)
 
-    def tell(self, place: int, share: float) -> None:
+    def tell(self, index: int, share: float) -> None:
         """Tell what is finished, and a share of the tensor at a place."""
         now = time.monotonic()
         if now - self._told >= PROGRESS_SECONDS or self._done == self._total:
             self._told = now
-            done = self._done + round(self._conversion.source_bytes(place) * share)
-            self._progress(done, self._total, self._conversion.plan.tensors[place].name)
+            done = self._done + round(self._conversion.source_bytes(index) * share)
+            self._progress(done, self._total, self._conversion.plan.tensors[index].name)

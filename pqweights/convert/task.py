@@ -22,9 +22,9 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def thread_count(asked: int | None) -> int:
+def thread_count(threads: int | None) -> int:
     """Return how many threads compute: as many as are asked for, by default one for each core. Raises OptionError."""
-    return Parameter(check=whole, least=1, most=MOST_THREADS).checked("threads", asked) or usable_cores()
+    return Parameter(check=whole, least=1, most=MOST_THREADS).checked("threads", threads) or usable_cores()
 
 
 @dataclass(frozen=True, kw_only=True)

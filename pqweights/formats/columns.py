@@ -118,8 +118,8 @@ class ColumnCut(NamedTuple):
         most = np.broadcast_to(most[:, None] if self.transposed else most, self.lengths)
         wrong = (lengths < HEADER_BYTES) | (lengths > most)
         if wrong.any():
-            place = tuple(np.argwhere(wrong)[0].tolist())
-            return f"expected {HEADER_BYTES} to {most[place]} bytes, found {lengths[place]} at {list(place)}"
+            index = tuple(np.argwhere(wrong)[0].tolist())
+            return f"expected {HEADER_BYTES} to {most[index]} bytes, found {lengths[index]} at {list(index)}"
         found = int(lengths.sum(dtype=np.int64))
         return None if found == total else f"expected lengths whose sum is {total} bytes, found {found}"
 

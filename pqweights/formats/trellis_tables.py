@@ -125,20 +125,20 @@ def apportioned(masses: list[int], seats: int) -> tuple[int, ...]:
     shares = [max(1, (2 * seats * mass + total) // (2 * total)) for mass in masses]
     while (extra := sum(shares) - seats) != 0:
         if extra > 0:
-            place = _best([i for i, share in enumerate(shares) if share > 1], masses, shares, side=-1)
+            index = _best([i for i, share in enumerate(shares) if share > 1], masses, shares, side=-1)
         else:
-            place = _best(range(len(shares)), masses, shares, side=+1)
-        shares[place] += 1 if extra < 0 else -1
+            index = _best(range(len(shares)), masses, shares, side=+1)
+        shares[index] += 1 if extra < 0 else -1
     return tuple(shares)
 
 
-def _best(places: Sequence[int], masses: list[int], shares: list[int], *, side: int) -> int:
+def _best(indices: Sequence[int], masses: list[int], shares: list[int], *, side: int) -> int:
     """Return the first place with the largest, or for side -1 the smallest, masses[i] / (2 * shares[i] + side)."""
-    best = places[0]
-    for place in places[1:]:
-        excess = masses[place] * (2 * shares[best] + side) - masses[best] * (2 * shares[place] + side)
+    best = indices[0]
+    for index in indices[1:]:
+        excess = masses[index] * (2 * shares[best] + side) - masses[best] * (2 * shares[index] + side)
         if excess * side > 0:
-            best = place
+            best = index
     return best
 
 
@@ -203,7 +203,7 @@ def _decode_entries() -> npt.NDArray[np.uint32]:
     """
     table = np.zeros((1 + TABLES, 2, 1 << TABLE_BITS), dtype=np.uint32)
     table[0] = np.arange(1 << TABLE_BITS, dtype=np.uint32) | np.uint32((1 << TABLE_BITS) - 1 << TABLE_BITS)
-    for place, exponent in enumerate(EXPONENTS):
+    for index, exponent in enumerate(EXPONENTS):
         for parity in range(2):
             groups = buckets(exponent, parity)
             count = np.array(frequencies(exponent, parity), dtype=np.int64)
@@ -213,7 +213,7 @@ def _decode_entries() -> npt.NDArray[np.uint32]:
             base = np.array(groups.edges[:-1]) & 127
             entry = (count - 1 << 12) | tail.astype(np.int64) << 24 | base << 25
             bias = np.arange(1 << TABLE_BITS) - np.repeat(start, count)
-            table[1 + place, parity] = np.repeat(entry, count) | bias
+            table[1 + index, parity] = np.repeat(entry, count) | bias
     return table
 
 
@@ -229,7 +229,7 @@ def _encode_entries() -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int32], np
     zero = np.zeros((1 + TABLES, 2), dtype=np.int32)
     reach = np.zeros(1 + TABLES, dtype=np.int32)
     length = 1
-    for place, exponent in enumerate(EXPONENTS):
+    for index, exponent in enumerate(EXPONENTS):
         reaches = []
         for parity in range(2):
             groups = buckets(exponent, parity)
@@ -240,10 +240,10 @@ def _encode_entries() -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int32], np
             low = np.concatenate([np.arange(1 << bits) for bits in low_bits])
             parts.append((entry | low << 27).astype(np.uint32))
             first, last = groups.edges[0] << groups.core_bits, (groups.edges[-1] << groups.core_bits) - 1
-            zero[1 + place, parity] = length - first
+            zero[1 + index, parity] = length - first
             reaches.append(min(-2 * first - parity, 2 * last + parity))
             length += len(entry)
-        reach[1 + place] = min(reaches)
+        reach[1 + index] = min(reaches)
     return np.concatenate(parts), zero, reach
 
 
@@ -308,8 +308,8 @@ def _code_length(exponent: int) -> tuple[float, float]:
     near, far = 2.0 ** ((exponent - 0.5) / 2), 2.0 ** ((exponent + 0.5) / 2)
     at_near, at_far = (expected_length(exponent, math.sqrt(square)) for square in (near, far))
     slope = (at_far - at_near) / (far - near)
-    place = exponent - EXPONENTS[0]
-    return at_near - slope * near - (SAVED[place] if place < len(SAVED) else 0.0), slope
+    index = exponent - EXPONENTS[0]
+    return at_near - slope * near - (SAVED[index] if index < len(SAVED) else 0.0), slope
 
 
 def expected_length(exponent: int, deviation: float) -> float:

@@ -131,10 +131,10 @@ def search(
         native.array(starts, np.int32, starts.size, written=True),
         _room("decisions", np.uint16, number * BLOCK_SIZE * states),
     )
-    for place in range(0, count, _RUN):
-        run = (number, size, columns.start + place, min(_RUN, count - place))
+    for begin in range(0, count, _RUN):
+        run = (number, size, columns.start + begin, min(_RUN, count - begin))
         native.call("feed_back_columns", native.counter(), fed, errors, sums, *run, threads=threads)
-        own = (*run, place, count, states, step)
+        own = (*run, begin, count, states, step)
         native.call("search_columns", native.counter(), *searched, *own, threads=min(threads, number))
     return [Found(numbers=n, classes=c, squares=s) for n, c, s in zip(numbers, classes, squares, strict=True)]
 

@@ -78,12 +78,12 @@ def _parallel() -> Any:
         return None
     for path in _runtimes():
         try:
-            found = ctypes.CDLL(path).GOMP_parallel
+            library = ctypes.CDLL(path).GOMP_parallel
         except (OSError, AttributeError):
             continue
-        found.argtypes = [TASK_FUNCTION, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        found.restype = None
-        return found
+        library.argtypes = [TASK_FUNCTION, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        library.restype = None
+        return library
     return None
 
 
@@ -97,9 +97,9 @@ def _runtimes() -> list[str]:
     except OSError:  # not Linux: torch keeps its runtime beside its own libraries
         return [str(path) for path in sorted(folder.glob("lib*omp*.dylib"))]
     paths = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
-    found = [Path(path) for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))]
+    libraries = [Path(path) for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))]
     # Other packages bring runtimes of their own.
-    return [str(path) for path in sorted(found, key=lambda path: (not path.is_relative_to(folder), path))]
+    return [str(path) for path in sorted(libraries, key=lambda path: (not path.is_relative_to(folder), path))]
 
 
 @functools.cache

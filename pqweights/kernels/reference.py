@@ -166,5 +166,5 @@ def decode(
 
 def add_in_order(totals: Doubles, *summands: Doubles) -> None:
     """Add the elements of one to three arrays [n] to their totals [arrays], one after the other."""
-    for place, values in enumerate(summands):
-        totals[place] = np.add.accumulate(np.append(totals[place], values))[-1]
+    for index, values in enumerate(summands):
+        totals[index] = np.add.accumulate(np.append(totals[index], values))[-1]

@@ -48,8 +48,8 @@ def scratch(purpose: str, byte_count: int) -> npt.NDArray[np.uint8]:
 
 def kept(purpose: str, key: Hashable, make: Callable[[], Value]) -> Value:
     """The thread's last value of a purpose if it had this key, else the one that `make` returns."""
-    found = _of_thread.kept.get(purpose)
-    if found is None or found[0] != key:
-        found = _of_thread.kept[purpose] = key, make()
-    value: Value = found[1]
+    held = _of_thread.kept.get(purpose)
+    if held is None or held[0] != key:
+        held = _of_thread.kept[purpose] = key, make()
+    value: Value = held[1]
     return value

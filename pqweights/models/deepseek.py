@@ -64,7 +64,7 @@ DEEPSEEK2 = Architecture(
     cuts={
         r"self_attn\.kv_b_proj": Cut(
             parts={"self_attn.k_b_proj": (0,), "self_attn.v_b_proj": (1,)}, blocks=("qk_nope_head_dim", "v_head_dim"),
-            times="num_attention_heads", stacked=True, turned=("self_attn.k_b_proj",),
+            times="num_attention_heads", stacked=True, transposed=("self_attn.k_b_proj",),
         ),
     },
     settings=(

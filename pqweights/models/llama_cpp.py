@@ -80,14 +80,14 @@ class Cut(NamedTuple):
     blocks: the sizes of blocks of rows that follow one another
     times: how often the blocks are repeated
     stacked: whether each repetition is a matrix of its own
-    turned: the modules whose matrices are transposed
+    transposed: the modules whose matrices are transposed
     """
 
     parts: Mapping[str, tuple[int, ...]]
     blocks: tuple[Size, ...]
     times: Size = 1
     stacked: bool = False
-    turned: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
 
 
 def halved(module: str, into: str, width: str, **stack: Any) -> dict[str, Cut]:

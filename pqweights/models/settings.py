@@ -110,10 +110,10 @@ class Settings:
         """Return a multiplier. Raises ExportError if it comes from anything but positive numbers."""
         return self._item(factor) if isinstance(factor, str) else factor(self._item)
 
-    def _item(self, key: str, place: int | None = None) -> float:
+    def _item(self, key: str, index: int | None = None) -> float:
         value = self.get(key)
-        if place is not None and isinstance(value, list | tuple) and len(value) > place:
-            value = value[place]
+        if index is not None and isinstance(value, list | tuple) and len(value) > index:
+            value = value[index]
         return self.positive(value, key)
 
     def truth(self, key: str) -> bool:

@@ -55,9 +55,9 @@ _PARTS = {part: f"layer_norm {part}.q {part}.k {part}.v {part}.o" for part in ("
 _PARTS["DenseReluDense"] = "layer_norm" + below("DenseReluDense", "wi wi_0 wi_1 wo")
 _STACKS = {"encoder": ("SelfAttention", "DenseReluDense"), "decoder": tuple(_PARTS)}
 _LAYERS = "".join(
-    below(f"{stack}.block.#.layer.{place}", _PARTS[part])
+    below(f"{stack}.block.#.layer.{index}", _PARTS[part])
     for stack, of in _STACKS.items()
-    for place, part in enumerate(of)
+    for index, part in enumerate(of)
 )
 _BIASES = " {0}.block.{1}.layer.0.SelfAttention.relative_attention_bias.weight"
 _OUTSIDE = "shared encoder.final_layer_norm decoder.final_layer_norm lm_head"

@@ -81,23 +81,23 @@ def _overrides(recipe: Recipe, options: RecipeOptions, target: str) -> Iterator[
     """
     for pattern in options.keep:
         yield Rule(keep=True, reason=f"--keep {pattern}", **_condition(f"`keep` {pattern}", pattern))
-    for pattern, asked in options.set_format or ():
-        where = f"`set_format` {pattern}={asked}"
-        condition: dict[str, Any] = {"reason": f"--set {pattern}={asked}", **_condition(where, pattern)}
+    for pattern, stated in options.set_format or ():
+        where = f"`set_format` {pattern}={stated}"
+        condition: dict[str, Any] = {"reason": f"--set {pattern}={stated}", **_condition(where, pattern)}
         if target == MASTER:
-            yield Rule(bits=checked(where, partial(_rate, recipe.codec, asked), OptionError), **condition)
+            yield Rule(bits=checked(where, partial(_rate, recipe.codec, stated), OptionError), **condition)
         else:
-            yield Rule(format=str(asked), **condition)
+            yield Rule(format=str(stated), **condition)
 
 
-def _rate(codec: str, asked: object) -> float:
+def _rate(codec: str, stated: object) -> float:
     """Return a bit width that may be a text."""
     try:
-        bits = float(str(asked))
+        bits = float(str(stated))
     except ValueError:
         bits = math.nan
     if not math.isfinite(bits):
-        raise RecipeError(f"expected PATTERN=BITS, such as *.down_proj.weight=6, found {asked!r}")
+        raise RecipeError(f"expected PATTERN=BITS, such as *.down_proj.weight=6, found {stated!r}")
     return checked_rate(codec, int(bits) if bits == int(bits) else bits)
 
 

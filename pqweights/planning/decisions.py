@@ -195,12 +195,12 @@ class RatePlanner:
     @cached_property
     def first_of(self) -> dict[str, int]:
         """For each tensor, by name: the place of the first whose plan differs from its own in the name alone."""
-        places: dict[tuple[object, ...], int] = {}
+        indices: dict[tuple[object, ...], int] = {}
         return {
-            tensor.name: places.setdefault(
-                (decision, tensor.shape, tensor.dtype, tensor.plain_dtype, tensor.name in self.scaled), place
+            tensor.name: indices.setdefault(
+                (decision, tensor.shape, tensor.dtype, tensor.plain_dtype, tensor.name in self.scaled), index
             )
-            for place, (tensor, decision) in enumerate(zip(self.tensors, self.decisions, strict=True))
+            for index, (tensor, decision) in enumerate(zip(self.tensors, self.decisions, strict=True))
         }
 
     @cached_property
@@ -209,17 +209,17 @@ class RatePlanner:
         pairs = zip(self.tensors, self.decisions, strict=True)
         return frozenset(tensor.name for tensor, decision in pairs if decision.free and decision.codec is not None)
 
-    def unnamed_plan(self, place: int, chosen: Chosen) -> TensorPlan:
+    def unnamed_plan(self, index: int, chosen: Chosen) -> TensorPlan:
         """Return the plan of a tensor in first_of, with an empty name; a chosen rate counts only if it is free."""
-        tensor, decision = self.tensors[place], self.decisions[place]
+        tensor, decision = self.tensors[index], self.decisions[index]
         chosen = chosen if decision.free else ()
-        if (place, chosen) not in self._made:
-            self._made[place, chosen] = self.unnamed(tensor, decision, chosen, tensor.name in self.scaled)
-        return self._made[place, chosen]
+        if (index, chosen) not in self._made:
+            self._made[index, chosen] = self.unnamed(tensor, decision, chosen, tensor.name in self.scaled)
+        return self._made[index, chosen]
 
     def planned(self, rates: Rates) -> list[TensorPlan]:
         """Plan all tensors by the recipe's decisions, with the given bit widths for those that it leaves free."""
         return [
-            self.unnamed_plan(place, (rates[name],) if name in rates else ()).named(name)
-            for name, place in self.first_of.items()
+            self.unnamed_plan(index, (rates[name],) if name in rates else ()).named(name)
+            for name, index in self.first_of.items()
         ]

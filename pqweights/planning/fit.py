@@ -207,12 +207,12 @@ class RateOption(NamedTuple):
 class _Member(NamedTuple):
     """Weights of a group whose plans differ in their names alone.
 
-    place: the place of the first of them in RatePlanner.tensors
+    first: the index of the first of them in RatePlanner.tensors
     tensors: how many there are
     name_bytes: the length of all their names in a header
     """
 
-    place: int
+    first: int
     tensors: int
     name_bytes: int
 
@@ -286,22 +286,22 @@ def free_groups(
 
 
 def _alike(names: Sequence[str], planner: RatePlanner) -> tuple[_Member, ...]:
-    by_place: dict[int, list[str]] = {}
+    by_index: dict[int, list[str]] = {}
     for name in names:
-        by_place.setdefault(planner.first_of[name], []).append(name)
+        by_index.setdefault(planner.first_of[name], []).append(name)
     return tuple(
-        _Member(place, len(alike), sum(len(encode_basestring(name).encode()) for name in alike))
-        for place, alike in by_place.items()
+        _Member(index, len(alike), sum(len(encode_basestring(name).encode()) for name in alike))
+        for index, alike in by_index.items()
     )
 
 
-def _rate_option(asked: float | None, members: Sequence[_Member], planner: RatePlanner) -> RateOption:
+def _rate_option(rate: float | None, members: Sequence[_Member], planner: RatePlanner) -> RateOption:
     """Return what the weights of a group come to when the free ones are planned with this rate, or kept if None."""
     byte_count = header_bytes = weights = 0
     errors, free_bits, fixed_bits = [], set[float | None](), set[float | None]()
-    for place, tensors, name_bytes in members:
-        plan = planner.unnamed_plan(place, (asked,))
-        (free_bits if planner.tensors[place].name in planner.free else fixed_bits).add(plan.bits)
+    for index, tensors, name_bytes in members:
+        plan = planner.unnamed_plan(index, (rate,))
+        (free_bits if planner.tensors[index].name in planner.free else fixed_bits).add(plan.bits)
         byte_count += tensors * plan.bytes
         # A file's header has an entry for every stored tensor.
         header_bytes += tensors * sum(entry_bytes(spec.dtype, spec.shape) + len(spec.name) for spec in plan.stored)
@@ -312,5 +312,5 @@ def _rate_option(asked: float | None, members: Sequence[_Member], planner: RateP
         )
     # Codecs that lack a rate take their nearest.
     given = (free_bits or fixed_bits) - {None}
-    bits = given.pop() if len(given) == 1 else asked if given else None
+    bits = given.pop() if len(given) == 1 else rate if given else None
     return RateOption(bits, byte_count, header_bytes, math.fsum(errors) / weights)

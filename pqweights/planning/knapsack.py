@@ -69,16 +69,16 @@ def solve(groups: Sequence[Sequence[Choice]], budget: int) -> Solution | None:
     if cheapest(groups) > budget:
         return None
     reduced = [_undominated_choices(group) for group in groups]
-    places, price, bound = _relaxed(reduced, budget)
-    loss = _loss(reduced, places)
+    indices, price, bound = _relaxed(reduced, budget)
+    loss = _loss(reduced, indices)
     if loss - bound > TOLERANCE * loss:
         better = _searched(reduced, budget, price=price, slack=loss - bound)
         if better is not None and _loss(reduced, better) < loss:
-            places = better
+            indices = better
     return Solution(
-        choices=tuple(group.numbers[at] for group, at in zip(reduced, places, strict=True)),
-        cost=sum(int(group.costs[at]) for group, at in zip(reduced, places, strict=True)),
-        loss=_loss(reduced, places),
+        choices=tuple(group.numbers[at] for group, at in zip(reduced, indices, strict=True)),
+        cost=sum(int(group.costs[at]) for group, at in zip(reduced, indices, strict=True)),
+        loss=_loss(reduced, indices),
     )
 
 
@@ -116,8 +116,8 @@ def _undominated_choices(group: Sequence[Choice]) -> _Group:
     )
 
 
-def _loss(groups: Sequence[_Group], places: Sequence[int]) -> float:
-    return math.fsum(float(group.losses[at]) for group, at in zip(groups, places, strict=True))
+def _loss(groups: Sequence[_Group], indices: Sequence[int]) -> float:
+    return math.fsum(float(group.losses[at]) for group, at in zip(groups, indices, strict=True))
 
 
 def _relaxed(groups: Sequence[_Group], budget: int) -> tuple[list[int], float, float]:
@@ -127,13 +127,13 @@ def _relaxed(groups: Sequence[_Group], budget: int) -> tuple[list[int], float, f
     there, and the least loss.
     """
     steps = sorted((-saved, number, at) for number, group in enumerate(groups) for saved, at in _steps(group))
-    places, left = [0] * len(groups), budget - sum(int(group.costs[0]) for group in groups)
+    indices, left = [0] * len(groups), budget - sum(int(group.costs[0]) for group in groups)
     for negative, number, at in steps:
-        cost = int(groups[number].costs[at] - groups[number].costs[places[number]])
+        cost = int(groups[number].costs[at] - groups[number].costs[indices[number]])
         if cost > left:
-            return places, -negative, _loss(groups, places) + negative * left
-        places[number], left = at, left - cost
-    return places, 0.0, _loss(groups, places)
+            return indices, -negative, _loss(groups, indices) + negative * left
+        indices[number], left = at, left - cost
+    return indices, 0.0, _loss(groups, indices)
 
 
 def _steps(group: _Group) -> list[tuple[float, int]]:
@@ -180,10 +180,10 @@ def _searched(groups: Sequence[_Group], budget: int, *, price: float, slack: flo
         costs, losses, excess = costs[alive], losses[alive], excess[alive]
     if not len(losses):
         return None
-    places, state = [0] * len(groups), int(np.argmin(losses))
+    indices, state = [0] * len(groups), int(np.argmin(losses))
     for number, (parents, chosen) in zip(reversed(order), reversed(history), strict=True):
-        places[number], state = int(chosen[state]), int(parents[state])
-    return places
+        indices[number], state = int(chosen[state]), int(parents[state])
+    return indices
 
 
 def _undominated_states(states: Ints, costs: Ints, losses: Doubles) -> Ints:

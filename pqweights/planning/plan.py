@@ -189,10 +189,10 @@ def in_groups(shards: Iterable[ShardPlan]) -> list[list[ShardPlan]]:
 
 def in_making_order(shards: Iterable[ShardPlan]) -> list[int]:
     """Return which tensors of a plan are made for files, in the order in which their sources are read."""
-    return [place for group in in_groups(shards) for alike in places_together(group) for place in alike]
+    return [index for group in in_groups(shards) for alike in indices_together(group) for index in alike]
 
 
-def places_together(group: Sequence[ShardPlan]) -> Iterator[tuple[int, ...]]:
+def indices_together(group: Sequence[ShardPlan]) -> Iterator[tuple[int, ...]]:
     """Yield the tensors of the files of a group that are made together, of the same tensor of the source."""
     return zip(*(shard.tensors for shard in group), strict=True)
 
@@ -200,10 +200,10 @@ def places_together(group: Sequence[ShardPlan]) -> Iterator[tuple[int, ...]]:
 def cuts(sizes: Sequence[int], max_shard_bytes: int) -> list[range]:
     """Divide tensors, given the bytes of each, into runs of at most max_shard_bytes, or of one larger tensor."""
     first, size, runs = 0, 0, []
-    for place, tensor_bytes in enumerate(sizes):
+    for index, tensor_bytes in enumerate(sizes):
         if size and size + tensor_bytes > max_shard_bytes:
-            runs.append(range(first, place))
-            first, size = place, 0
+            runs.append(range(first, index))
+            first, size = index, 0
         size += tensor_bytes
     return [*runs, range(first, len(sizes))]
 
@@ -482,7 +482,7 @@ def _shards(
     first: the place of the first of these tensors in the plan
     """
     for number, run in enumerate(runs):
-        specs = in_file_order([spec for place in run for spec in tensors[place].stored])
+        specs = in_file_order([spec for index in run for spec in tensors[index].stored])
         named = [spec._replace(name=spec.name.removeprefix(folder)) for spec in specs] if folder else specs
         yield ShardPlan(
             file=folder + shard_name(number, len(runs)),
@@ -542,7 +542,7 @@ class GgufFiles:
             ShardPlan(
                 file=file.name,
                 header=file.header,
-                specs=tuple(spec for place in run for spec in tensors[place].stored),
+                specs=tuple(spec for index in run for spec in tensors[index].stored),
                 tensors=run,
                 alignment=self.alignment,
                 group=file.group,

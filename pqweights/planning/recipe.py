@@ -201,7 +201,7 @@ class Recipe:
         names: those of all tensors
         """
         decided: dict[str, tuple[str, Rule]] = {}
-        for place, (label, rule) in enumerate(self.labelled):
+        for index, (label, rule) in enumerate(self.labelled):
             if not rule.name and not rule.layers:
                 continue
             for pattern in rule.name:
@@ -222,7 +222,7 @@ class Recipe:
                     f"{label}: matches nothing that it can quantize, only tensors such as {name!r}{why}{hint}"
                 )
             taken = [weight.names[0] for weight in about if rule.matches(weight)]
-            if place < len(self.overrides) and not rule.keep and taken and decided.keys() >= set(taken):
+            if index < len(self.overrides) and not rule.keep and taken and decided.keys() >= set(taken):
                 before, earlier = decided[taken[0]]
                 narrower = "" if earlier.keep or set(earlier.name) == set(rule.name) else "; give it before that option"
                 raise RecipeError(

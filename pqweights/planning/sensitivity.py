@@ -55,15 +55,15 @@ def heuristic_alphas(groups: Mapping[str, Sequence[str]], roles: Mapping[str, st
     groups: the names of the weights in each group
     roles: the role of each weight
     """
-    places = {name: match for name in groups if (match := _LAYER.match(name))}
+    matches = {name: match for name in groups if (match := _LAYER.match(name))}
     layers_of: dict[str, set[int]] = {}
-    for layer in places.values():
+    for layer in matches.values():
         layers_of.setdefault(layer[1], set()).add(int(layer[2]))
     result = {}
     for name, names in groups.items():
         alpha = _alpha_of_one_layer(name, {roles[weight] for weight in names})
-        if name in places:
-            stack, number = places[name][1], int(places[name][2])
+        if name in matches:
+            stack, number = matches[name][1], int(matches[name][2])
             layers = layers_of[stack]
             alpha *= (FIRST if number == min(layers) else LAST if number == max(layers) else 1.0) / len(layers)
         result[name] = alpha

@@ -109,7 +109,7 @@ def earlier_pushes(remote: Repository) -> list[Pushed]:
     The manifests are not trusted, because anybody may have written them.
     """
     names = [name for name in remote.files if name == MANIFEST_FILE or name.endswith(f".{MANIFEST_FILE}")]
-    found = []
+    pushed = []
     for file in (name for name in names if "/" not in name):
         if remote.files[file].byte_count > MAX_MANIFEST_BYTES:
             continue
@@ -120,8 +120,8 @@ def earlier_pushes(remote: Repository) -> list[Pushed]:
         except (MasterError, ValueError, TypeError, OverflowError, RecursionError):
             continue
         if file in (MANIFEST_FILE, manifest_beside(manifest)):
-            found.append(Pushed(file, content, manifest, files))
-    return found
+            pushed.append(Pushed(file, content, manifest, files))
+    return pushed
 
 
 def _files_of(manifest: Manifest, manifest_file: str, remote: Repository) -> set[str]:

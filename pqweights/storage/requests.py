@@ -116,8 +116,8 @@ def repeated(
         try:
             return request()
         except expected_errors() as error:
-            asked = wanted(error)
-            seconds = FIRST_WAIT_SECONDS * 2 ** (attempt - 1) if asked is None else asked
+            stated = wanted(error)
+            seconds = FIRST_WAIT_SECONDS * 2 ** (attempt - 1) if stated is None else stated
             if not _may_pass(error) or attempt >= ATTEMPTS or not waiting(error, seconds, attempt):
                 raise explained(error) from None
             end = time.monotonic() + seconds
@@ -156,20 +156,20 @@ def read_range(
 
     Raises what `check` raises, Truncated for other bytes, SourceError if the server sends whole files alone.
     """
-    asked = {**headers, "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+    own = {**headers, "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
     data = bytearray()
-    with client.stream("GET", url, headers=asked, timeout=TIMEOUT_SECONDS) as response:
+    with client.stream("GET", url, headers=own, timeout=TIMEOUT_SECONDS) as response:
         check(response)
         unit, _, rest = response.headers.get("Content-Range", "").partition(" ")
-        places, _, size = rest.partition("/")
+        span, _, size = rest.partition("/")
         if response.status_code == 200 and response.headers.get("Content-Length") == str(end) and not start:
-            unit, places, size = "bytes", f"0-{end - 1}", str(end)  # all of it is a part, too
+            unit, span, size = "bytes", f"0-{end - 1}", str(end)  # all of it is a part, too
         elif response.status_code != 206 or unit != "bytes" or not size.isdecimal():
             raise SourceError(
                 f"{shown}: the server sends the whole file where a part is asked for: fetch it, and give the local file"
             )
-        if places != f"{start}-{end - 1}":
-            raise Truncated(f"expected bytes {start}-{end - 1}, found {places[:40]} of {size[:20]}")
+        if span != f"{start}-{end - 1}":
+            raise Truncated(f"expected bytes {start}-{end - 1}, found {span[:40]} of {size[:20]}")
         for chunk in response.iter_raw():
             data += chunk
             if len(data) > end - start:

@@ -68,8 +68,8 @@ def _spelled(label: str, rule: Rule, formats: Sequence[str]) -> Rule:
         return rule
     by_name = {known.lower(): known for known in formats}
     if rule.format.lower() not in by_name:
-        asked = rule.format.upper() if formats[0].isupper() else rule.format.lower()
-        raise OptionError(f"{label}: {instead(asked, list(formats))}")
+        name = rule.format.upper() if formats[0].isupper() else rule.format.lower()
+        raise OptionError(f"{label}: {instead(name, list(formats))}")
     return msgspec.structs.replace(rule, format=by_name[rule.format.lower()])
 
 

@@ -72,12 +72,12 @@ def read_types(options: ExportOptions) -> tuple[TypeOptions, ...]:
     """
     if options.type is not None and options.format is not None:
         raise OptionError("`format`: is another name of `type`; leave out one of the two")
-    asked = options.format if options.type is None else options.type
-    mixes = [find_mix(name.strip()) for name in (DEFAULT_TYPE if asked is None else asked).split(",")]
+    stated = options.format if options.type is None else options.type
+    mixes = [find_mix(name.strip()) for name in (DEFAULT_TYPE if stated is None else stated).split(",")]
     if len({mix.name for mix in mixes}) < len(mixes):
-        raise OptionError(f"`type` {asked}: expected different types")
+        raise OptionError(f"`type` {stated}: expected different types")
     recipe = recipe_of(options, (*BLOCK_TYPES, *PLAIN_TYPES))
-    if recipe.size is not None and (asked is not None or options.pure):
+    if recipe.size is not None and (stated is not None or options.pure):
         raise OptionError("`target_size`: chooses the types itself; leave out `type` and `pure`")
     return tuple(TypeOptions(mix=replace(mix, pure=options.pure), recipe=recipe) for mix in mixes)
 

@@ -230,8 +230,8 @@ def linear_weights(
     weights = checkpoint.weights
     encoded = [tensor for tensor in checkpoint.tensors if is_weight(tensor, weights)]
     config = checkpoint.config or {}
-    places = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    tokens = {part["vocab_size"] for part in places if isinstance(part.get("vocab_size"), int)}
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    tokens = {part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)}
     model = text_model(checkpoint.config)
     reasons_by_name = (
         (t.name, _not_linear(t, model, weights, tokens, experts=experts, stacks=stacks)) for t in encoded

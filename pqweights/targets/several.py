@@ -28,10 +28,10 @@ def one_by_one(options: ExportOptions) -> dict[str, ExportOptions]:
     several = [name for name in ("format", "bits") if "," in str(getattr(options, name))]
     if not several:
         return {"": options}
-    asked = str(getattr(options, several[0]))
-    values = [value.strip() for value in asked.split(",")]
+    text = str(getattr(options, several[0]))
+    values = [value.strip() for value in text.split(",")]
     if len(several) > 1 or len({*values}) < len(values):
-        raise OptionError(f"`{several[0]}` {asked}: expected different ones, and several of `format` or of `bits`")
+        raise OptionError(f"`{several[0]}` {text}: expected different ones, and several of `format` or of `bits`")
     if several == ["bits"]:
         return {f"{value}bit/": replace(options, bits=int(value)) for value in values}
     return {f"{value}/": replace(options, format=value) for value in values}

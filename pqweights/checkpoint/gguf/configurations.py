@@ -141,8 +141,8 @@ def _multipliers(architecture: Architecture) -> dict[str, Any]:
     """Return the multipliers of a model whose weights are multiplied already: 1."""
     values: dict[str, Any] = {}
 
-    def read(key: str, place: int | None = None) -> float:
-        values[key] = 1.0 if place is None else [1.0] * max(1 + place, len(values.get(key, ())))
+    def read(key: str, index: int | None = None) -> float:
+        values[key] = 1.0 if index is None else [1.0] * max(1 + index, len(values.get(key, ())))
         return 1.0
 
     for factor in (factor for scaled in architecture.scaled.values() for factor in scaled.by):
@@ -311,8 +311,8 @@ def _state_windows(contents: GgufContents, architecture: Architecture, values: d
         if not pattern:
             raise _unstated(f"{contents.architecture}.attention.sliding_window_pattern")
         if isinstance(pattern, int):
-            place = 0 if windows.first_period else 1
-            pattern = [(layer + place) % pattern != 0 for layer in range(layers)]
+            shift = 0 if windows.first_period else 1
+            pattern = [(layer + shift) % pattern != 0 for layer in range(layers)]
         values["layer_types"] = [SLIDING if windowed else FULL for windowed in pattern[:layers]]
 
 

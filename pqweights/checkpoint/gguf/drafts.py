@@ -39,8 +39,8 @@ def name_behind(name: str, layers: int, folded: Mapping[str, str]) -> str | None
     if match is None:
         return None
     if folded:
-        found = ((re.fullmatch(expression, name), known) for expression, known in folded.items())
-        rest = next((match.expand(known) for match, known in found if match), None)
+        matches = ((re.fullmatch(expression, name), known) for expression, known in folded.items())
+        rest = next((match.expand(known) for match, known in matches if match), None)
         return rest and f"backbone.layers.{layers}.{rest}"
     if match[1]:
         return f"model.layers.{layers + int(match[1])}.{match[2]}"
@@ -56,7 +56,7 @@ def whole_draft_layers(names: Iterable[str], layers: int, folded: Mapping[str, s
         if predicts_further(name, layers) and (match := LAYER.fullmatch(name_behind(name, layers, folded) or "")):
             of_layer.setdefault(int(match[2]), set()).add(match[3])
     count = len(of_layer)
-    whole = all(needed <= of_layer.get(layers + place, set()) for place in range(count))
+    whole = all(needed <= of_layer.get(layers + index, set()) for index in range(count))
     return count if whole else 0
 
 

@@ -109,8 +109,8 @@ def _shape_of(
             return None
         rows = (shape[0], shape[1] * len(parts), *shape[2:])
         published = {Trait.TRANSPOSED_EXPERTS, Trait.EXPERTS_EITHER_WAY}
-        turned = not match["bias"] and bool(published & settings.model.traits)
-        return (rows[0], rows[2], rows[1]) if turned else rows
+        transposed = not match["bias"] and bool(published & settings.model.traits)
+        return (rows[0], rows[2], rows[1]) if transposed else rows
     if (cut := of_layer(known, architecture.cuts)) is not None and (match := LAYER.fullmatch(known)):
         return _cut_shape(cut, in_file(f"{match[1]}{match[2]}.{next(iter(cut.parts))}.weight"), settings)
     tensor_type, named, _ = tensor_in_file(known, settings, names)
@@ -129,8 +129,8 @@ def _cut_shape(cut: Cut, part: tuple[int, ...], settings: Settings) -> tuple[int
     if len(part) < 2:
         return None
     times, rows = settings.number(cut.times), sum(settings.number(size) for size in cut.blocks)
-    inner = part[-2] if next(iter(cut.parts)) in cut.turned else part[-1]
-    return (times, rows, inner) if cut.stacked and not cut.turned else (times * rows, inner)
+    inner = part[-2] if next(iter(cut.parts)) in cut.transposed else part[-1]
+    return (times, rows, inner) if cut.stacked and not cut.transposed else (times * rows, inner)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class Piece:
 
     of: the tensor
     first, step, count: which of its rows
-    turned: whether they are rows of its transposed matrices
+    transposed: whether they are rows of its transposed matrices
     held: what has them, [rows, width]
     start: where they begin there
     """
@@ -148,7 +148,7 @@ class Piece:
     first: int
     step: int
     count: int
-    turned: bool = False
+    transposed: bool = False
     held: LogicalTensor
     start: int
 
@@ -196,8 +196,8 @@ def _moved_pieces(view: MovedTensor, held: LogicalTensor) -> Iterator[Piece]:
     tensor, columns = view.segments[0].tensor, view.columns
     source, outputs = _origin(tensor), tensor.shape[-1]
     if len(tensor.shape) > 1 and columns != range(outputs):
-        turned = view.transposed
-        groups = tensor.shape[0] if turned else math.prod(tensor.shape[:-1])
+        transposed = view.transposed
+        groups = tensor.shape[0] if transposed else math.prod(tensor.shape[:-1])
         by_rows = _matrix(held, groups * len(columns))
         for number in range(groups):
             yield Piece(
@@ -205,13 +205,13 @@ def _moved_pieces(view: MovedTensor, held: LogicalTensor) -> Iterator[Piece]:
                 first=number * outputs + columns.start,
                 step=columns.step,
                 count=len(columns),
-                turned=turned,
+                transposed=transposed,
                 held=by_rows,
                 start=number * len(columns),
             )
         return
     if view.transposed:
-        held = _turned(view.name, held)
+        held = _transposed(view.name, held)
     rows, start = sum(segment.count for segment in view.segments), 0
     by_rows = _matrix(held, rows)
     for of in view.segments:
@@ -231,7 +231,7 @@ def assembled(pieces: Sequence[Piece]) -> LogicalTensor:
     of, held = pieces[0].of, pieces[0].held
     width = held.shape[-1]
     rows = math.prod(of.shape) // width
-    if len(pieces) == 1 and not pieces[0].turned and pieces[0].count == rows == held.shape[0]:
+    if len(pieces) == 1 and not pieces[0].transposed and pieces[0].count == rows == held.shape[0]:
         return RenamedTensor.of(of.name, held, shape=of.shape)
     ordered = sorted(pieces, key=lambda piece: piece.first)
     step = ordered[0].step
@@ -245,8 +245,8 @@ def assembled(pieces: Sequence[Piece]) -> LogicalTensor:
     whole: LogicalTensor = moved if same else replace(moved, dtype="F32")
     if step == 2:
         whole = InterleavedTensor.of(of.name, whole, head_rows=2 * ordered[0].count)
-    if pieces[0].turned:
-        whole = _turned(of.name, RenamedTensor.of(of.name, whole, shape=(*of.shape[:-2], of.shape[-1], width)))
+    if pieces[0].transposed:
+        whole = _transposed(of.name, RenamedTensor.of(of.name, whole, shape=(*of.shape[:-2], of.shape[-1], width)))
     dtypes = {piece.held.dtype for piece in pieces}
     dtype = dtypes.pop() if len(dtypes) == 1 else whole.plain_dtype
     return RenamedTensor.of(of.name, whole, shape=of.shape, dtype=dtype)
@@ -257,7 +257,7 @@ def _matrix(held: LogicalTensor, rows: int) -> LogicalTensor:
     return held if held.shape == shape else RenamedTensor.of(held.name, held, shape=shape)
 
 
-def _turned(name: str, held: LogicalTensor) -> MovedTensor:
+def _transposed(name: str, held: LogicalTensor) -> MovedTensor:
     """Return a tensor with its matrices transposed."""
     *stack, rows, columns = held.shape
     segments = [Segment(tensor=held, first=0, count=math.prod(stack) * rows)]

@@ -174,8 +174,8 @@ def _notes(
             "are a little different, as in every GGUF file of this model"
         )
     if parameters["rope_type"] == "yarn" and (betas := own_betas(settings, parameters)):
-        asked = " ".join(f"--yarn-{key.replace('_', '-')} {value:g}" for key, value in betas.items())
-        yield f"llama.cpp computes the YaRN of this model only if it is told: run it with {asked}"
+        flags = " ".join(f"--yarn-{key.replace('_', '-')} {value:g}" for key, value in betas.items())
+        yield f"llama.cpp computes the YaRN of this model only if it is told: run it with {flags}"
     yield from filter(None, (note(settings) for note in settings.architecture.notes))
     yield from pooling_notes(read_pooling(storage), settings)
     for texts in () if vocabulary is None else vocabulary.differs:

@@ -55,7 +55,7 @@ def cut(tensors: Iterator[NamedTensor], settings: Settings) -> Iterator[NamedTen
 
 def _part(source: LogicalTensor, cut: Cut, part: str, settings: Settings, cache: MatrixCache) -> MovedTensor:
     """The rows of a part as one tensor. See Cut"""
-    blocks, turned = cut.parts[part], part in cut.turned
+    blocks, transposed = cut.parts[part], part in cut.transposed
     sizes = [settings.number(size) for size in cut.blocks]
     times, inner = settings.number(cut.times), source.shape[-1]
     if math.prod(source.shape[:-1]) != times * sum(sizes):
@@ -68,9 +68,9 @@ def _part(source: LogicalTensor, cut: Cut, part: str, settings: Settings, cache:
         for number in range(times)
     )
     rows = sum(sizes[block] for block in blocks)
-    matrix = (inner, rows) if turned else (rows, inner)
+    matrix = (inner, rows) if transposed else (rows, inner)
     shape = (times, *matrix) if cut.stacked else (times * rows, inner)
-    return MovedTensor.of(part, shape, segments, columns=range(inner), transposed=turned, cache=cache)
+    return MovedTensor.of(part, shape, segments, columns=range(inner), transposed=transposed, cache=cache)
 
 
 def with_experts_stacked(tensors: Sequence[NamedTensor], settings: Settings) -> Iterator[NamedTensor]:
@@ -116,8 +116,8 @@ def _parts_of_stack(
     outputs, inner = (hidden, width) if down else (2 * width, hidden)
     traits, layouts = settings.model.traits, [(count, outputs, inner), (count, inner, outputs)]
     either_way = Trait.EXPERTS_EITHER_WAY in traits
-    turned = tensor.shape == layouts[1] if either_way else Trait.TRANSPOSED_EXPERTS in traits and not is_bias
-    expected = (count, outputs) if is_bias else layouts[turned]
+    transposed = tensor.shape == layouts[1] if either_way else Trait.TRANSPOSED_EXPERTS in traits and not is_bias
+    expected = (count, outputs) if is_bias else layouts[transposed]
     if either_way and inner == outputs:
         raise ExportError(
             f"tensor {tensor.name!r}: the shape {tensor.shape} does not show whether it is [experts, out, in] or "
@@ -131,9 +131,11 @@ def _parts_of_stack(
         starts = range(0, count * outputs, outputs)
         segments = [Segment(tensor=tensor, first=s + rows.start, step=rows.step, count=len(rows)) for s in starts]
         columns = range(inner)
-        if is_bias or turned:  # outputs lie side by side
+        if is_bias or transposed:  # outputs lie side by side
             segments, columns = [Segment(tensor=tensor, first=0, count=math.prod(expected[:-1]))], rows
-        yield NamedTensor(name, MovedTensor.of(name, shape, segments, columns=columns, transposed=turned, cache=cache))
+        yield NamedTensor(
+            name, MovedTensor.of(name, shape, segments, columns=columns, transposed=transposed, cache=cache)
+        )
 
 
 def rows_of_parts(down: bool, outputs: int, architecture: Architecture) -> list[tuple[str, range]]:

@@ -275,8 +275,8 @@ def _add_yarn(settings: Settings, parameters: Mapping[str, Any], rope: Rope, wri
     if rope.yarn_scales_attention:
         only = rope.yarn_mscale
         if attention is not None or own is None or own != every or own != (only or own):
-            asked = f"mscale and mscale_all_dim {only}" if only else "equal mscale and mscale_all_dim"
-            raise settings.refusal(f"llama.cpp computes its YaRN with {asked} only, found {own} and {every}")
+            expected = f"mscale and mscale_all_dim {only}" if only else "equal mscale and mscale_all_dim"
+            raise settings.refusal(f"llama.cpp computes its YaRN with {expected} only, found {own} and {every}")
         writer.add_rope_scaling_yarn_log_mul(0.1 * every)  # a tenth, as in the files of DeepSeek V2
         return
     if attention is None and own and every:

@@ -262,9 +262,9 @@ def _check_shape(tensor: LogicalTensor, tensor_type: str, settings: Settings) ->
     first, *others = tensor.shape or (1,)
     stored = (first, others[-1] if others else columns)
     if (rows or stored[0], columns or stored[1]) != stored:
-        asked = " and ".join(f"{size} {name}" for size, name in ((rows, "rows"), (columns, "columns")) if size)
+        wanted = " and ".join(f"{size} {name}" for size, name in ((rows, "rows"), (columns, "columns")) if size)
         raise ExportError(
-            f"tensor {tensor.name!r}: config.json asks for {asked}, as does llama.cpp; found shape {tensor.shape}"
+            f"tensor {tensor.name!r}: config.json asks for {wanted}, as does llama.cpp; found shape {tensor.shape}"
         )
 
 

@@ -237,7 +237,7 @@ def check_ids(added: Sequence[Mapping[str, Any]]) -> None:
 
 def _stated_elsewhere(storage: Storage, about: Mapping[str, Any]) -> list[tuple[str, str, Any, dict[str, Any]]]:
     """Return the tokens that other files add: the file, the text, the id and the flags of each, by id."""
-    found: list[tuple[str, str, Any, dict[str, Any]]] = []
+    tokens: list[tuple[str, str, Any, dict[str, Any]]] = []
     decoder = about.get("added_tokens_decoder")
     if decoder is not None:
         _expect_object(decoder, "added_tokens_decoder", CONFIG)
@@ -245,8 +245,8 @@ def _stated_elsewhere(storage: Storage, about: Mapping[str, Any]) -> list[tuple[
             text, is_number = text_of(token), isinstance(token_id, str) and token_id.isascii() and token_id.isdigit()
             if not isinstance(token, dict) or text is None or not is_number or len(token_id) > 9:
                 raise SourceError(f"{CONFIG}: expected a token by its id in added_tokens_decoder, found {token!r:.80}")
-            found.append((CONFIG, text, int(token_id), {flag: bool(token.get(flag)) for flag in FLAGS}))
-        return sorted(found, key=lambda token: token[2])
+            tokens.append((CONFIG, text, int(token_id), {flag: bool(token.get(flag)) for flag in FLAGS}))
+        return sorted(tokens, key=lambda token: token[2])
     special = {
         *_named_texts(about),
         *_extra_texts(read_json(storage, CONFIG)),
@@ -255,8 +255,8 @@ def _stated_elsewhere(storage: Storage, about: Mapping[str, Any]) -> list[tuple[
     for text, token_id in read_json(storage, ADDED).items():
         if not _is_id(token_id):
             raise SourceError(f"{ADDED}: expected the id of the token {text!r:.80}, found {token_id!r:.80}")
-        found.append((ADDED, text, token_id, {"special": text in special, "normalized": text not in special}))
-    return sorted(found, key=lambda token: token[2])
+        tokens.append((ADDED, text, token_id, {"special": text in special, "normalized": text not in special}))
+    return sorted(tokens, key=lambda token: token[2])
 
 
 def _is_id(value: Any) -> TypeGuard[int]:
@@ -267,7 +267,7 @@ def _ids(model: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the ids of the tokens of a model, of whatever kind."""
     vocab = model.get("vocab")
     if isinstance(vocab, list):
-        return {entry[0]: place for place, entry in enumerate(vocab) if isinstance(entry, list) and entry}
+        return {entry[0]: index for index, entry in enumerate(vocab) if isinstance(entry, list) and entry}
     return vocab if isinstance(vocab, dict) else {}
 
 

@@ -194,8 +194,8 @@ def views_of_tower(
         yield from _frames(known, tensor)
     elif ".attn_qkv." in known and not tower.joined:
         rows = np.arange(_multiple(tensor, 0, 3)).reshape(3, -1)
-        for place, part in enumerate(("attn_q", "attn_k", "attn_v")):
-            yield _rows(known.replace("attn_qkv", part), tensor, rows[place])
+        for index, part in enumerate(("attn_q", "attn_k", "attn_v")):
+            yield _rows(known.replace("attn_qkv", part), tensor, rows[index])
     elif ".attn_qkv." in known and tower.by_axis:
         heads = settings.number("num_attention_heads")
         yield _rows(known, tensor, by_axis(_multiple(tensor, 0, 12 * heads), heads))
@@ -224,8 +224,8 @@ def name_in_file(name: str, names: Any, tower: Tower, settings: Settings) -> str
     stem = next((match.expand(known) for match, known in matches if match), stem)
     known = f"{stem}.{suffix}" if suffix else stem
     if not stem.startswith(("v.", "mm.")):
-        found = (names.get_name(f"{prefix}{stem}") for prefix in ("", "model."))
-        known = known.replace(stem, next(filter(None, found), ""))
+        named = (names.get_name(f"{prefix}{stem}") for prefix in ("", "model."))
+        known = known.replace(stem, next(filter(None, named), ""))
     if match := re.match(r"v\.deepstack\.(\d+)", known):
         layers, number = settings.get("deepstack_visual_indexes"), int(match[1])
         if not isinstance(layers, list) or number >= len(layers):

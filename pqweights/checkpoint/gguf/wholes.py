@@ -106,14 +106,14 @@ def _config(
     vision = {whole.keys.get(key, key): value for key, value in vision.items()}
     result["vision_config"] = {"model_type": whole.vision_type, **vision}
     for key, (name, axis) in whole.sizes.items():
-        place = result["vision_config"] if key.startswith("vision_config.") else result
+        section = result["vision_config"] if key.startswith("vision_config.") else result
         shape = held.get(name)
         if axis is None:
-            place[key.removeprefix("vision_config.")] = shape is not None
+            section[key.removeprefix("vision_config.")] = shape is not None
         elif shape is None or axis >= len(shape):
             raise ExportError(f"tensor {name!r} is missing, or has another number of dimensions")
         else:
-            place[key.removeprefix("vision_config.")] = shape[axis]
+            section[key.removeprefix("vision_config.")] = shape[axis]
     return result
 
 

@@ -238,16 +238,16 @@ def check_nodes(ray: ModuleType, pickled: bytes, tasks_at_once: Mapping[Node, in
             raise ClusterError(f"node {node}: {problem}")
 
 
-def call_nodes(ray: ModuleType, asked: str, pickled: bytes, numbers: Mapping[Node, int]) -> dict[Any, Node]:
+def call_nodes(ray: ModuleType, question: str, pickled: bytes, numbers: Mapping[Node, int]) -> dict[Any, Node]:
     """Ask nodes something beside their tasks, and return the node of each of Ray's references to the answers.
 
-    asked, pickled, numbers: what worker.answer takes on each node
+    question, pickled, numbers: what worker.answer takes on each node
     """
     call, common = ray.remote(num_cpus=0, max_retries=MOST_RETRIES)(remote_call()), ray.put(pickled)
     on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     return {
         call.options(scheduling_strategy=on_node(node_id=node.id, soft=False)).remote(
-            VERSIONS, asked, common, number
+            VERSIONS, question, common, number
         ): node
         for node, number in numbers.items()
     }

@@ -233,7 +233,7 @@ class RayEngine:
 
 
 def _source_bytes(conversion: Conversion, shards: Iterable[ShardPlan]) -> int:
-    return sum(conversion.source_bytes(place) for shard in shards for place in shard.tensors)
+    return sum(conversion.source_bytes(index) for shard in shards for index in shard.tensors)
 
 
 def witness_in(work: Path) -> Path:

@@ -89,7 +89,7 @@ def remote_call() -> Callable[..., tuple[str, Answer]]:
     It is called with the VERSIONS of the driver and the parameters of `answer`, and returns its node with the answer.
     """
 
-    def call(versions: tuple[str, str], asked: str, pickled: bytes, number: int) -> tuple[str, Any]:
+    def call(versions: tuple[str, str], question: str, pickled: bytes, number: int) -> tuple[str, Any]:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -103,19 +103,19 @@ def remote_call() -> Callable[..., tuple[str, Answer]]:
             return node, f"has pqweights {pqweights.__version__}, the driver has {versions[0]}; {remedy}"
         from pqweights.convert.distributed import worker
 
-        return node, worker.answer(asked, pickled, number)
+        return node, worker.answer(question, pickled, number)
 
     return call
 
 
-def answer(asked: str, pickled: bytes, number: int) -> Answer:
+def answer(question: str, pickled: bytes, number: int) -> Answer:
     """Do what is asked of a node; what is wrong is returned, as an error that the driver raises.
 
     pickled: the ClusterWork
     number: see LOOK
     """
     try:
-        return ANSWERS[asked](pickled, number)
+        return ANSWERS[question](pickled, number)
     except PqweightsError as error:
         return error
     except ModuleNotFoundError as error:

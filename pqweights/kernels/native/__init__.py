@@ -82,16 +82,16 @@ def array(values: Any, dtype: Any, count: int, *, written: bool = False) -> Arra
             if flags.c_contiguous and flags.aligned and not written:
                 return Array(values.ctypes.data, kind, count, values)  # which takes six times as long
         contiguous, writable = flags.c_contiguous, flags.writeable
-        size, place = values.size, "writable memory" if writable else "read-only memory"
+        size, where = values.size, "writable memory" if writable else "read-only memory"
     else:
         contiguous = values.is_contiguous()
         address, fits = values.data_ptr(), values.numel() == count and contiguous and not values.is_neg()
         if fits and values.is_cpu and _kind(values.dtype, written) == kind and not address % values.element_size():
             return Array(address, kind, count, values)
-        size, place = values.numel(), f"the device {values.device}"
+        size, where = values.numel(), f"the device {values.device}"
     raise ValueError(
         f"expected {count} elements of {np.dtype(dtype)} without gaps in {'writable' if written else 'CPU'} memory, "
-        f"found {size} of {values.dtype} {'without' if contiguous else 'with'} gaps in {place}"
+        f"found {size} of {values.dtype} {'without' if contiguous else 'with'} gaps in {where}"
     )
 
 
@@ -129,7 +129,7 @@ class Function:
         self.name, self.types, self.call = name, types, call
         codes = {"integer": "q", "number": "d"}
         self._slots = struct.Struct("@" + "".join(codes.get(kind, "P") for kind in types))
-        self._arrays = [(place, kind) for place, kind in enumerate(types) if kind not in codes]
+        self._arrays = [(index, kind) for index, kind in enumerate(types) if kind not in codes]
 
     def packed(self, arguments: tuple[Array | float | None, ...]) -> bytes:
         """The arguments as the slots from which the kernel takes them: an address of 0 for None.
@@ -139,12 +139,12 @@ class Function:
         if len(arguments) != len(self.types):
             raise TypeError(f"{self.name}: expected {len(self.types)} arguments, found {len(arguments)}")
         numbers: list[Any] = list(arguments)
-        for place, kind in self._arrays:
-            given = numbers[place]
+        for index, kind in self._arrays:
+            given = numbers[index]
             if given is None:
-                numbers[place] = 0
+                numbers[index] = 0
             elif given.__class__ is Array and given.kind == kind:
-                numbers[place] = given.address
+                numbers[index] = given.address
             else:
                 raise TypeError(f"{self.name}: expected memory of type {kind!r}, found {given!r}")
         try:
@@ -221,19 +221,19 @@ def functions() -> dict[str, Function]:
     library = _library(chosen, LIBRARIES)
     _check_sources(library, chosen)
     library.pqweights_kernels.restype = ctypes.POINTER(_KernelEntry)
-    found = {}
+    functions = {}
     for entry in _until_null(library.pqweights_kernels(), lambda entry: entry.name):
         types = tuple(kind.decode() for kind in _until_null(entry.types, lambda kind: kind))
-        found[entry.name.decode()] = Function(entry.name.decode(), types, TASK_FUNCTION(entry.call))
-    return found
+        functions[entry.name.decode()] = Function(entry.name.decode(), types, TASK_FUNCTION(entry.call))
+    return functions
 
 
 def _until_null(pointer: Any, is_there: Callable[[Any], Any]) -> Iterator[Any]:
     """The elements of an array that ends with one that is not there."""
-    place = 0
-    while is_there(pointer[place]):
-        yield pointer[place]
-        place += 1
+    index = 0
+    while is_there(pointer[index]):
+        yield pointer[index]
+        index += 1
 
 
 def _check_sources(library: Any, level: str) -> None:
