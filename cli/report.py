@@ -197,7 +197,7 @@ def action_text(tensor: TensorPlan) -> str:
 
 
 def is_summarized(summary: bool | None, tensors: int) -> bool:
-    """Whether to print a summary. asked: what the user asked for; None to choose by the number of tensors."""
+    """Whether to print a summary. summary: what the user asked for; None to choose by the number of tensors."""
     return summary if summary is not None else tables.terminal_width() is not None and tensors > MOST_LISTED
 
 

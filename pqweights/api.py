@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.common.parameters import HubOptions, StrPath, Tell, text
-from pqweights.common.threads import Progress
+from pqweights.common.threads import Progress, no_progress
 from pqweights.convert.again import made_again, unkept_store
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.convert import convert
@@ -106,7 +106,7 @@ def plan(
     """
     arguments = locals()
     options, room = QuantizeOptions.of(arguments), MemoryOptions.of(arguments)
-    count, show = thread_count(threads), calibration_progress or _ignore
+    count, show = thread_count(threads), calibration_progress or no_progress
     return planned(located("source", source), options, count, memory=room, progress=show)
 
 
@@ -203,7 +203,7 @@ def quantize(
     Raises SourceError, RecipeError, OptionError, OutputError or HubError.
     """
     options = QuantizeOptions.of(locals())
-    store, show = open_store(located("out", out)), calibration_progress or _ignore
+    store, show = open_store(located("out", out)), calibration_progress or no_progress
     with _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run:
         with _quantized(located("source", source), store, options, run, show) as (conversion, checked):
             report = convert(conversion, store, checked)
@@ -411,14 +411,14 @@ def verify(
     of the result.
     """
     options = RebuildOptions.of(locals() | {"revision": None})
-    show, count = progress or _ignore, thread_count(threads)
+    show, count = progress or no_progress, thread_count(threads)
     access = HubOptions(revision=revision, token=token, tell=tell)
     result = find_result(located("folder", folder), access, ours=True, progress=show)
     found = verify_folder(result.where, threads=count, beside=result.not_fetched, progress=show)
     if source is None:
         return found
     manifest = read_manifest(result.where)
-    learning = calibration_progress or _ignore
+    learning = calibration_progress or no_progress
     with (
         _run(None, count, overwrite=False, progress=making_progress, tell=tell) as run,
         unkept_store() as store,
@@ -465,7 +465,7 @@ def rebuild(
     """
     options = RebuildOptions.of(locals())
     stated = _read_manifest(located("manifest", manifest), HubOptions(token=token, tell=tell))
-    store, learning = open_store(located("out", out)), calibration_progress or _ignore
+    store, learning = open_store(located("out", out)), calibration_progress or no_progress
     with (
         _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run,
         _as_stated(stated, located("source", source), store, options, run, learning) as (conversion, checked),
@@ -554,13 +554,9 @@ def generate(
     if revision is not None and repository_id(str(model)) is None:
         raise OptionError("`revision`: expected a repository on the Hub as MODEL")
     fetched = local_folder(
-        located("model", model), HubOptions(revision=revision, token=token, tell=tell), progress=progress or _ignore
+        located("model", model), HubOptions(revision=revision, token=token, tell=tell), progress=progress or no_progress
     )
     return continued(fetched.path, prompt, options, name=str(model), on_text=on_text or _say_nothing)
-
-
-def _ignore(done: int, total: int, name: str) -> None:
-    """Show no progress."""
 
 
 def _say_nothing(line: str) -> None:
@@ -574,4 +570,4 @@ def _run(
     """Yield how a task is carried out."""
     count = thread_count(threads)
     with engine_of(ray, threads, tell or _say_nothing) as engine:
-        yield RunOptions(threads=count, overwrite=overwrite, progress=progress or _ignore, engine=engine)
+        yield RunOptions(threads=count, overwrite=overwrite, progress=progress or no_progress, engine=engine)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer.main
 import typer.testing
-from helpers import narrow_layers_packed
+from helpers import narrow_layers_packed, run_command, small_checkpoint
 from httpx2._transports import default as transports
 from pqweights_cli import output
 from shared import skip_flushes
@@ -58,6 +58,19 @@ def pytest_xdist_auto_num_workers() -> int:
     """The number of workers for `-n auto`: one for each core that this process may use, as far as the memory goes."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(len(os.sched_getaffinity(0)), memory // BYTES_PER_WORKER))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint in two shards."""
+    return small_checkpoint(tmp_path_factory.mktemp("source") / "model")
+
+
+@pytest.fixture(scope="module")
+def master(source: Path) -> Path:
+    """Its master."""
+    run_command({"quantize": str(source)}, source.with_name("master"))
+    return source.with_name("master")
 
 
 @pytest.fixture(scope="module", name="narrow_layers_packed")

@@ -14,7 +14,6 @@ import language_models
 import pytest
 import typer.main
 from commands import answer
-from helpers import small_checkpoint
 from pqweights_cli.main import app
 
 import pqweights
@@ -41,18 +40,6 @@ def examples() -> str:
     """The code on the page, without its indentation."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     return "\n".join(line.removeprefix("    ") for line in lines if line.startswith("    ") or not line.strip())
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("source") / "model")
-
-
-@pytest.fixture(scope="module")
-def master(source: Path) -> Path:
-    out = source.parent / "master"
-    pqweights.quantize(source, out)
-    return out
 
 
 def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):

@@ -18,7 +18,7 @@ from pqweights.checkpoint.readers import LogicalTensor, PlainTensor, element_cou
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.structure import differences
 from pqweights.common.dtypes import DTYPE_BITS
-from pqweights.common.threads import Progress
+from pqweights.common.threads import Progress, no_progress
 from pqweights.models import text_config, text_model
 from pqweights.models.conventions import EMBEDDINGS_OF, HEADS
 from pqweights.models.description import stated_or_default
@@ -181,7 +181,7 @@ def _places(pair: Pair) -> _Places:
     return _Places(dtype, size, max(size, -(-element_count(one) // PLACES)))
 
 
-def same_values(pair: Pair, progress: Progress = lambda done, total, name: None, *, everywhere: bool = True) -> bool:
+def same_values(pair: Pair, progress: Progress = no_progress, *, everywhere: bool = True) -> bool:
     """Whether two tensors hold the same numbers: all of them, or else those in a few places.
 
     Places can tell that they differ; only all values tell that they do not.

@@ -12,6 +12,12 @@ from collections.abc import Callable, Iterator
 
 # Called with what is done, how much there is in all, and the name of what is being done.
 Progress = Callable[[int, int, str], None]
+
+
+def no_progress(done: int, total: int, name: str) -> None:
+    """Show no progress."""
+
+
 # How often a listener is told how far a slow step is.
 TELL_SECONDS = 5.0
 # Steps are taken in any thread, so all share the listeners. The last one is told.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from pqweights.checkpoint.ahead import Stop
 from pqweights.checkpoint.shard_file import Bytes, ShardFile
 from pqweights.convert.conversion import Conversion
+from pqweights.convert.convert import stated
 from pqweights.convert.manifest import Manifest
 from pqweights.convert.run import Run, ShardMark
 from pqweights.convert.shard import make_shards
@@ -35,12 +35,9 @@ def made_again(conversion: Conversion, store: Store, options: RunOptions) -> Man
     marks = make_shards(conversion, run, shards, threads=options.threads, progress=options.progress)
     conversion.finish_checks()
     records = tuple(record for shard in shards for record in marks[shard.file].records)
-    with conversion.checkpoint.storage.fetching(run.fetched, dict.fromkeys(conversion.plan.companions, 1)):
-        files = {name: store.write(name, pieces()) for name, pieces in conversion.contents(records).items()}
-        fingerprint = conversion.checkpoint.fingerprint()
-        conversion.check_sources()
+    manifest = stated(conversion, run, records)
     options.check()
-    return replace(conversion.manifest, source_fingerprint=fingerprint, records=records, files=files)
+    return manifest
 
 
 @contextlib.contextmanager

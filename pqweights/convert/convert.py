@@ -15,6 +15,7 @@ from pqweights.checkpoint.writer import check_room
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.finished import finished_result
 from pqweights.convert.journal import is_under_way
+from pqweights.convert.manifest import Manifest
 from pqweights.convert.needs import result_need
 from pqweights.convert.records import TensorRecord
 from pqweights.convert.run import Run, ShardMark, open_run
@@ -47,7 +48,7 @@ def convert(conversion: Conversion, store: Store, options: RunOptions = RunOptio
         options.check()
         run.publish()
         records = tuple(record for shard in conversion.plan.shards for record in marks[shard.file].records)
-        _state(conversion, records, run)
+        run.complete(stated(conversion, run, records).to_pieces())
     return _report(conversion, records, already_done=False, resumed=resumed)
 
 
@@ -73,16 +74,15 @@ def _made(conversion: Conversion, run: Run, options: RunOptions) -> Mapping[str,
     return marks
 
 
-def _state(conversion: Conversion, records: tuple[TensorRecord, ...], run: Run) -> None:
-    """Write the small files, then the manifest, which marks the folder as finished."""
+def stated(conversion: Conversion, run: Run, records: tuple[TensorRecord, ...]) -> Manifest:
+    """Write the files without tensors, and return the manifest of the result."""
     storage, companions = conversion.checkpoint.storage, conversion.plan.companions
     with storage.fetching(run.fetched, dict.fromkeys(companions, 1)):
         contents = conversion.contents(records)
         files = {name: run.store.write(name, pieces()) for name, pieces in contents.items()}
         fingerprint = conversion.checkpoint.fingerprint()
         conversion.check_sources()  # after everything was read, and before anything states what it was
-    manifest = replace(conversion.manifest, source_fingerprint=fingerprint, records=records, files=files)
-    run.complete(manifest.to_pieces())
+    return replace(conversion.manifest, source_fingerprint=fingerprint, records=records, files=files)
 
 
 def _report(

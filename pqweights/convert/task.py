@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pqweights.common.parameters import Parameter, whole
-from pqweights.common.threads import Progress
+from pqweights.common.threads import Progress, no_progress
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.listed_files import UNCHECKED
 from pqweights.convert.records import TensorRecord, TensorReport, error_totals, tensor_reports, total_relative_mse
@@ -40,7 +40,7 @@ class RunOptions:
 
     threads: int = field(default_factory=usable_cores)
     overwrite: bool = False
-    progress: Progress = lambda done, total, name: None
+    progress: Progress = no_progress
     engine: Any = None  # a RayEngine; modules of this layer know no Ray
     check: Callable[[], None] = lambda: None
 

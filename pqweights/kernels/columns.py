@@ -10,13 +10,12 @@ native/columns_*.cpp are the kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.common.dtypes import item_bytes
-from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, VALUE_DTYPES, native
+from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES, native
 from pqweights.kernels.trellis import CLASSES, HEADER_BYTES, MOST_BLOCKS, STATES, DecodeTables, EncodeModel
 from pqweights.kernels.workers import scratch
 
@@ -116,7 +115,7 @@ def search(
     starts = np.zeros((number, STRIPS, STRIPS), dtype=np.int32)
     fed = native.array(feedback, np.float32, (size + _SPARE_ROWS) * size)
     errors = native.array(groups, np.float32, number * GROUP_ROWS * size)
-    sums = _room("sums", np.float32, number * GROUP_ROWS * _RUN)
+    sums = native.room("columns sums", np.float32, number * GROUP_ROWS * _RUN)
     searched = (
         fed,
         native.array(groups, np.float32, number * GROUP_ROWS * size, written=True),
@@ -129,7 +128,7 @@ def search(
         native.array(classes, np.uint8, classes.size, written=True),
         native.array(squares, np.float32, squares.size, written=True),
         native.array(starts, np.int32, starts.size, written=True),
-        _room("decisions", np.uint16, number * BLOCK_SIZE * states),
+        native.room("columns decisions", np.uint16, number * BLOCK_SIZE * states),
     )
     for begin in range(0, count, _RUN):
         run = (number, size, columns.start + begin, min(_RUN, count - begin))
@@ -161,8 +160,8 @@ def pack(found: Found, *, strips: int, model: EncodeModel, states: int, step: fl
         native.array(model.entries, np.uint32, len(model.entries)),
         native.array(rows, np.uint8, rows.size, written=True),
         native.array(lengths, np.int32, STRIPS, written=True),
-        _room("tile", np.int16, STRIPS * GROUP_ROWS),
-        _room("words", np.uint16, STRIPS * (-(-blocks // STRIPS) * _TILE_WORDS + STRIPS)),
+        native.room("columns tile", np.int16, STRIPS * GROUP_ROWS),
+        native.room("columns words", np.uint16, STRIPS * (-(-blocks // STRIPS) * _TILE_WORDS + STRIPS)),
         *(blocks, stride, states, step),
     )
     return [row[:length].copy() for row, length in zip(rows[:strips], lengths, strict=False)]
@@ -206,21 +205,12 @@ def decode(
         native.array(superblocks, np.uint8, len(superblocks)),
         native.array(ends - lengths.reshape(-1), np.int64, strips * count),
         native.array(lengths, np.int32, strips * count),
-        native.array(tables.entries, np.uint32, tables.entries.size),
-        native.array(tables.tables, np.int32, CLASSES),
-        native.array(tables.widths, np.int32, 2 * len(tables.entries)),
-        native.array(tables.gains * ORTHONORMAL, np.float64, CLASSES),
+        *tables.arrays(),
         native.array(row_factors, np.float32, rows),
         native.array(column_factors, np.float32, columns),
         native.array(values, np.uint8, rows * columns * item_bytes(dtype), written=True),
-        _room("streams", np.uint16, 2 * (longest // 2 + _TILE_WORDS + STRIPS)),
+        native.room("columns streams", np.uint16, 2 * (longest // 2 + _TILE_WORDS + STRIPS)),
         native.array(status, np.int64, 2, written=True),
         *(strips, count, blocks, rows, columns, longest, VALUE_DTYPES[dtype]),
     )
     return int(status[0]), int(status[1])
-
-
-def _room(purpose: str, dtype: type[np.number[Any]], count: int) -> native.Array:
-    """Memory in which a kernel computes; its contents mean nothing before and after."""
-    memory = scratch(f"columns {purpose}", count * np.dtype(dtype).itemsize).view(dtype)
-    return native.array(memory, dtype, count, written=True)

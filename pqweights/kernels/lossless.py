@@ -5,8 +5,6 @@ They run on the CPU alone. docs/format.md, section 11, has the bytes; native/los
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -42,8 +40,8 @@ def encode(values: Bytes, width: int) -> tuple[Bytes, Lengths]:
         native.array(values, np.uint8, len(values)),
         native.array(stream, np.uint8, len(stream), written=True),
         native.array(lengths, np.int32, chunks, written=True),
-        _room("symbols", np.uint8, CHUNK_ITEMS + _STATES),
-        _room("words", np.uint16, _WORDS),
+        native.room("lossless symbols", np.uint8, CHUNK_ITEMS + _STATES),
+        native.room("lossless words", np.uint16, _WORDS),
         *(count, width),
     )
     return stream[: int(lengths.sum())], lengths
@@ -67,7 +65,7 @@ def decode(stream: Bytes, lengths: Lengths, values: Bytes, width: int) -> tuple[
         native.array(stream, np.uint8, int(lengths.sum(dtype=np.int64))),
         native.array(lengths, np.int32, chunk_count(count)),
         native.array(values, np.uint8, count * width, written=True),
-        _room("words", np.uint16, _WORDS),
+        native.room("lossless words", np.uint16, _WORDS),
         native.array(status, np.int64, 2, written=True),
         *(count, width),
     )
@@ -79,9 +77,3 @@ def _count(values: Bytes, width: int) -> int:
     if width not in WIDTHS or rest:
         raise ValueError(f"expected items of {WIDTHS} bytes, found {len(values)} bytes for items of {width}")
     return count
-
-
-def _room(purpose: str, dtype: type[np.number[Any]], count: int) -> native.Array:
-    """Memory in which a kernel computes; its contents mean nothing before and after."""
-    memory = scratch(f"lossless {purpose}", count * np.dtype(dtype).itemsize).view(dtype)
-    return native.array(memory, dtype, count, written=True)

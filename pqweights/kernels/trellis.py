@@ -7,14 +7,13 @@ native/trellis_encoding.cpp are the kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.common.dtypes import item_bytes
 from pqweights.kernels import BLOCK_SIZE, ORTHONORMAL, SIGNS, VALUE_DTYPES, Measures, native
-from pqweights.kernels.workers import scratch
 
 # The numbers of states for which there is a search, ascending.
 STATES = (8, 64, 256)
@@ -40,6 +39,15 @@ class DecodeTables:
     tables: npt.NDArray[np.int32]
     widths: npt.NDArray[np.int32]
     gains: npt.NDArray[np.float64]
+
+    def arrays(self) -> tuple[native.Array, ...]:
+        """Return them as kernels take them, which rotate by a matrix that is not normalised."""
+        return (
+            native.array(self.entries, np.uint32, self.entries.size),
+            native.array(self.tables, np.int32, CLASSES),
+            native.array(self.widths, np.int32, 2 * len(self.entries)),
+            native.array(self.gains * ORTHONORMAL, np.float64, CLASSES),
+        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -109,10 +117,10 @@ def encode(
         native.array(rows, np.uint8, cut.number * cut.stride, written=True),
         *(native.array(sums, np.float64, cut.number, written=True) for sums in (energies, errors)),
         native.array(bad, np.int64, 1, written=True),
-        _room("weights", np.float32, numbers),
-        _room("decisions", np.uint16, tiles * BLOCK_SIZE * states),
-        _room("numbers", np.int16, numbers),
-        _room("stream", np.uint16, tiles * _TILE_WORDS + _LANES),
+        native.room("trellis weights", np.float32, numbers),
+        native.room("trellis decisions", np.uint16, tiles * BLOCK_SIZE * states),
+        native.room("trellis numbers", np.int16, numbers),
+        native.room("trellis stream", np.uint16, tiles * _TILE_WORDS + _LANES),
         *(cut.number, cut.blocks, cut.stride, states, VALUE_DTYPES[dtype]),
     )
     return Measures(energies, errors, int(bad[0]))
@@ -139,23 +147,14 @@ def decode(
     native.call(
         "decode_trellis",
         native.array(rows, np.uint8, cut.number * cut.stride),
-        native.array(tables.entries, np.uint32, tables.entries.size),
-        native.array(tables.tables, np.int32, CLASSES),
-        native.array(tables.widths, np.int32, 2 * len(tables.entries)),
-        native.array(tables.gains * ORTHONORMAL, np.float64, CLASSES),
+        *tables.arrays(),
         native.array(SIGNS, np.float32, BLOCK_SIZE) if signed else None,
         native.array(values, np.uint8, cut.number * cut.blocks * BLOCK_SIZE * item_bytes(dtype), written=True),
-        _room("stream", np.uint16, 2 * (cut.stride // 2 + _TILE_WORDS + _LANES)),
+        native.room("trellis stream", np.uint16, 2 * (cut.stride // 2 + _TILE_WORDS + _LANES)),
         native.array(status, np.int64, 2, written=True),
         *(cut.number, cut.blocks, cut.stride, VALUE_DTYPES[dtype]),
     )
     return int(status[0]), int(status[1])
-
-
-def _room(purpose: str, dtype: type[np.number[Any]], count: int) -> native.Array:
-    """Memory in which a kernel computes; its contents mean nothing before and after."""
-    memory = scratch(f"trellis {purpose}", count * np.dtype(dtype).itemsize).view(dtype)
-    return native.array(memory, dtype, count, written=True)
 
 
 def _check(cut: Superblocks) -> None:

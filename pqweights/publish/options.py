@@ -6,7 +6,7 @@ from typing import Any
 
 from pqweights.common import parameters as checks
 from pqweights.common.parameters import Options, option, options
-from pqweights.common.threads import Progress
+from pqweights.common.threads import Progress, no_progress
 from pqweights.errors import OptionError
 from pqweights.planning.options import MOST_THREADS
 
@@ -18,10 +18,6 @@ def model_id(name: str, value: Any, *, namespace: bool = False) -> str:
     if not is_repository_id(checks.text(name, value), namespace=namespace):
         raise OptionError(f"`{name}`: expected ORG/NAME, a repository on the Hub, found {value[:100]!a}")
     return str(value)
-
-
-def _ignore(done: int, total: int, name: str) -> None:
-    """Show no progress."""
 
 
 @options
@@ -54,6 +50,6 @@ class PushOptions(Options):
     message: str | None = None
     dry_run: bool = False
     threads: int | None = option(least=1, most=MOST_THREADS, default=None)
-    verifying: Progress = option(checks.anything, default=_ignore)
-    comparing: Progress = option(checks.anything, default=_ignore)
-    progress: Progress = option(checks.anything, default=_ignore)
+    verifying: Progress = option(checks.anything, default=no_progress)
+    comparing: Progress = option(checks.anything, default=no_progress)
+    progress: Progress = option(checks.anything, default=no_progress)

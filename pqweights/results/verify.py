@@ -25,7 +25,7 @@ from pqweights.checkpoint.source import open_files
 from pqweights.checkpoint.storage import Storage, read_bytes, read_file
 from pqweights.checkpoint.unfinished import describe_interrupted
 from pqweights.common.strict_json import json_pieces
-from pqweights.common.threads import Progress
+from pqweights.common.threads import Progress, no_progress
 from pqweights.convert.listed_files import config_problems
 from pqweights.convert.manifest import MOST_BYTES, Manifest, container_of, manifests_beside, read_manifest, shards_of
 from pqweights.errors import MasterError, PqweightsError, StorageError
@@ -34,7 +34,7 @@ from pqweights.results.evaluation_record import read_records
 from pqweights.targets import EXPORTS, get_target, target_name
 
 # The keys under which a manifest says how a result was made; an export's also has the options of its target.
-ACCOUNT_KEYS = {
+MADE_BY_KEYS = {
     "master": {"adapters", "recipe", "calibrated", "awq", "fit"},
     "export": {"adapters", "target", "results", "master_errors", "calibration"},
 }
@@ -72,7 +72,7 @@ def verify(
     threads: int,
     beside: Sequence[str] = (),
     sent: Container[str] = (),
-    progress: Progress = lambda done, total, name: None,
+    progress: Progress = no_progress,
 ) -> Verification:
     """Check a master or an export.
 
@@ -162,7 +162,7 @@ def _check_state(storage: Storage, manifest: Manifest) -> Iterator[str]:
     """Check that the manifest is as pqweights writes it, and that no run is unfinished."""
     if not _is(storage, MANIFEST_FILE, manifest.to_pieces()):
         yield f"{MANIFEST_FILE}: is not what pqweights writes for these tensors: its sums or sizes were changed"
-    yield from _check_account(manifest)
+    yield from _check_made_by(manifest)
     if (journal := storage.journal_line()) is not None:
         yield f"{WORK_FOLDER}: the folder {describe_interrupted(journal)}"
 
@@ -177,9 +177,9 @@ def _is(storage: Storage, name: str, pieces: Iterable[bytes]) -> bool:
     return at == len(content)
 
 
-def _check_account(manifest: Manifest) -> Iterator[str]:
+def _check_made_by(manifest: Manifest) -> Iterator[str]:
     """Check that what the manifest says about how it was made has the keys of its kind, and of its target."""
-    known = ACCOUNT_KEYS[manifest.kind]
+    known = MADE_BY_KEYS[manifest.kind]
     if manifest.kind == "export":
         stated = manifest.made_by["target"]
         target = target_name(stated)

@@ -16,7 +16,7 @@ from pqweights.checkpoint.source import Adapter, Checkpoint, files_at, needed_fi
 from pqweights.checkpoint.storage import Origin, Storage, check_not_interrupted
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.common.parameters import HubOptions
-from pqweights.common.threads import Progress
+from pqweights.common.threads import Progress, no_progress
 from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.storage.addresses import HUB_PREFIX, WEB, Address, RepositoryName, is_inside, parse_location
 from pqweights.storage.bucket import RemoteFolder
@@ -167,7 +167,7 @@ def local_folder(
     *,
     only: Sequence[str] = (),
     ours: bool = False,
-    progress: Progress = lambda done, total, name: None,
+    progress: Progress = no_progress,
 ) -> Fetched:
     """Return a local folder with a model: the folder that is named, or a repository fetched into the cache.
 
@@ -222,7 +222,7 @@ def find_result(
     *,
     only: Sequence[str] = (),
     ours: bool = False,
-    progress: Progress = lambda done, total, name: None,
+    progress: Progress = no_progress,
 ) -> Fetched:
     """Return a folder as `local_folder` does, or one in object storage, of which nothing is fetched.
 

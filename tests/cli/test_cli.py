@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import answer, done, invoke, refused
-from helpers import bf16, gaussian, read_all, small_checkpoint, write_checkpoint
+from helpers import bf16, gaussian, read_all, write_checkpoint
 from pqweights_cli import output
 from pqweights_cli.main import COMMANDS, app
 from typer.testing import CliRunner
@@ -21,18 +21,6 @@ import pqweights
 
 PLAN_TOTALS = {"weights", "quantized_weights", "source_bytes", "output_bytes", "bits_per_weight"}
 PLAN_TENSOR = {"name", "shape", "dtype", "action", "codec", "bits", "bytes", "reason"}
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("source") / "model")
-
-
-@pytest.fixture(scope="module")
-def master(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("master") / "out"
-    assert invoke("quantize", source, out).exit_code == 0
-    return out
 
 
 def test_plan_json(source: Path, master: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from helpers import folder_bytes, run_command, small_checkpoint
+from helpers import folder_bytes, run_command
 from pqweights_cli import interrupts, options, output
 
 from pqweights.calibrate.work_folder import folder_beside
@@ -50,18 +50,6 @@ def interrupted(event: str, name: str, *arguments: object, start: str = "script"
     )
     assert (done.returncode, done.stdout) == (130, ""), done.stderr
     return done.stderr
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("source") / "model")
-
-
-@pytest.fixture(scope="module")
-def master(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("master") / "out"
-    run_command({"quantize": str(source)}, out)
-    return out
 
 
 @pytest.mark.parametrize(

@@ -25,15 +25,16 @@ def _several_chunks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("source") / "model")
-
-
-@pytest.fixture(scope="module")
 def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     run_command(command(source), out)
     return folder_bytes(out)
+
+
+@pytest.fixture
+def final(undisturbed: dict[str, bytes]) -> dict[str, bytes]:
+    """The objects of an undisturbed run."""
+    return {name: data for name, data in undisturbed.items() if not name.endswith("/")}
 
 
 @pytest.fixture

@@ -32,12 +32,6 @@ def _empty_storage() -> None:
 
 
 @pytest.fixture
-def final(undisturbed: dict[str, bytes]) -> dict[str, bytes]:
-    """The objects of an undisturbed run."""
-    return {name: data for name, data in undisturbed.items() if not name.endswith("/")}
-
-
-@pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """One run into OUT."""
     return lambda work, **options: run_into(work, OUT, tmp_path / "scratch", monkeypatch, **options)

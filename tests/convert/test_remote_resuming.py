@@ -28,12 +28,6 @@ def _empty_storage() -> None:
 
 
 @pytest.fixture
-def final(undisturbed: dict[str, bytes]) -> dict[str, bytes]:
-    """The objects of an undisturbed run."""
-    return {name: data for name, data in undisturbed.items() if not name.endswith("/")}
-
-
-@pytest.fixture
 def scratch(tmp_path: Path) -> Path:
     return tmp_path / "scratch"
 

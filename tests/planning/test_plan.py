@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from calls import plan_quantize
-from helpers import bf16, f32, gaussian, read_all, read_safetensors, run_command, small_checkpoint, write_checkpoint
+from helpers import bf16, f32, gaussian, read_all, read_safetensors, run_command, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,11 +21,6 @@ from pqweights.planning.plan import DEFAULT_METADATA, KEEP, Plan, Safetensors, T
 from pqweights.planning.recipe import load_recipe
 
 SHARD_BYTES = 20_000
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("source") / "model")
 
 
 def planned(source: Path, max_shard_bytes: int = SHARD_BYTES, recipe: str = "q5") -> Plan:

@@ -8,18 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import folder_bytes, run_command, small_checkpoint
+from helpers import folder_bytes, run_command
 from remote_server import BUCKET, CUT, LOST, SECRETS, ObjectServer
 
 from pqweights.errors import StorageError
 from pqweights.storage import bucket
 
 OUT = f"s3://{BUCKET}/out"
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("source") / "model")
 
 
 @pytest.fixture(scope="module")

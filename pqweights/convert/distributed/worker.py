@@ -16,6 +16,7 @@ from typing import Any
 
 from pqweights import __version__
 from pqweights.checkpoint.writer import free_bytes
+from pqweights.common.threads import no_progress
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.manifest import SAME_BYTES_SINCE
 from pqweights.convert.run import Run, ShardMark
@@ -183,21 +184,17 @@ def _made(work: ShardWork, number: int) -> tuple[Mapping[str, ShardMark], int]:
         folder.mkdir(parents=True, exist_ok=True)
     # A folder of its own: other tasks on this node may fetch the same files.
     with tempfile.TemporaryDirectory(prefix="fetched-", dir=folder, ignore_cleanup_errors=True) as fetched:
-        conversion.learn(_ignore)
+        conversion.learn(no_progress)
         marks = make_shards(
             conversion,
             work.run,
             work.groups[number],
             threads=work.threads,
-            progress=_ignore,
+            progress=no_progress,
             fetched=Path(fetched),
         )
     conversion.finish_checks()
     return marks, conversion.bytes_read - read_before
-
-
-def _ignore(done: int, total: int, name: str) -> None:
-    """Show no progress: the driver counts shards."""
 
 
 def _tidy(pickled: bytes, number: int) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from pqweights.errors import DeviceError, MissingDependencyError
 from pqweights.kernels.native.sources import FOLDER, sources_digest
 from pqweights.kernels.openmp import TASK_FUNCTION, run_in_threads
+from pqweights.kernels.workers import scratch
 
 LEVEL_VARIABLE = "PQWEIGHTS_LEVEL"
 # Of each kind of processor, the best first.
@@ -93,6 +94,12 @@ def array(values: Any, dtype: Any, count: int, *, written: bool = False) -> Arra
         f"expected {count} elements of {np.dtype(dtype)} without gaps in {'writable' if written else 'CPU'} memory, "
         f"found {size} of {values.dtype} {'without' if contiguous else 'with'} gaps in {where}"
     )
+
+
+def room(purpose: str, dtype: type[np.number[Any]], count: int) -> Array:
+    """Return memory of the thread in which a kernel computes; its contents mean nothing before and after."""
+    memory = scratch(purpose, count * np.dtype(dtype).itemsize).view(dtype)
+    return array(memory, dtype, count, written=True)
 
 
 @functools.cache
