@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from pqweights.models import tensor_names as parts
 from pqweights.models.tensor_names import Names, below
+from pqweights.models.towers import TOWERS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
     """A model of images and text.
 
-    tower: its row in TOWERS
     model_type, class_name: those of its config.json
     texts: the types as which its text model is read, and the type that its text_config then has, "" for the same
     vision_type: that of its vision_config
@@ -29,7 +29,6 @@ class Whole:
     names: what tensors of the text model are called in the model, if not only what they begin with differs
     """
 
-    tower: str
     model_type: str
     class_name: str
     texts: Mapping[str, str]
@@ -43,6 +42,12 @@ class Whole:
     stated: Mapping[str, object] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     names: Names | None = None
+
+    @property
+    def tower(self) -> str:
+        """Its row in TOWERS."""
+        of_both = f"{self.model_type} {self.vision_type}"
+        return of_both if of_both in TOWERS else self.model_type
 
     def name_of_text(self, name: str) -> str:
         """Return what a tensor of the text model is called in the model."""
@@ -58,7 +63,6 @@ _SIGLIP = "layer_norm1 layer_norm2 mlp.fc1 mlp.fc2" + below("self_attn", "q_proj
 _SIGLIP_OUTSIDE = "embeddings.patch_embedding embeddings.position_embedding"
 _LLAMAS = ("llama", "qwen2", "qwen3", "mistral", "ministral3")
 _GEMMA3 = Whole(
-    tower="gemma3",
     model_type="gemma3",
     class_name="Gemma3ForConditionalGeneration",
     texts={"gemma3_text": ""},
@@ -81,7 +85,6 @@ _QWEN_TOKENS = {
     "vision_end_token_id": "<|vision_end|>",
 }
 _QWEN2_VL = Whole(
-    tower="qwen2_vl",
     model_type="qwen2_vl",
     class_name="Qwen2VLForConditionalGeneration",
     texts={"qwen2": "qwen2_vl_text"},
@@ -94,7 +97,6 @@ _QWEN2_VL = Whole(
 )
 _QWEN2_5_VL = replace(
     _QWEN2_VL,
-    tower="qwen2_5_vl",
     model_type="qwen2_5_vl",
     class_name="Qwen2_5_VLForConditionalGeneration",
     texts={"qwen2": "qwen2_5_vl_text"},
@@ -104,7 +106,6 @@ _QWEN2_5_VL = replace(
 )
 _QWEN3_VL = replace(
     _QWEN2_5_VL,
-    tower="qwen3_vl",
     model_type="qwen3_vl",
     class_name="Qwen3VLForConditionalGeneration",
     texts={"qwen3": "qwen3_vl_text"},
@@ -116,7 +117,6 @@ _QWEN3_VL = replace(
 )
 _QWEN3_VL_MOE = replace(
     _QWEN3_VL,
-    tower="qwen3_vl_moe",
     model_type="qwen3_vl_moe",
     class_name="Qwen3VLMoeForConditionalGeneration",
     texts={"qwen3_moe": "qwen3_vl_moe_text"},
@@ -125,7 +125,6 @@ _QWEN3_VL_MOE = replace(
 )
 _QWEN3_5 = replace(
     _QWEN3_VL,
-    tower="qwen3_5",
     model_type="qwen3_5",
     class_name="Qwen3_5ForConditionalGeneration",
     texts={"qwen3_5_text": ""},
@@ -134,7 +133,6 @@ _QWEN3_5 = replace(
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
-    tower="qwen3_5_moe",
     model_type="qwen3_5_moe",
     class_name="Qwen3_5MoeForConditionalGeneration",
     texts={"qwen3_5_moe_text": ""},
@@ -144,7 +142,6 @@ _PIXTRAL = "attention.k_proj attention.o_proj attention.q_proj attention.v_proj 
     "feed_forward", "gate_proj up_proj down_proj"
 )
 _MISTRAL3 = Whole(
-    tower="mistral3",
     model_type="mistral3",
     class_name="Mistral3ForConditionalGeneration",
     texts=dict.fromkeys(_LLAMAS, ""),
@@ -159,7 +156,6 @@ _MISTRAL3 = Whole(
 )
 _LLAVA_PIXTRAL = replace(
     _MISTRAL3,
-    tower="llava pixtral",
     model_type="llava",
     class_name="LlavaForConditionalGeneration",
     outside=below("vision_tower", "ln_pre patch_conv") + below("multi_modal_projector", "linear_1 linear_2"),
@@ -167,7 +163,6 @@ _LLAVA_PIXTRAL = replace(
 )
 _LLAVA = replace(
     _LLAVA_PIXTRAL,
-    tower="llava",
     vision_type="clip_vision_model",
     in_layers=below("vision_tower.encoder.layers.#", _SIGLIP),
     outside=below("vision_tower", f"{_SIGLIP_OUTSIDE} embeddings.class_embedding! pre_layrnorm")
@@ -177,7 +172,6 @@ _LLAVA = replace(
     tokens={"image_token_index": "<image>"},
 )
 _LFM2_VL = Whole(
-    tower="lfm2_vl",
     model_type="lfm2_vl",
     class_name="Lfm2VlForConditionalGeneration",
     texts={"lfm2": ""},
@@ -192,7 +186,6 @@ _LFM2_VL = Whole(
     stated=_HEADLESS,
 )
 _IDEFICS3 = Whole(
-    tower="idefics3",
     model_type="idefics3",
     class_name="Idefics3ForConditionalGeneration",
     texts={"llama": "", "mistral": ""},
@@ -204,7 +197,6 @@ _IDEFICS3 = Whole(
     tokens={"image_token_id": "<image>"},
 )
 _INTERNVL = Whole(
-    tower="internvl",
     model_type="internvl",
     class_name="InternVLForConditionalGeneration",
     texts=dict.fromkeys((*_LLAMAS, "qwen3_moe"), ""),
@@ -222,7 +214,6 @@ _INTERNVL = Whole(
 )
 _CLIPPED = "input_min! input_max! output_min! output_max! linear"
 _GEMMA4 = Whole(
-    tower="gemma4",
     model_type="gemma4",
     class_name="Gemma4ForConditionalGeneration",
     texts={"gemma4_text": ""},
@@ -247,7 +238,6 @@ _GEMMA4 = Whole(
     tokens={"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
 )
 _LLAMA4 = Whole(
-    tower="llama4",
     model_type="llama4",
     class_name="Llama4ForConditionalGeneration",
     texts={"llama4_text": ""},
@@ -272,7 +262,6 @@ _LLAMA4 = Whole(
     | {"eoi_token_index": "<|image_end|>"},
 )
 _KIMI_K25 = Whole(
-    tower="kimi_k25",
     model_type="kimi_k25",
     class_name="Kimi_K25ForConditionalGeneration",
     texts={"deepseek_v3": ""},
@@ -291,7 +280,6 @@ _KIMI_K25 = Whole(
 # Its class is not in transformers, but in the model's own code.
 _KIMI_VL = replace(
     _KIMI_K25,
-    tower="kimi_vl",
     model_type="kimi_vl",
     class_name="KimiVLForConditionalGeneration",
     vision_type="moonvit",
@@ -302,7 +290,6 @@ _KIMI_VL = replace(
     keys={f"pos_emb_{side}": f"init_pos_emb_{side}" for side in ("height", "width")},
 )
 _STEP3P7 = Whole(
-    tower="step3p7",
     model_type="step3p7",
     class_name="Step3p7ForConditionalGeneration",
     texts={"step3p5": ""},
@@ -321,7 +308,6 @@ _STEP3P7 = Whole(
     tokens={"image_token_id": "<im_patch>"},
 )
 _MINIMAX_M3 = Whole(
-    tower="minimax_m3_vl",
     model_type="minimax_m3_vl",
     class_name="MiniMaxM3SparseForConditionalGeneration",
     texts={"minimax_m3_vl_text": ""},

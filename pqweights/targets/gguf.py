@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from pqweights.checkpoint.gguf.mixes import (
@@ -60,7 +61,7 @@ from pqweights.targets.gguf_types import (
     tower_type,
 )
 from pqweights.targets.integer_export import plan_integers
-from pqweights.targets.integers import Outline
+from pqweights.targets.integers import Assignment
 from pqweights.targets.loading import PART, LoadableModel, files_of_type, shell
 from pqweights.targets.target import (
     IMPORTANCE,
@@ -104,63 +105,48 @@ SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 OLLAMA_NAMES = {"repetition_penalty": "repeat_penalty"}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GgufOutput:
-    """What a GGUF export writes.
+def _container(
+    types: Sequence[TypeOptions], base_name: str, model: GgufModel, tensors: Sequence[TensorPlan], max_shard_bytes: int
+) -> GgufFiles:
+    """Return the files with their headers: those of each type are cut at the same tensors, then that of a tower.
 
     base_name: what names of files begin with
-    types: those of the files
-    model: the model in llama.cpp's terms
-    checkpoint: of which it is made
     """
+    count = len(model.tensors)
+    by_type = [tensors[first : first + count] for first in range(0, count * len(types), count)]
+    runs = cuts_together(by_type, max_shard_bytes)
+    files = []
+    for of, of_type in zip(types, by_type, strict=True):
+        stem = f"{base_name}-{of.label}"
+        metadata = [*model.metadata, *_about_types(of.stated_mix)]
+        for number, run in enumerate(runs):
+            held = [_listed(of_type[index]) for index in run]
+            header = encode_header(metadata, held, FilePart(number, len(runs), count))
+            name = gguf_name(stem, number, len(runs))
+            files.append(GgufFile(name, FileHeader.of(header), len(run), number))
+    if model.tower:
+        about = [*model.tower_metadata, *_about_types(find_mix(TOWER_TYPE))]
+        held = [_listed(planned) for planned in tensors[count * len(types) :]]
+        header = encode_header(about, held, FilePart(0, 1, len(held)))
+        name = gguf_name(f"{TOWER_PREFIX}{base_name}-{TOWER_TYPE}", 0, 1)
+        files.append(GgufFile(name, FileHeader.of(header), len(held), len(runs)))
+    return GgufFiles(name=names_together(base_name, types), alignment=ALIGNMENT, files=tuple(files))
 
-    base_name: str
-    types: tuple[TypeOptions, ...]
-    model: GgufModel
-    checkpoint: Checkpoint
 
-    def container(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> GgufFiles:
-        """Return the files with their headers: those of each type are cut at the same tensors, then that of a tower."""
-        count = len(self.model.tensors)
-        by_type = [tensors[first : first + count] for first in range(0, count * len(self.types), count)]
-        runs = cuts_together(by_type, max_shard_bytes)
-        files = []
-        for types, of_type in zip(self.types, by_type, strict=True):
-            stem = f"{self.base_name}-{types.label}"
-            metadata = [*self.model.metadata, *_about_types(types.stated_mix)]
-            for number, run in enumerate(runs):
-                held = [_listed(of_type[index]) for index in run]
-                header = encode_header(metadata, held, FilePart(number, len(runs), count))
-                name = gguf_name(stem, number, len(runs))
-                files.append(GgufFile(name, FileHeader.of(header), len(run), number))
-        if self.model.tower:
-            about = [*self.model.tower_metadata, *_about_types(find_mix(TOWER_TYPE))]
-            held = [_listed(planned) for planned in tensors[count * len(self.types) :]]
-            header = encode_header(about, held, FilePart(0, 1, len(held)))
-            name = gguf_name(f"{TOWER_PREFIX}{self.base_name}-{TOWER_TYPE}", 0, 1)
-            files.append(GgufFile(name, FileHeader.of(header), len(held), len(runs)))
-        return GgufFiles(name=names_together(self.base_name, self.types), alignment=ALIGNMENT, files=tuple(files))
+def _small_files(checkpoint: Checkpoint, has_tower: bool, shards: Sequence[ShardPlan]) -> SmallFiles:
+    """Return a Modelfile, unless there are several files of text, which Ollama does not take."""
+    if len(shards) > (2 if has_tower else 1):
+        return {}
+    return {MODELFILE: partial(_modelfile, checkpoint, [shard.file for shard in shards])}
 
-    def small_files(self, shards: Sequence[ShardPlan]) -> SmallFiles:
-        """Return a Modelfile, unless there are several files of text, which Ollama does not take."""
-        several = len(shards) > (2 if self.model.tower else 1)
-        return {} if several else {MODELFILE: lambda: self._modelfile([shard.file for shard in shards])}
 
-    @property
-    def companions(self) -> tuple[str, ...]:
-        """The files that are copied."""
-        names = self.checkpoint.companions
-        return tuple(n for n in names if any(fnmatch.fnmatchcase(n.lower(), pattern) for pattern in COPIED))
-
-    def _modelfile(self, files: Sequence[str]) -> bytes:
-        settings = {}
-        if GENERATION_CONFIG in self.checkpoint.companions:
-            settings = read_json_object(self.checkpoint.storage, GENERATION_CONFIG)
-        known = {key: settings[key] for key in SETTINGS if _is_number(settings.get(key))}
-        lines = [f"PARAMETER {OLLAMA_NAMES.get(key, key)} {value}" for key, value in known.items()]
-        return "\n".join(
-            ["# ollama create NAME -f Modelfile", *(f"FROM ./{file}" for file in files), *lines, ""]
-        ).encode()
+def _modelfile(checkpoint: Checkpoint, files: Sequence[str]) -> bytes:
+    settings = {}
+    if GENERATION_CONFIG in checkpoint.companions:
+        settings = read_json_object(checkpoint.storage, GENERATION_CONFIG)
+    known = {key: settings[key] for key in SETTINGS if _is_number(settings.get(key))}
+    lines = [f"PARAMETER {OLLAMA_NAMES.get(key, key)} {value}" for key, value in known.items()]
+    return "\n".join(["# ollama create NAME -f Modelfile", *(f"FROM ./{file}" for file in files), *lines, ""]).encode()
 
 
 def _is_number(value: object) -> bool:
@@ -281,7 +267,7 @@ class Gguf:
         """What names of files begin with."""
         return (self.name or UNKNOWN).rpartition("/")[2]
 
-    def outline(self, checkpoint: Checkpoint) -> Outline:
+    def assign(self, checkpoint: Checkpoint) -> Assignment:
         """Decide which types tensors get; names and shapes are those of llama.cpp.
 
         Raises MissingDependencyError without gguf, ExportError if llama.cpp cannot take the model or its tokenizer, or
@@ -302,8 +288,7 @@ class Gguf:
             tensors += [RenamedTensor.of(of_type + t.name, t) for t in model.tensors] if of_type else model.tensors
             decisions |= {of_type + name: _decision(choice) for name, choice in chosen.items()}
             warnings += [] if self.weighed else _wanting(chosen)
-        output = GgufOutput(base_name=self.base_name, types=self.types, model=model, checkpoint=checkpoint)
-        return Outline(
+        return Assignment(
             tensors=(*tensors, *model.tower),
             decisions=decisions | {tensor.name: _decision(tower_type(tensor)) for tensor in model.tower},
             config=None,
@@ -311,9 +296,13 @@ class Gguf:
             metadata={},
             plain_dtype=None,
             warnings=(*model.notes, *warnings),
-            container=output.container,
-            small_files=output.small_files,
-            companions=output.companions,
+            container=partial(_container, self.types, self.base_name, model),
+            small_files=partial(_small_files, checkpoint, bool(model.tower)),
+            companions=tuple(
+                name
+                for name in checkpoint.companions
+                if any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in COPIED)
+            ),
         )
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from pqweights.checkpoint.config import CONFIG_DTYPES, model_dtype
-from pqweights.checkpoint.header import TensorSpec
+from pqweights.checkpoint.header import byte_count
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
@@ -44,7 +44,7 @@ from pqweights.targets.assignment import Kept
 from pqweights.targets.bf16 import is_weight, plain_plan, role_of, stored_dtype
 from pqweights.targets.carried import carried_unit
 from pqweights.targets.compensation import CompensatedJob, Compensation, WeightedJob
-from pqweights.targets.integers import IntegerJob, IntegerTarget, Outline
+from pqweights.targets.integers import Assignment, IntegerJob, IntegerTarget
 from pqweights.targets.linear import FUSED_WITH_KEPT
 from pqweights.targets.target import GPTQ, IMPORTANCE, ExportSource
 from pqweights.targets.units import UnitJob, fused_weights, of_unit, reading_together, with_unit
@@ -65,37 +65,37 @@ def plan_integers(source: ExportSource, target: IntegerTarget) -> Conversion:
     checkpoint, manifest, inputs = source.checkpoint, source.manifest, source.inputs
     if inputs is not None and source.rounding != GPTQ and target.recipe.size is None:
         raise OptionError("`calibrate`: expected `rounding` gptq or `target_size` as well, which use it")
-    outline = target.outline(checkpoint)
-    parts = outline.parts or {"": outline}
-    master_errors = {} if manifest is None else _known_errors(outline, checkpoint, manifest)
+    assignment = target.assign(checkpoint)
+    parts = assignment.parts or {"": assignment}
+    master_errors = {} if manifest is None else _known_errors(assignment, checkpoint, manifest)
     compensation = None
     if inputs is not None:
-        rules = [(tensor, how.rule) for tensor, how in outline.rounded]
+        rules = [(tensor, how.rule) for tensor, how in assignment.rounded]
         compensation = Compensation(inputs, rules, text_model(checkpoint.config))
     known: dict[str, Any] = {"is_original": not checkpoint.is_master, "master_errors": master_errors}
-    fused = fused_weights(outline.tensors, outline.decisions)
-    read = replace(checkpoint, tensors=reading_together(outline.tensors, fused))
-    read = read if outline.companions is None else _with_companions(read, outline.companions)
-    tensors = [_planned(tensor, read, outline) for tensor in read.tensors]
+    fused = fused_weights(assignment.tensors, assignment.decisions)
+    read = replace(checkpoint, tensors=reading_together(assignment.tensors, fused))
+    read = read if assignment.companions is None else _with_companions(read, assignment.companions)
+    tensors = [_planned(tensor, read, assignment) for tensor in read.tensors]
     most = source.max_shard_bytes
-    container: Container = Safetensors(outline.metadata)
-    if outline.parts:
+    container: Container = Safetensors(assignment.metadata)
+    if assignment.parts:
         container = SafetensorsFolders({folder: part.metadata for folder, part in parts.items()})
-    elif outline.container is not None:
-        container = outline.container(tensors, most)
-    by_columns = sorted(how.column_bytes(tensor.shape) for tensor, how in outline.rounded)
+    elif assignment.container is not None:
+        container = assignment.container(tensors, most)
+    by_columns = sorted(how.column_bytes(tensor.shape) for tensor, how in assignment.rounded)
     return Conversion(
         kind=EXPORT,
-        made_by=target.describe() | _about_rounding(outline, compensation, **known),
+        made_by=target.describe() | _about_rounding(assignment, compensation, **known),
         checkpoint=read,
-        plan=make_plan(read, tensors, container, most, outline.left_out),
-        encode=partial(_encode, outline=outline, fused=fused, compensation=compensation, **known),
+        plan=make_plan(read, tensors, container, most, assignment.left_out),
+        encode=partial(_encode, assignment=assignment, fused=fused, compensation=compensation, **known),
         configs={
             f"{folder}{CONFIG_FILE}": partial(_stated, part.config)
             for folder, part in parts.items()
             if part.config is not None
         },
-        small_files=outline.small_files or no_files,
+        small_files=assignment.small_files or no_files,
         learn=nothing_to_learn if inputs is None else inputs.prepare,
         warnings=partial(_warnings, _known_warnings(parts, checkpoint, str(target.describe()["target"]))),
         memory_bytes=0 if compensation is None else compensation.memory_bytes,
@@ -108,7 +108,7 @@ def _stated(config: dict[str, Any], *about: object) -> dict[str, Any]:
     return config
 
 
-def _known_warnings(parts: Mapping[str, Outline], checkpoint: Checkpoint, target: str) -> tuple[str, ...]:
+def _known_warnings(parts: Mapping[str, Assignment], checkpoint: Checkpoint, target: str) -> tuple[str, ...]:
     """Return what is known of a result before it is made; what not all of several formats have, with their names."""
     of: dict[str, list[str]] = {}
     for folder, part in parts.items():
@@ -133,9 +133,9 @@ def _warnings(known: tuple[str, ...], records: Sequence[TensorRecord]) -> tuple[
     )
 
 
-def _planned(tensor: LogicalTensor, checkpoint: Checkpoint, outline: Outline) -> TensorPlan:
-    """Plan a tensor by the decision of an outline."""
-    known, decision = text_model(checkpoint.config), outline.decisions.get(tensor.name)
+def _planned(tensor: LogicalTensor, checkpoint: Checkpoint, assignment: Assignment) -> TensorPlan:
+    """Plan a tensor by the decision of an assignment."""
+    known, decision = text_model(checkpoint.config), assignment.decisions.get(tensor.name)
     if not isinstance(decision, PackedFormat):
         reason, forced = (None, None) if decision is None else (decision.reason, decision.dtype)
         return plain_plan(
@@ -143,7 +143,7 @@ def _planned(tensor: LogicalTensor, checkpoint: Checkpoint, outline: Outline) ->
             known,
             weights=checkpoint.weights,
             model=model_dtype(checkpoint.config, checkpoint.tensors),
-            dtype=outline.plain_dtype,
+            dtype=assignment.plain_dtype,
             reason=reason,
             forced=forced,
         )
@@ -159,7 +159,7 @@ def _planned(tensor: LogicalTensor, checkpoint: Checkpoint, outline: Outline) ->
 
 
 def _about_rounding(
-    outline: Outline, compensation: Compensation | None, *, is_original: bool, master_errors: Mapping[str, float]
+    assignment: Assignment, compensation: Compensation | None, *, is_original: bool, master_errors: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return what manifests say of it: a digest of the errors of the master, and the sample of the inputs."""
     stated: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def _about_rounding(
         errors = json.dumps(master_errors, sort_keys=True).encode() if master_errors else None
         stated["master_errors"] = None if errors is None else hashlib.sha256(errors).hexdigest()
     if compensation is not None:
-        in_blocks = any(isinstance(rounding.rule, BlockRule) for _, rounding in outline.rounded)
+        in_blocks = any(isinstance(rounding.rule, BlockRule) for _, rounding in assignment.rounded)
         stated["rounding"] = IMPORTANCE if in_blocks else GPTQ
         stated["calibration"] = compensation.inputs.about
     return stated
@@ -177,7 +177,7 @@ def _encode(
     planned: TensorPlan,
     tensor: LogicalTensor,
     *,
-    outline: Outline,
+    assignment: Assignment,
     fused: Mapping[str, tuple[LogicalTensor, ...]],
     compensation: Compensation | None,
     is_original: bool,
@@ -185,13 +185,13 @@ def _encode(
 ) -> Job:
     """Return the job that rounds a weight or copies another tensor.
 
-    outline: what the target makes of the model
+    assignment: what the target makes of the model
     fused: for each weight whose scales have a unit, the weights that share it, by name
     compensation: what is known of the inputs, if rounding is compensated by it
     is_original: whether the weights are those of the source, and not decoded from a master
     master_errors: relative errors of a master's weights by name, where they are known and add up with those of rounding
     """
-    decision = outline.decisions.get(tensor.name)
+    decision = assignment.decisions.get(tensor.name)
     if not isinstance(decision, PackedFormat):
         return CopyJob(planned, tensor)
     about: dict[str, Any] = {"master_error": master_errors.get(tensor.name), "is_original": is_original}
@@ -211,17 +211,17 @@ def _encode(
     return UnitJob(fused[tensor.name], lambda largest: rounding(with_unit(decision, largest)))
 
 
-def remarks(outline: Outline, checkpoint: Checkpoint) -> tuple[str, ...]:
+def remarks(assignment: Assignment, checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return warnings of the sizes of a result."""
-    return (*_experts_warnings(outline, checkpoint), *_plain_warnings(outline, checkpoint))
+    return (*_experts_warnings(assignment, checkpoint), *_plain_warnings(assignment, checkpoint))
 
 
-def _experts_warnings(outline: Outline, checkpoint: Checkpoint) -> tuple[str, ...]:
+def _experts_warnings(assignment: Assignment, checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return a warning for each reason why experts stay plain, with their bytes."""
     model = text_model(checkpoint.config)
     by_reason: dict[str, list[LogicalTensor]] = {}
-    for tensor in outline.tensors:
-        decision = outline.decisions.get(tensor.name)
+    for tensor in assignment.tensors:
+        decision = assignment.decisions.get(tensor.name)
         if not isinstance(decision, Kept) or decision.dtype or decision.reason == FUSED_WITH_KEPT:
             continue  # of a type that was asked for, or said elsewhere
         if is_weight(tensor, checkpoint.weights) and role_of(tensor, model) == "expert":
@@ -239,23 +239,21 @@ def _kind(checkpoint: Checkpoint) -> str:
     return "master" if checkpoint.is_master else "source"
 
 
-def _plain_warnings(outline: Outline, checkpoint: Checkpoint) -> tuple[str, ...]:
+def _plain_warnings(assignment: Assignment, checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return a warning if a result has more than half of the bits of BF16, and its integers have less.
 
     For integers of more bits the half way between the two counts.
     """
-    integers = {tensor.name: rounding for tensor, rounding in outline.rounded}
-    rounded = sum(element_count(tensor) for tensor, _ in outline.rounded)
+    integers = {tensor.name: rounding for tensor, rounding in assignment.rounded}
+    rounded = sum(element_count(tensor) for tensor, _ in assignment.rounded)
     if not rounded:
         return ()
-    integer_bytes = sum(stored_bytes(rounding.specs(t.name, t.shape)) for t, rounding in outline.rounded)
-    weights = sum(element_count(t) for t in outline.tensors if t.plain_dtype in CONFIG_DTYPES)
-    model = model_dtype(outline.config, outline.tensors)
+    integer_bytes = sum(stored_bytes(rounding.specs(t.name, t.shape)) for t, rounding in assignment.rounded)
+    weights = sum(element_count(t) for t in assignment.tensors if t.plain_dtype in CONFIG_DTYPES)
+    model, dtype = model_dtype(assignment.config, assignment.tensors), assignment.plain_dtype
     plain_bytes = sum(
-        TensorSpec(
-            tensor.name, stored_dtype(tensor, checkpoint.weights, model=model, dtype=outline.plain_dtype), tensor.shape
-        ).byte_count
-        for tensor in outline.tensors
+        byte_count(stored_dtype(tensor, checkpoint.weights, model=model, dtype=dtype), tensor.shape)
+        for tensor in assignment.tensors
         if tensor.name not in integers
     )
     total, bits_of_integers = integer_bytes + plain_bytes, 8 * integer_bytes / rounded
@@ -277,7 +275,7 @@ def _with_companions(checkpoint: Checkpoint, companions: tuple[str, ...]) -> Che
     return replace(checkpoint, companions=companions, left_out=dict(sorted((checkpoint.left_out | left_out).items())))
 
 
-def _known_errors(outline: Outline, master: Checkpoint, manifest: Manifest) -> dict[str, float]:
+def _known_errors(assignment: Assignment, master: Checkpoint, manifest: Manifest) -> dict[str, float]:
     """Return the relative errors of a master's weights that are known and add up with those of rounding, by name.
 
     A weight whose input channels were scaled is left out, because its error is that of the scaled weight. So is a
@@ -288,7 +286,7 @@ def _known_errors(outline: Outline, master: Checkpoint, manifest: Manifest) -> d
         for tensor, record in manifest.pairs
         if record.relative_mse is not None and not tensor.is_scaled and format_of(tensor).orthogonal_error
     }
-    return {t.name: error for t in outline.tensors if (error := _error(t, master.weights, errors)) is not None}
+    return {t.name: error for t in assignment.tensors if (error := _error(t, master.weights, errors)) is not None}
 
 
 def _error(tensor: LogicalTensor, weights: frozenset[str], errors: dict[str, float]) -> float | None:

@@ -40,8 +40,8 @@ ROW_MULTIPLE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outline:
-    """What a target makes of a model, decided from headers and configuration.
+class Assignment:
+    """Which format a target gives each tensor of a model, in which files, decided from headers and configuration.
 
     tensors: the tensors that the runtime holds
     decisions: what becomes of weights, by name; a tensor without a decision is stored plainly
@@ -53,7 +53,7 @@ class Outline:
     container: returns the format of the files, from the planned tensors and the size of files; None for safetensors
     small_files: returns files that are written beside the weights, by name, given the shards; None if there are none
     companions: the files that are copied; None for all that the master has
-    parts: of several formats, the outline of each by its folder (several.py); tensors and decisions are those of all
+    parts: of several formats, the assignment of each by its folder (several.py); tensors and decisions are those of all
     """
 
     tensors: tuple[LogicalTensor, ...]
@@ -66,7 +66,7 @@ class Outline:
     container: Callable[[Sequence[TensorPlan], int], Container] | None = None
     small_files: Callable[[Sequence[ShardPlan]], SmallFiles] | None = None
     companions: tuple[str, ...] | None = None
-    parts: Mapping[str, Outline] = field(default_factory=dict)
+    parts: Mapping[str, Assignment] = field(default_factory=dict)
 
     @property
     def rounded(self) -> Iterator[tuple[LogicalTensor, PackedFormat]]:
@@ -89,7 +89,7 @@ class IntegerTarget(Protocol):
         """Return what the manifest states of the target: its name and its options."""
         ...
 
-    def outline(self, checkpoint: Checkpoint) -> Outline:
+    def assign(self, checkpoint: Checkpoint) -> Assignment:
         """Decide what becomes of a master, or of a master with the original's values.
 
         Raises ExportError if the target cannot store the model, MissingDependencyError if a package is missing.

@@ -37,7 +37,7 @@ from pqweights.targets.assignment import PLAIN, PLAIN_ERROR, Candidate, Kept, ch
 from pqweights.targets.bf16 import is_weight, role_of, stored_dtype
 from pqweights.targets.carried import plain_beside_codes
 from pqweights.targets.experts import is_stack
-from pqweights.targets.integers import Outline
+from pqweights.targets.integers import Assignment
 from pqweights.targets.target import BEST, MINMAX, GroupSize
 
 # The longest row, in weights; eight rows are held in memory at once.
@@ -169,14 +169,14 @@ class LinearWeights:
         unit_of = _joined_matrix(tensor, self.model) if how.has_unit else None
         return replace(how, unit_of=unit_of, reason=reason)
 
-    def outline(
+    def assignment(
         self,
         checkpoint: Checkpoint,
         *,
         quantization: dict[str, Any],
         metadata: dict[str, str] = DEFAULT_METADATA,
         warnings: tuple[str, ...] = (),
-    ) -> Outline:
+    ) -> Assignment:
         """Return what a target makes of a model whose names and shapes stay those of the source.
 
         quantization: the quantization_config
@@ -185,7 +185,7 @@ class LinearWeights:
         decisions: dict[str, PackedFormat | Kept] = {name: Kept(why) for name, why in self.plain.items()}
         decisions |= {t.name: self.format(t) for t in checkpoint.tensors if t.name in self.chosen}
         old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
-        return Outline(
+        return Assignment(
             tensors=checkpoint.tensors,
             decisions=decisions,
             config=edited_config(

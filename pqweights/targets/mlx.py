@@ -60,7 +60,7 @@ from pqweights.targets.assignment import (
 from pqweights.targets.bf16 import is_weight, role_of, stored_dtype
 from pqweights.targets.carried import plain_beside_codes
 from pqweights.targets.integer_export import plan_integers
-from pqweights.targets.integers import Outline
+from pqweights.targets.integers import Assignment
 from pqweights.targets.linear import FUSED_WITH_KEPT, HEADER_BYTES, PLAIN_IN_SOURCE, fused_warnings, kept_by_recipe
 from pqweights.targets.loading import LoadableModel, shell
 from pqweights.targets.target import (
@@ -111,7 +111,7 @@ class MlxFormat:
         stated |= {"group_size": self.groups.size, "qparams": self.qparams}
         return stated | ({} if self.mix is None else {"mix": self.mix}) | describe(self.recipe)
 
-    def outline(self, checkpoint: Checkpoint) -> Outline:
+    def assign(self, checkpoint: Checkpoint) -> Assignment:
         """Decide which weights become integers; names and shapes are those of mlx-lm.
 
         Raises MissingDependencyError without mlx or mlx-lm, ExportError if mlx-lm cannot take the model.
@@ -129,7 +129,7 @@ class MlxFormat:
         declare_drafts(model.config, sorted(used))
         model_type = (checkpoint.config or {}).get("model_type")
         reason = f"mlx-lm's model of type {model_type!r} does not hold them"
-        return Outline(
+        return Assignment(
             tensors=outputs,
             decisions=decisions,
             config=model.config,

@@ -15,7 +15,7 @@ from pqweights.formats.packing import PackedFormat
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import ShardPlan
 from pqweights.planning.recipe import Recipe
-from pqweights.targets.integers import IntegerTarget, Outline
+from pqweights.targets.integers import Assignment, IntegerTarget
 
 
 def one_by_one(options: ExportOptions) -> dict[str, ExportOptions]:
@@ -54,12 +54,12 @@ class SeveralFormats:
         (target,) = {of.pop("target") for of in stated.values()}
         return {"target": target, "results": stated}
 
-    def outline(self, checkpoint: Checkpoint) -> Outline:
+    def assign(self, checkpoint: Checkpoint) -> Assignment:
         """Decide what becomes of a model in each format.
 
-        Raises OptionError for formats that hold other tensors of it, and what `outline` of one raises.
+        Raises OptionError for formats that hold other tensors of it, and what `assign` of one raises.
         """
-        parts = {folder: of.outline(checkpoint) for folder, of in self.formats.items()}
+        parts = {folder: of.assign(checkpoint) for folder, of in self.formats.items()}
         first = next(iter(parts.values()))
         for folder, part in parts.items():
             if [tensor.name for tensor in part.tensors] != [tensor.name for tensor in first.tensors]:
@@ -85,7 +85,7 @@ class SeveralFormats:
         )
 
 
-def _small_files(parts: Mapping[str, Outline], shards: Sequence[ShardPlan]) -> SmallFiles:
+def _small_files(parts: Mapping[str, Assignment], shards: Sequence[ShardPlan]) -> SmallFiles:
     """Return the small files of each format in its folder."""
     made = {folder: part.small_files(shards) for folder, part in parts.items() if part.small_files is not None}
     return {f"{folder}{name}": content for folder, of in made.items() for name, content in of.items()}

@@ -33,7 +33,7 @@ from pqweights.planning.plan import stored_bytes
 from pqweights.planning.recipe import NOTHING, Recipe
 from pqweights.targets.assignment import describe, recipe_of
 from pqweights.targets.integer_export import plan_integers
-from pqweights.targets.integers import Outline
+from pqweights.targets.integers import Assignment
 from pqweights.targets.linear import CHANNEL, Chosen, LinearFormat, linear_weights, patterns
 from pqweights.targets.loading import LoadableModel, by_transformers
 from pqweights.targets.possible import one_of_each
@@ -97,7 +97,7 @@ class TorchaoFormat:
             stated |= {"packing": self.packing, "group_size": self.int4.groups.size, "qparams": self.int4.qparams}
         return stated | describe(self.recipe)
 
-    def outline(self, checkpoint: Checkpoint) -> Outline:
+    def assign(self, checkpoint: Checkpoint) -> Assignment:
         """Decide which linear layers become integers; names and shapes are those of the source."""
         ladder = tuple(dict.fromkeys([self.name, INT4, "int8"]))
         linear = linear_weights(checkpoint, NAME, self.formats, ladder=ladder, recipe=self.recipe, experts=EXPERTS)
@@ -108,7 +108,7 @@ class TorchaoFormat:
             "include_input_output_embeddings": False,
             "untie_embedding_weights": False,
         }
-        return linear.outline(
+        return linear.assignment(
             checkpoint,
             quantization=quantization,
             metadata=self._metadata(checkpoint, linear.chosen),
@@ -208,7 +208,7 @@ TARGET = ExportTarget(
     stated=("rules",),
     read_options=read_options,
     plan=plan_integers,
-    check=lambda checkpoint, settings: settings.outline(one_of_each(checkpoint)),
+    check=lambda checkpoint, settings: settings.assign(one_of_each(checkpoint)),
     load_section=_load_section,
     choices=(
         *(FormatChoice(name, ExportOptions(format=name), _bits(name)) for name in FORMATS),

@@ -52,7 +52,7 @@ from pqweights.targets.bf16 import role_of
 from pqweights.targets.compressed_tensors import decodes_at_once, linear_layers, quantization_config
 from pqweights.targets.experts import OF_STACKS, is_stack, with_single_experts, with_upright_stacks
 from pqweights.targets.integer_export import plan_integers
-from pqweights.targets.integers import Outline
+from pqweights.targets.integers import Assignment
 from pqweights.targets.linear import (
     CHANNEL,
     Chosen,
@@ -160,7 +160,7 @@ class VllmFormat:
         others = (name for name in _that_mix_with(self.name) if name != self.name)
         return {self.name: self.chosen} | {n: FORMATS[n].with_options(None, self.chosen.qparams) for n in others}
 
-    def outline(self, checkpoint: Checkpoint) -> Outline:
+    def assign(self, checkpoint: Checkpoint) -> Assignment:
         """Decide which linear layers become integers; names and shapes are those of the source, of single experts."""
         stacks = self.chosen.stacks
         checkpoint = with_upright_stacks(checkpoint) if stacks else with_single_experts(checkpoint)
@@ -179,11 +179,11 @@ class VllmFormat:
             _check_stacks(checkpoint, linear)
         quantization = self._configuration(checkpoint, linear.chosen)
         warnings = _experts_warnings(checkpoint, linear) + _window_warnings(checkpoint.config or {})
-        outline = linear.outline(checkpoint, quantization=quantization, warnings=warnings)
+        assignment = linear.assignment(checkpoint, quantization=quantization, warnings=warnings)
         if self.chosen.files is None:
-            return outline
+            return assignment
         files = {name: partial(json_bytes, content) for name, content in self.chosen.files(quantization).items()}
-        return replace(outline, small_files=partial(_whatever_shards, files))
+        return replace(assignment, small_files=partial(_whatever_shards, files))
 
     def _configuration(self, checkpoint: Checkpoint, chosen: Mapping[str, Chosen]) -> dict[str, Any]:
         """Return the quantization_config. chosen: the formats of the weights that are rounded"""
@@ -300,7 +300,7 @@ TARGET = ExportTarget(
     stated=("rules",),
     read_options=read_options,
     plan=plan_integers,
-    check=lambda checkpoint, settings: settings.outline(one_of_each(checkpoint)),
+    check=lambda checkpoint, settings: settings.assign(one_of_each(checkpoint)),
     load_section=_load_section,
     choices=tuple(FormatChoice(name, ExportOptions(format=name), _bits(name)) for name in PROPOSED),
     plain_roles=("embedding", "lm_head"),

@@ -75,13 +75,13 @@ def test_estimated_sizes_of_a_model_of_8b_are_those_of_the_files_or_a_little_mor
     assert estimated.keys() == {choice.name for choice in target.choices}
     whole = with_weights(open_local(source))
     for choice in target.choices:
-        outline = target.settings(choice.options).outline(whole)
+        assignment = target.settings(choice.options).assign(whole)
         sizes = [
             stored_bytes(how.specs(tensor.name, tensor.shape))
             if isinstance(how, PackedFormat)
             else 2 * math.prod(tensor.shape)
-            for tensor in outline.tensors
-            for how in [outline.decisions.get(tensor.name)]
+            for tensor in assignment.tensors
+            for how in [assignment.decisions.get(tensor.name)]
         ]
         most = 1.17 if choice.name.startswith(("q2", "iq2", "iq1")) else 1.06
         assert 0.999 * sum(sizes) < estimated[choice.name] < most * sum(sizes), choice.name
