@@ -51,6 +51,8 @@ UNTRUSTED: dict[str, tuple[int, ...]] = {
     "fit": (0,),
     "round": (0,),
     "fit_floats": (0, 1),
+    "recover_blocks": (1,),
+    "recover_groups": (0,),
     "nearest_levels": (1,),
     "prepare": (0, 1),
     "rotate": (0,),

@@ -221,6 +221,17 @@ class FloatRule:
         return numbers * (scales * np.float32(self.unit))[:, None]
 
 
+def merged(first: Groups, second: Groups, take_second: npt.NDArray[np.bool_]) -> Groups:
+    """Return the groups of one or the other, with the energies of the second. take_second: [groups]"""
+    return Groups(
+        codes=np.where(take_second[:, None], second.codes, first.codes),
+        scales=np.where(take_second, second.scales, first.scales),
+        offsets=np.where(take_second, second.offsets, first.offsets),
+        energies=second.energies,
+        errors=np.where(take_second, second.errors, first.errors),
+    )
+
+
 def _empty_groups(values: npt.NDArray[np.float32], size: int) -> Groups:
     """Room for the groups of these weights."""
     groups = len(values) // size

@@ -1,5 +1,8 @@
 """Codes of a source that was quantized already, for formats that hold the same numbers: no second rounding.
 
+Some sources have lost their codes: a checkpoint in BF16 that was decoded from few bits, or trained for them, holds
+numbers of a grid all the same, and a format with that grid finds codes and scales again (kernels/recovery.py).
+
 The source itself has its codes and scales, and so has a master without loss (checkpoint/native.py). Where the formats
 of source and export have the same codes, and the groups of one lie within those of the other, they become its groups.
 Whether these are the same numbers is checked of every weight, by what the rule of the format decodes; otherwise the
@@ -15,20 +18,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.gguf.views import InterleavedTensor, RenamedTensor, SourceTensor
+from pqweights.checkpoint.gguf.views import ComputedTensor, InterleavedTensor, RenamedTensor, SourceTensor
 from pqweights.checkpoint.native import NativeTensor
-from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor
+from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, ReadTogether
 from pqweights.common.dtypes import float8_table, from_float32, to_float32
 from pqweights.formats.gguf_blocks import INTEGER_TYPES, BlockRule, half_floats
 from pqweights.formats.packed import QuantizedTensor
 from pqweights.formats.packing import CODES, DIVISOR, OFFSETS, SCALES, ZEROS, PackedFormat, RoundingRule
+from pqweights.kernels import VALUE_DTYPES
 from pqweights.kernels.compensation import sums_of_squares
-from pqweights.kernels.groups import FloatRule, GroupRule, Groups
+from pqweights.kernels.groups import MOST_WEIGHTS, FloatRule, GroupRule, Groups
+from pqweights.kernels.recovery import RECOVERED_TYPES, recover_blocks, recover_groups
 from pqweights.kernels.workers import scratch
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
+Truths = npt.NDArray[np.bool_]
+
+# So many groups of some rows, if at least half of them are on a grid, have all others looked at.
+SAMPLED_GROUPS = 16
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -114,6 +123,51 @@ class SourceGrid:
         """
         is_same = isinstance(how.rule, FloatRule) and how.rule.unit == self.unit
         return self.unit is not None and self.divides and how.part(DIVISOR) is not None and is_same
+
+
+def stored_dtype(tensor: LogicalTensor) -> str:
+    """Return the dtype to which the values of a weight were rounded where they are stored; F32 for computed ones."""
+    if isinstance(tensor, ReadTogether):
+        return stored_dtype(tensor.tensor)
+    if isinstance(tensor, NativeTensor):
+        return stored_dtype(tensor.carried)
+    if isinstance(tensor, RenamedTensor) and not isinstance(tensor, ComputedTensor):
+        return stored_dtype(tensor.source)
+    if isinstance(tensor, MovedTensor):
+        (dtype, *others) = {stored_dtype(source) for source in tensor.sources}
+        return "F32" if others else dtype
+    return tensor.dtype if isinstance(tensor, PlainTensor) and tensor.dtype in VALUE_DTYPES else "F32"
+
+
+def recovered_groups(rule: RoundingRule, values: Floats, dtype: str) -> tuple[Groups, Truths] | None:
+    """Return the groups that whole rows were decoded from, and of which they were found; None if that is a few at most.
+
+    A sample of groups decides whether the others are looked at. What is found decodes to the very values, rounded as
+    these are stored; its errors are 0. Groups of zeros are not found: they are rounded without an error.
+
+    values: the weights, which are numbers of the dtype
+    """
+    is_known = isinstance(rule, GroupRule) and rule.rows == 1 and rule.group_size <= MOST_WEIGHTS
+    if not is_known and not (isinstance(rule, BlockRule) and rule.kind in RECOVERED_TYPES):
+        return None
+    of_groups = values.reshape(-1, rule.group_size)
+    sample = of_groups[np.linspace(0, len(of_groups) - 1, min(SAMPLED_GROUPS, len(of_groups)), dtype=np.int64)]
+    _, is_found = _recovered(rule, sample, dtype)
+    if 2 * is_found.sum() < np.count_nonzero(sample.any(axis=1)) or not is_found.any():
+        return None
+    groups, is_found = _recovered(rule, of_groups, dtype)
+    decoded = to_float32(from_float32(rule.decode(groups).reshape(-1), dtype), dtype)
+    is_found &= (decoded.reshape(of_groups.shape) == of_groups).all(axis=1)
+    return replace(groups, energies=sums_of_squares(of_groups)), is_found
+
+
+def _recovered(rule: RoundingRule, of_groups: Floats, dtype: str) -> tuple[Groups, Truths]:
+    """Find the groups that weights were decoded from. of_groups: [groups, group size]"""
+    flat = np.ascontiguousarray(of_groups).reshape(-1)
+    if isinstance(rule, GroupRule):
+        return recover_groups(rule, flat, dtype)
+    blocks, is_found = recover_blocks(rule.kind, flat, dtype)
+    return _groups_of(blocks, np.zeros(len(blocks), dtype=np.float32)), is_found
 
 
 def plain_beside_codes(tensors: Sequence[LogicalTensor], rule: RoundingRule) -> set[str]:

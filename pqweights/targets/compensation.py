@@ -40,7 +40,7 @@ from pqweights.kernels.compensation import (
     output_errors,
     trial_error,
 )
-from pqweights.kernels.groups import FloatRule, GroupRule, Groups
+from pqweights.kernels.groups import FloatRule, GroupRule, Groups, merged
 from pqweights.models.description import ModelDescription
 from pqweights.planning.inputs import KnownInputs
 from pqweights.targets.bf16 import role_of
@@ -273,7 +273,7 @@ class CompensatedJob(_InformedJob):
         plain_errors = errors_of(values.reshape(-1, self._columns), plain, rule, ready.factor)
         before, after = output_errors(plain_errors, ready.held_back), output_errors(better_errors, ready.held_back)
         worse = ~(after < before)
-        groups = _merged(better, plain, np.repeat(worse, self._columns // rule.group_size))
+        groups = merged(better, plain, np.repeat(worse, self._columns // rule.group_size))
         about = _OutputErrors(matrix, before, np.where(worse, before, after), int(worse.sum()), ready.damping)
         return groups, about
 
@@ -297,14 +297,3 @@ class CompensatedJob(_InformedJob):
             "dampings": sorted(set(dampings)),
             "gain": rounded(1 - after / before) if before else 0.0,
         }
-
-
-def _merged(compensated: Groups, plain: Groups, take_plain: npt.NDArray[np.bool_]) -> Groups:
-    """Return the groups of one rounding or the other."""
-    return Groups(
-        codes=np.where(take_plain[:, None], plain.codes, compensated.codes),
-        scales=np.where(take_plain, plain.scales, compensated.scales),
-        offsets=np.where(take_plain, plain.offsets, compensated.offsets),
-        energies=plain.energies,
-        errors=np.where(take_plain, plain.errors, compensated.errors),
-    )

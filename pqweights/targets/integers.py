@@ -28,12 +28,12 @@ from pqweights.errors import SourceError
 from pqweights.formats.packing import PackedFormat, RoundingRule
 from pqweights.kernels import Doubles, load_backend
 from pqweights.kernels.compensation import sums_of_squares
-from pqweights.kernels.groups import BEST, GroupRule, Groups
+from pqweights.kernels.groups import BEST, GroupRule, Groups, merged
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import Container, ShardPlan, TensorPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.targets.assignment import Kept
-from pqweights.targets.carried import SourceGrid
+from pqweights.targets.carried import SourceGrid, recovered_groups, stored_dtype
 
 # The most rows that a format stores together: with chunks of a multiple of it, all formats read the same chunks.
 ROW_MULTIPLE = 128
@@ -126,8 +126,9 @@ class IntegerJob:
         self._rows_per_chunk = max(1, most_rows // multiple) * multiple
         self._per_matrix = -(-self._rows // self._rows_per_chunk)
         self._sums = np.zeros(2)
-        self._rounded_chunks = 0
+        self._carried_chunks = 0
         self._grid = SourceGrid.of(tensor) if self.carries else None
+        self._dtype = stored_dtype(tensor)
 
     @property
     def chunks(self) -> int:
@@ -156,14 +157,13 @@ class IntegerJob:
     def write(self, chunk: int, values: npt.NDArray[np.float32], sink: Sink) -> tuple[Doubles, Doubles, bool, Any]:
         """Round the values of one chunk, and write its pieces.
 
-        Returns the sums of squares by group, of the values and of their errors, whether the codes are those of the
-        source, which decode to the same bits, and what else `_round` found out.
+        Returns the sums of squares by group, of the values and of their errors, whether codes are those of the source,
+        which decode to the same bits, and what else `_round` found out.
 
         Raises SourceError if a weight or a scale is not finite.
         """
         matrix, (first, count) = chunk // self._per_matrix, self._rows_of(chunk)
-        carried = None if self._grid is None else self._grid.groups(self._rounding, first, values)
-        groups, about = self._round(matrix, values) if carried is None else (carried, None)
+        groups, is_carried, about = self._carried_or_rounded(matrix, first, values)
         numbers = (groups.energies, groups.errors, groups.scales, groups.offsets)
         if not all(np.isfinite(array).all() for array in numbers):
             advice = "repair the checkpoint, or keep the tensor with a rule"
@@ -175,7 +175,18 @@ class IntegerJob:
             )
         for piece in self._rounding.pieces(self._planned.name, self._planned.shape, first_row=first, groups=groups):
             (sink.write if piece.data.ndim == 1 else sink.write_columns)(piece.stored_name, piece.offset, piece.data)
-        return groups.energies, groups.errors, carried is not None, about
+        return groups.energies, groups.errors, is_carried, about
+
+    def _carried_or_rounded(self, matrix: int, first: int, values: npt.NDArray[np.float32]) -> tuple[Groups, bool, Any]:
+        """Return the groups of some rows, whether any have codes of the source, and what else `_round` found out."""
+        carried = None if self._grid is None else self._grid.groups(self._rounding, first, values)
+        if carried is not None:
+            return carried, True, None
+        recovered = recovered_groups(self._rounding.rule, values, self._dtype) if self.carries else None
+        if recovered is not None and recovered[1].all():
+            return recovered[0], True, None
+        groups, about = self._round(matrix, values)
+        return (groups, False, about) if recovered is None else (merged(groups, *recovered), True, about)
 
     def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
         """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights.
@@ -202,7 +213,7 @@ class IntegerJob:
         """Add up the errors of a chunk."""
         energies, errors, is_carried, _ = result
         load_backend("cpu").add_in_order(self._sums, energies, errors)
-        self._rounded_chunks += not is_carried
+        self._carried_chunks += is_carried
 
     def finish(self) -> TensorRecord | Job:
         """Return the record with the errors as far as they are known."""
@@ -219,7 +230,7 @@ class IntegerJob:
             energy=rounded(energy),
             total_mse=None if total is None else rounded(total),
             master_mse=None if by_master is None else rounded(by_master),
-            rounding=None if self._grid is None or self._rounded_chunks else {"carried": True},
+            rounding={"carried": True} if self._carried_chunks and not error else None,
         )
 
 

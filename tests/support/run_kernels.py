@@ -30,6 +30,7 @@ import restoring_cases
 import torch
 import trellis_writer
 
+from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.formats.lloyd_max import codebook
 from pqweights.formats.master import Bytes
 from pqweights.formats.trellis import STEP_POWERS, Trellis
@@ -44,6 +45,7 @@ from pqweights.kernels import (
     lossless,
     low_rank,
     native,
+    recovery,
 )
 from pqweights.kernels import columns as column_kernels
 from pqweights.kernels.gguf_searches import SEARCHES
@@ -173,6 +175,32 @@ def encode_gguf(kernel: str) -> Arrays:
         for importance in (None, hard_weights.importance(512, unused=True)):
             out = gguf_encoding.encode_blocks(name, values, importance)
             yield from (out.codes, out.energies, out.errors)
+
+
+def recover_blocks() -> Arrays:
+    """Find blocks of every type in what they decode to, as it is stored in every dtype; others are none."""
+    for name, dtype in itertools.product(recovery.RECOVERED_TYPES, DTYPES):
+        blocks = gguf_encoding.encode_blocks(name, _hard_rows(512), None).codes
+        yield from recovery.recover_blocks(name, _stored(gguf_encoding.decode_blocks(name, blocks), dtype), dtype)
+
+
+def recover_groups() -> Arrays:
+    """Find groups of every kind in what they decode to; groups of 8 bits are not all found in BF16."""
+    kinds = ((True, True, False), (False, True, False), (False, False, False), (False, False, True))
+    for (symmetric, middle, zeros), bits, (number, dtype) in itertools.product(kinds, (2, 4, 8), enumerate(DTYPES)):
+        scale_dtype = ("BF16", "F16")[number % 2]
+        rule = GroupRule(
+            bits=bits, group_size=32, symmetric=symmetric, middle=middle, zeros=zeros, scale_dtype=scale_dtype
+        )
+        values = _stored(rule.decode(rule.quantize(_hard_rows(32).reshape(-1))), dtype)
+        found, is_found = recovery.recover_groups(rule, values, dtype)
+        yield from (*_arrays(found), is_found)
+
+
+def _stored(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.float32]:
+    """Values rounded as they are stored; blocks of which some are not finite then are not found."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return flat if dtype == "F32" else to_float32(from_float32(flat, dtype), dtype)
 
 
 def rotate() -> Arrays:
@@ -496,6 +524,8 @@ KERNELS: dict[str, Callable[[], Arrays]] = {
     "encode_gguf_symmetric": lambda: encode_gguf("encode_gguf_symmetric"),
     "encode_gguf_affine": lambda: encode_gguf("encode_gguf_affine"),
     "encode_gguf_grids": lambda: encode_gguf("encode_gguf_grids"),
+    "recover_blocks": recover_blocks,
+    "recover_groups": recover_groups,
     "rotate": rotate,
     "pack_bits": pack_bits,
     "pack_tiles": pack_tiles,
