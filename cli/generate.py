@@ -50,8 +50,8 @@ def command(
             shown.append(piece)
 
         try:
-            asked = options.given(ctx) | {"prompt": text}
-            done = generate(**asked, progress=progress, on_text=None if json else show)
+            arguments = options.given(ctx) | {"prompt": text}
+            done = generate(**arguments, progress=progress, on_text=None if json else show)
         finally:
             if not shown[-1].endswith("\n"):
                 output.write_text("\n")

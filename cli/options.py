@@ -659,9 +659,8 @@ FLAGS = {"set_format": "--set"}
 
 def given(context: typer.Context) -> dict[str, Any]:
     """Return what stands on the command line, but for how it is printed, as the function of the API takes it."""
-    asked = {name: value for name, value in context.params.items() if name not in PRINTING}
-    asked = {name: value for name, value in asked.items() if _is_given(context, name)}
-    return asked | {"tell": output.note}
+    names = [name for name in context.params if name not in PRINTING and _is_given(context, name)]
+    return {name: context.params[name] for name in names} | {"tell": output.note}
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

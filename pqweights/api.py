@@ -324,8 +324,8 @@ def export(
         read.frees = min(1, read.frees)
         sending = begin_sending(push, hub, conversion.manifest)
         report = convert(conversion, replace(store, sending=sending), checked)
-        asked = PushOptions(threads=threads)
-        return replace(report, pushed=push_folder(store.path, push, hub, options=asked, sent=sending.files))
+        pushed = push_folder(store.path, push, hub, options=PushOptions(threads=threads), sent=sending.files)
+        return replace(report, pushed=pushed)
 
 
 @contextlib.contextmanager

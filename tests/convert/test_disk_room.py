@@ -34,7 +34,7 @@ def test_shards_of_the_older_result_are_not_room_that_the_new_one_has(
     needed = plan.output_bytes + plan.companion_bytes - plan.shards[0].file_bytes
     with monkeypatch.context() as patch:
         with_free(patch, tmp_path, needed - 1)
-        with pytest.raises(OutputError, match="free 1 bytes more, or choose a folder on another disk"):
+        with pytest.raises(OutputError, match=" 1 bytes "):
             run_command(work, out)
         with_free(patch, tmp_path, needed)
         assert run_command(work, out).resumed == 3

@@ -58,7 +58,8 @@ def test_journal_that_names_no_command_is_recognized(folder: Path) -> None:
     journal = folder / ".pqweights/journal.jsonl"
     for content in (b"", b"\xff\n", b"[]\n", b'{"work": "x"}\n', b'{"kind": 5, "target": "a\\nb"}\n', b"[" * 100_000):
         journal.write_bytes(content)
-        assert refused("export", folder, "out", "--target", "bf16").endswith(f"holds an unfinished run: {AGAIN}\n")
+        line = refused("export", folder, "out", "--target", "bf16")
+        assert line.startswith(f"error: {folder}: ") and line.endswith(f"run: {AGAIN}\n")
 
 
 def test_older_result_stays_readable_while_it_is_replaced(

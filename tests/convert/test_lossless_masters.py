@@ -247,7 +247,7 @@ def test_damage_is_noticed_without_a_manifest(part: str, tmp_path: Path) -> None
     data[stored.offset] ^= 2
     file.write_bytes(data)
     tensor = tensor_of(master, "model.embed_tokens.weight")
-    with pytest.raises(MasterError, match=f"model.embed_tokens.weight_{part}'.*the master is damaged"):
+    with pytest.raises(MasterError, match=f"model.embed_tokens.weight_{part}'"):
         values(tensor, "F32")
 
 
@@ -271,4 +271,4 @@ def test_the_first_of_several_options_that_have_no_meaning_is_named(tmp_path: Pa
 def test_a_master_without_loss_is_no_result_of_a_recipe(tmp_path: Path) -> None:
     source = plain_source(tmp_path / "source")
     line = refused("quantize", source, made(tmp_path, source))
-    assert "a master made with another recipe (lossless);" in line
+    assert "(lossless)" in line

@@ -106,7 +106,7 @@ def test_result_that_is_replaced_stays_until_the_new_one_is_complete(
     run(command(source, max_shard_bytes=SHARD_BYTES // 2, recipe="q4"))
     old, at_first_change = objects(OUT), list[set[str]]()
     assert old.keys() - final.keys()
-    with pytest.raises(OutputError, match=r"memory://results/model: holds another result: a master made with .*"):
+    with pytest.raises(OutputError, match=f"{OUT}: .*max_shard_size"):
         run(command(source))
     assert objects(OUT) == old
 
@@ -161,7 +161,7 @@ def test_stores_of_texts_and_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize("out", ["memory://results", "memory://results/source", "memory://results/source/q5"])
 def test_output_must_lie_outside_the_source(out: str, source: Path, run: Callable[..., Any]) -> None:
     put("memory://results/source", Place(source).files())
-    with pytest.raises(OutputError, match="must not contain each other"):
+    with pytest.raises(OutputError, match=f"{out}: .*memory://results/source"):
         quantize("memory://results/source", out, load_recipe("q5"))
 
 
@@ -180,7 +180,7 @@ def test_source_and_result_in_object_storage(
     data = bytearray(files[weights])
     data[len(data) // 2] ^= 1
     put(address, files | {weights: bytes(data)})
-    with pytest.raises(OutputError, match="files of its source were changed or copied since; pass `overwrite`"):
+    with pytest.raises(OutputError, match=f"{OUT}: .*`overwrite`"):
         quantize(address, OUT, load_recipe("q5"), options=options)
 
 

@@ -288,9 +288,9 @@ def test_superblock_that_cannot_be_decoded_is_named(folder: Path, tmp_path: Path
         stream.write(bytes([byte ^ 64]))
     assert any(UP in problem for problem in verify(damaged, threads=2).problems)
     line = refused("export", damaged, tmp_path / "out", "--target", "bf16")
-    assert f"tensor '{part.name}': blake3_of_pieces: expected" in line and "its bytes are damaged" in line
+    assert f"tensor '{part.name}': blake3_of_pieces: expected" in line
     restate_hashes(damaged)
-    place = f"tensor '{UP}': block {part.shape[0] - 1}: its stream does not end as it should; the master is damaged"
+    place = f"tensor '{UP}': block {part.shape[0] - 1}: its stream does not end as it should"
     assert place in refused("export", damaged, tmp_path / "out", "--target", "bf16")
     assert not (tmp_path / "out").exists()
     with pytest.raises(MasterError, match=place):

@@ -210,7 +210,7 @@ def test_two_tokens_with_the_same_text_are_refused(tmp_path: Path) -> None:
     folder = folder_with(tokenizer, tmp_path, tokenizer.get_vocab_size() + 1)
     with editing(folder) as stored:
         stored["added_tokens"].append(stored["added_tokens"][-1] | {"id": tokenizer.get_vocab_size()})
-    with pytest.raises(ExportError, match=r"^tokenizer\.json: token '<think>' has the id"):
+    with pytest.raises(ExportError, match=r"^tokenizer\.json: token '<think>' "):
         converted(folder)
 
 

@@ -103,7 +103,7 @@ def test_weight_file_of_another_size_is_refused(change, load, master):
 def test_missing_weight_file_is_refused(master):
     name = shard(master).name
     shard(master).unlink()
-    with pytest.raises(MasterError, match=rf"{name} is missing \(pqweights.json lists it with \d+ bytes\); fetch"):
+    with pytest.raises(MasterError, match=name):
         pqweights.load_model(master)
 
 

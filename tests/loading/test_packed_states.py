@@ -147,7 +147,7 @@ BLOCKS: dict[str, Change] = {
     "torch.float32": set_part(1, lambda part: part.float()),
     "on meta": set_part(1, lambda part: part.to("meta")),
     "parts[1]": set_part(1, lambda part: 3),
-    "block 0: its norm is negative": set_part(1, lambda part: torch.full_like(part, 255)),
+    "block 0: its norm": set_part(1, lambda part: torch.full_like(part, 255)),
     "scales": lambda rows: rows.update(awq=torch.zeros(rows["columns"])),
     "[3]": lambda rows: rows.update(awq=torch.ones(3)),
     "unknown": lambda rows: rows.update(levels=[1]),

