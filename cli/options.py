@@ -290,8 +290,8 @@ Calibrate = Annotated[
     str | None,
     typer.Option(
         metavar=SAMPLES,
-        help="Calibrate the weights of the trellis, layer by layer: on text that is sampled from the model itself, a "
-        "FILE or a folder of *.txt, a data set of the Hub, or a short mixture that comes with pqweights. Takes longer, "
+        help="Calibrate the weights of the trellis, layer by layer: on text that the model writes itself and texts "
+        "that come with pqweights (self), a FILE or a folder of *.txt, or a data set of the Hub. Takes longer, "
         "for much less divergence in the same bytes. For a target with other codecs, it measures there how much each "
         "weight matters.",
     ),

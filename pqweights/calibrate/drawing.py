@@ -1,4 +1,9 @@
-"""Tokens that a language model of transformers draws itself, window after window, at temperature 1."""
+"""Tokens that a language model of transformers draws itself, window after window, at temperature 1.
+
+A small model that writes for long ends in nonsense, and what its weights do for texts that people write is then known
+worse than it might be. So a sample has both, unless the texts are of a kind that the model does not know: docs/
+calibration.md has what that is worth.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,10 @@ from pqweights.errors import EvaluationError
 from pqweights.runtime.kv.states import appended
 
 DRAWING = "drawing the sample"  # as users are told
+# Of so many windows of a sample one is drawn at least.
+DRAWN_EVERY = 4
+# A model knows texts whose tokens cost it at most so many nats more than those that it draws; so many windows tell.
+UNFAMILIAR, TRIED = 1.0, 6
 
 
 class RoomyLayer(DynamicLayer):
@@ -37,6 +46,32 @@ class RoomyLayer(DynamicLayer):
         ]
         self.keys, self.values = (room[:, :, : used + key_states.shape[2]] for room in self._rooms)
         return self.keys, self.values
+
+
+def own_sample(model: Any, texts: Tensor, *, windows: int, tokens: int, seed: int) -> Tensor:
+    """Return token ids [windows, tokens]: some that a model draws, and texts if it knows such.
+
+    texts: token ids [windows, tokens], fewer than are wanted
+
+    Raises what `draw` and `first_token` raise.
+    """
+    first = first_token(model)
+    drawn = draw(model, windows=windows - len(texts), tokens=tokens, first=first, seed=seed)
+    if not len(texts):
+        return drawn
+    if _mean_loss(model, texts) > _mean_loss(model, drawn) + UNFAMILIAR:
+        texts = draw(model, windows=len(texts), tokens=tokens, first=first, seed=seed + 1)
+    return torch.cat([drawn, texts])
+
+
+def _mean_loss(model: Any, ids: Tensor) -> float:
+    """Return what a token costs a model, in nats, in some windows of ids [windows, tokens]."""
+    tried, total = ids[:: -(-len(ids) // TRIED)], 0.0
+    with torch.inference_mode():
+        for window in tried:
+            logits = model(window[None], use_cache=False).logits[0, :-1].float()
+            total += float(torch.nn.functional.cross_entropy(logits, window[1:]))
+    return total / len(tried)
 
 
 def draw(model: Any, *, windows: int, tokens: int, first: int, seed: int) -> Tensor:

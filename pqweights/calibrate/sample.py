@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.numpy import load_file
 from torch import Tensor
@@ -18,26 +20,29 @@ from torch import Tensor
 from pqweights import __version__
 from pqweights.calibrate.contents import Contents
 from pqweights.calibrate.layer_passes import save_whole
-from pqweights.calibrate.sample_text import is_data_set, sample_text
+from pqweights.calibrate.sample_text import is_data_set, prose, sample_text
 from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, described_folder
 from pqweights.common.threads import slow_step
 from pqweights.convert.convert import convert
 from pqweights.convert.task import RunOptions
-from pqweights.errors import EvaluationError
+from pqweights.errors import EvaluationError, SourceError
 from pqweights.planning.options import MIXTURE, SELF, QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import check_loaded
 from pqweights.runtime.packages import Refused, quiet
-from pqweights.runtime.texts import check_vocabulary, encode, has_tokenizer, with_bos
+from pqweights.runtime.texts import check_vocabulary, encode, has_tokenizer, load_tokenizer, with_bos
 from pqweights.storage import open_store
 from pqweights.targets.master import plan_quantize
+
+Windows = npt.NDArray[np.int64]  # token ids, [windows, tokens]
 
 # Tokens of a window of the sample, unless the model takes fewer.
 WINDOW = 256
 FEWEST_TOKENS = 2048
 SEED = 0
+MOST_UNKNOWN = 0.02  # of the tokens of the prose, or it is not for this model
 # A model whose weights take more bytes in float32 is sampled from packed, from a draft master; so is one that is
 # already quantized or pickled, which transformers may not compute as it is.
 MOST_IN_MEMORY = 4_000_000_000
@@ -50,7 +55,7 @@ class SampleOf:
 
     source: the folder of the model
     checkpoint: it, opened
-    text: SELF for tokens that the model draws; or what sample_text takes
+    text: SELF for tokens that the model draws, and the prose of the mixture if it knows such; or what sample_text takes
     tokens: how many
     allow_pickle, leave_out: as in QuantizeOptions
     """
@@ -86,8 +91,9 @@ class SampleOf:
 
     @property
     def digest(self) -> str:
-        """SELF, or the hash of the text. Raises EvaluationError for a text that cannot be read."""
-        return SELF if self.text == SELF else hashlib.sha256(self.words.encode()).hexdigest()
+        """The hash of the text, of SELF that of the prose. Raises EvaluationError for a text that cannot be read."""
+        read = prose() if self.text == SELF else self.words
+        return (SELF if self.text == SELF else "") + hashlib.sha256(read.encode()).hexdigest()
 
     @functools.cached_property
     def contents(self) -> Contents:
@@ -115,18 +121,40 @@ class SampleOf:
         file = work / "sample.safetensors"
         if not file.exists():
             windows, size = self.shape
-            ids = (
-                self._drawn(work, (windows, size), threads).numpy()
-                if self.text == SELF
-                else _cut(described_folder(self.checkpoint, self.source), self.words, windows, size)
-            )
+            ids = self._own(work, (windows, size), threads).numpy() if self.text == SELF else self._read(windows, size)
             self.check_source()
             save_whole(file, {"ids": ids})
         return torch.from_numpy(load_file(file)["ids"])
 
-    def _drawn(self, work: Path, shape: tuple[int, int], threads: int) -> Tensor:
-        """Draw the sample from the model, or from a draft master of it that stays packed. shape: windows, and tokens"""
-        from pqweights.calibrate.drawing import DRAWING, draw, first_token
+    def _read(self, windows: int, size: int) -> Windows:
+        """Cut the text. Raises EvaluationError if it is too short, or there is no tokenizer."""
+        described = described_folder(self.checkpoint, self.source)
+        if not has_tokenizer(described):
+            raise EvaluationError(
+                f"{described}: expected a tokenizer to read the text with, found none; put its files there"
+            )
+        result = _cut(described, self.words, windows, size)
+        if result.size < FEWEST_TOKENS:
+            raise EvaluationError(
+                f"the text: expected at least {FEWEST_TOKENS} tokens to calibrate on, found {result.size}; give a "
+                "longer text, self or mixture"
+            )
+        return result
+
+    def texts(self, windows: int, size: int) -> Tensor:
+        """Cut the prose of the mixture, for up to so many windows; none if no tokenizer of the model can read it."""
+        described = described_folder(self.checkpoint, self.source)
+        found = np.empty((0, size), dtype=np.int64)
+        if windows and has_tokenizer(described):
+            with contextlib.suppress(EvaluationError, SourceError):
+                found = _cut(described, prose(), windows, size)
+                if (found == load_tokenizer(described).unk_token_id).mean() > MOST_UNKNOWN:
+                    found = found[:0]
+        return torch.from_numpy(found)
+
+    def _own(self, work: Path, shape: tuple[int, int], threads: int) -> Tensor:
+        """Make a sample by the model, or by a draft master of it that stays packed. shape: windows, and tokens"""
+        from pqweights.calibrate.drawing import DRAWING, DRAWN_EVERY, own_sample
         from pqweights.runtime.loading.transformers import load
 
         is_large = 4 * sum(element_count(tensor) for tensor in self.checkpoint.tensors) > MOST_IN_MEMORY
@@ -148,22 +176,17 @@ class SampleOf:
             model = loaded.model.eval()
             unexpected = [name for name in loaded.unexpected if name not in self.checkpoint.left_out_tensors]
             check_loaded(folder, type(model).__name__, missing=loaded.missing, unexpected=unexpected)
-            ids = draw(model, windows=shape[0], tokens=shape[1], first=first_token(model), seed=SEED)
+            windows, tokens = shape
+            texts = self.texts(windows - max(1, windows // DRAWN_EVERY), tokens)
+            ids = own_sample(model, texts, windows=windows, tokens=tokens, seed=SEED)
         shutil.rmtree(work / "draft", ignore_errors=True)
         return ids
 
 
-def _cut(source: Path, text: str, windows: int, size: int) -> Any:
-    """Cut the first windows of a text. Raises EvaluationError for a text that is too short."""
-    if not has_tokenizer(source):
-        raise EvaluationError(f"{source}: expected a tokenizer to read the text with, found none; put its files there")
+def _cut(source: Path, text: str, windows: int, size: int) -> Windows:
+    """Cut the first windows of a text. Raises EvaluationError for tokens that the model does not know."""
     encoded = encode(source, text, windows * size, bos=True)
     check_vocabulary(read_folder(source), *encoded)
     count = len(encoded.ids) // size
-    if count * size < FEWEST_TOKENS:
-        raise EvaluationError(
-            f"the text: expected at least {FEWEST_TOKENS} tokens to calibrate on, found {len(encoded.ids)}; give a "
-            "longer text, self or mixture"
-        )
-    pieces = encoded.ids[: count * size].reshape(count, size)
-    return np.stack([with_bos(piece, encoded.bos) for piece in pieces])
+    pieces = [with_bos(piece, encoded.bos) for piece in encoded.ids[: count * size].reshape(count, size)]
+    return np.stack(pieces) if pieces else np.empty((0, size), dtype=np.int64)

@@ -44,6 +44,11 @@ def sample_text(text: str, tokens: int) -> str:
     return _joined(files)
 
 
+def prose() -> str:
+    """Return the texts of the mixture, without the code of this package."""
+    return file_text(_PROSE)
+
+
 def _joined(files: list[Path]) -> str:
     try:
         return "\n".join(map(file_text, files))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import families
 import pytest
 from closeness import F32_MATRIX
@@ -41,3 +44,46 @@ def test_a_model_that_computes_what_is_not_finite_is_refused(tmp_path_factory: p
         net.lm_head.weight[7, 0] = float("inf")
     with pytest.raises(EvaluationError, match="finite"):
         draw(net, windows=2, tokens=3, first=1, seed=SEED)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_sample_has_texts_beside_what_is_drawn_if_the_model_knows_such(
+    knows: bool, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    import torch
+
+    from pqweights.calibrate import drawing
+
+    net = families.load(families.model(tmp_path_factory.getbasetemp(), "llama"), families.FAMILIES["llama"])
+    first = drawing.first_token(net)
+    texts = drawing.draw(net, windows=6, tokens=TOKENS, first=first, seed=SEED + 2)  # which cost about as much
+    drawn, more = (
+        drawing.draw(net, windows=count, tokens=TOKENS, first=first, seed=SEED + n) for n, count in enumerate([2, 6])
+    )
+    if not knows:
+        monkeypatch.setattr(drawing, "UNFAMILIAR", -5.0)
+    found = drawing.own_sample(net, texts, windows=8, tokens=TOKENS, seed=SEED)
+    assert torch.equal(found, torch.cat([drawn, texts if knows else more]))
+    assert torch.equal(drawing.own_sample(net, texts[:0], windows=2, tokens=TOKENS, seed=SEED), drawn)
+
+
+@pytest.mark.parametrize("tokenizer", ["none", "of other words", "of another model", "fitting"])
+def test_prose_is_read_if_the_tokenizer_can(tokenizer: str, tmp_path: Path) -> None:
+    from pqweights.calibrate.sample import SampleOf
+    from pqweights.calibrate.sample_text import prose
+    from pqweights.storage.sources import open_source
+
+    folder = families.build(families.FAMILIES["llama"], tmp_path / "model")  # with a tokenizer of other words
+    file = folder / "tokenizer.json"
+    if tokenizer == "none":
+        for path in folder.glob("tokenizer*"):
+            path.unlink()
+    elif tokenizer != "of other words":
+        whole = json.loads(file.read_text())
+        first = 1000 if tokenizer == "of another model" else 0
+        characters = {character: first + number % 500 for number, character in enumerate(sorted(set(prose())))}
+        whole["model"]["vocab"] = characters | {"<unk>": 500}
+        whole["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+        file.write_text(json.dumps(whole))
+    sample = SampleOf(source=folder, checkpoint=open_source(folder), text="self", tokens=2048)
+    assert tuple(sample.texts(12, 64).shape) == (12 if tokenizer == "fitting" else 0, 64)
