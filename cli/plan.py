@@ -76,7 +76,8 @@ def command(
 ) -> None:
     """Show what quantize would do with each tensor: action, codec, bits, bytes and reason.
 
-    Only the headers of the checkpoint are read, unless --calibrate has to measure what a target depends on. With
+    Only the headers of the checkpoint are read, with a row of each weight of a local one to see whether it was decoded
+    from few bits, unless --calibrate has to measure what a target depends on. With
     --memory, it shows instead which targets and formats fit into that memory, the best expected quality first, with the
     commands that make them.
     """
@@ -133,6 +134,7 @@ def _plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
         *apart_lines(plan.tensors),
         *already_quantized_lines(plan),
         *left_out_lines(plan),
+        *_grid_lines(report.grids),
         *export_lines(report.exports),
         *_hub_lines(report.hub, "in the output folder" if needs.scratch_bytes is None else "of disk space"),
     ]
@@ -157,6 +159,17 @@ def _calibration_lines(calibration: PlannedCalibration | None) -> list[str]:
         f"calibrated: {counted(calibration.weights, 'weight')} of about {calibration.weight_bytes} bytes together, "
         "shared out by what they are for",
         f"the calibration needs {disk}float32 with its moments",
+    ]
+
+
+def _grid_lines(grids: Mapping[str, int]) -> list[str]:
+    """Return on the grids of which formats the weights lie, if any do."""
+    if not grids:
+        return []
+    on = ", ".join(f"{count} on that of {name}" for name, count in grids.items() if name != "none")
+    return [
+        f"on a grid, by a row of each: of {counted(sum(grids.values()), 'weight')} {on}: exports in these formats hold "
+        "their very numbers"
     ]
 
 

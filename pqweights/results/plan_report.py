@@ -20,6 +20,7 @@ from pqweights.planning.options import MemoryOptions, QuantizeOptions
 from pqweights.planning.plan import Plan, TensorPlan, Totals
 from pqweights.planning.recipe import Recipe
 from pqweights.storage import Store
+from pqweights.targets.grids import sampled_grids
 from pqweights.targets.master import Learned, plan_quantize
 from pqweights.targets.memory import MemoryAdvice, advise
 from pqweights.targets.possible import possible_exports
@@ -56,6 +57,7 @@ class PlanReport:
     needs: disk space and memory
     hub: traffic with the Hub; None for a local source
     exports: what the result can be exported to
+    grids: how many weights lie on the grid of which format, and how many on none, by a sample; empty if none do
     memory: which exports a memory has room for; None if nobody asked
     calibration: what `calibrate` would do, with which the bytes of its weights are about those; None without it
     """
@@ -65,6 +67,7 @@ class PlanReport:
     needs: ResourceNeeds
     hub: HubTraffic | None
     exports: tuple[PossibleExport, ...]
+    grids: dict[str, int]
     memory: MemoryAdvice | None = None
     calibration: PlannedCalibration | None = None
 
@@ -100,6 +103,7 @@ class PlanReport:
             "left_out_tensors": self.plan.left_out_tensors,
             "warnings": list(self.plan.remarks),
             **self.plan.quantized_before(),
+            **({"grids": self.grids} if self.grids else {}),
             **({} if self.memory is None else {"memory": self.memory.to_json()}),
             **({} if self.calibration is None else {"calibration": asdict(self.calibration)}),
             **({} if self.fit is None else {"fit": self.fit.to_json()}),
@@ -131,7 +135,7 @@ def report_plan(
     memory: MemoryOptions = MemoryOptions(),
     learned: Learned = Learned(),
 ) -> PlanReport:
-    """Plan what quantizing a source would do, from its headers alone.
+    """Plan what quantizing a source would do, from its headers alone, and say on which grids a few of its numbers lie.
 
     threads: the number of threads for which the memory is estimated
     out: where the result is to be written; by default a local folder
@@ -163,6 +167,7 @@ def report_plan(
         needs=needs,
         hub=_traffic(checkpoint),
         exports=exports,
+        grids=sampled_grids(checkpoint),
         memory=advice,
         calibration=calibration,
     )

@@ -5,6 +5,7 @@ Each source is an export, decoded by pqweights to BF16 or another dtype, so that
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -122,3 +123,11 @@ def test_a_master_without_loss_has_its_codes_found(model: Path, tmp_path: Path) 
     expected = blocks_of(published)
     assert all(np.array_equal(again[name], expected[name]) for name in expected)
     assert {str(record.rounding) for record in records_of(tmp_path / "again")} == {"{'carried': True}"}
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K"])
+def test_plan_says_on_which_grid_weights_lie(kind: str, model: Path, tmp_path: Path) -> None:
+    source = decoded(as_gguf(model, tmp_path / "published", kind), tmp_path / "source")
+    assert json.loads(done("plan", source, "--json").stdout)["grids"] == {kind: 16}
+    assert f"of 16 weights 16 on that of {kind}" in " ".join(done("plan", source).stdout.split())
+    assert "grids" not in json.loads(done("plan", model, "--json").stdout)
