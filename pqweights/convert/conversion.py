@@ -72,7 +72,7 @@ class Conversion:
     accept: raises an error for a finished tensor that the user asked to refuse
     warnings: returns what the user should know of the result, a sentence each, given what was measured
     fit: how bit widths were chosen, if they were
-    found: what else its report says, by key
+    learned: what its report says of what was learned of the source, by key
     memory_bytes: what it holds in memory, whatever the number of threads
     disk_bytes: what waits on the disk beside the result: what comes by columns, of the largest weights
     model, master: what the result descends from, see Manifest
@@ -90,7 +90,7 @@ class Conversion:
     accept: Callable[[TensorPlan, TensorRecord], None] = accept_any
     warnings: Callable[[Sequence[TensorRecord]], tuple[str, ...]] = _no_warnings
     fit: Fit | None = None
-    found: Mapping[str, Any] = field(default_factory=dict)
+    learned: Mapping[str, Any] = field(default_factory=dict)
     memory_bytes: int = 0
     disk_bytes: int = 0
     model: dict[str, Any] = field(default_factory=dict)

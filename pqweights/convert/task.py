@@ -128,7 +128,7 @@ class RewriteReport:
             "resumed_tensors": self.resumed,
             "source_bytes_read": self.source_bytes_read,
             **({} if self.conversion.fit is None else {"fit": self.conversion.fit.to_json()}),
-            **self.conversion.found,
+            **self.conversion.learned,
             "totals": self.totals.to_json() | error_totals(self.plan.tensors, self.records),
             "exceeding": [tensor.name for tensor in tensors if tensor.exceeds],
             "tensors": [tensor.to_json() for tensor in tensors],

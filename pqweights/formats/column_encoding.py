@@ -382,7 +382,7 @@ class _Job:
         strips: list[list[Bytes]] = [[] for _ in range(-(-len(weight) // BLOCK_SIZE))]
         for start in range(0, weight.shape[1], self.blocks):
             own = range(start, min(start + self.blocks, weight.shape[1]))
-            found = columns.search(
+            chosen = columns.search(
                 groups,
                 own,
                 self.feedback,
@@ -392,17 +392,17 @@ class _Job:
                 step=self.step.mantissa,
                 threads=threads,
             )
-            squares += np.stack([of.squares for of in found]).transpose(1, 0, 3, 2).reshape(2, -1)
+            squares += np.stack([of.squares for of in chosen]).transpose(1, 0, 3, 2).reshape(2, -1)
 
-            def pack(number: int, found: list[columns.Found] = found) -> None:
+            def pack(number: int, chosen: list[columns.ColumnNumbers] = chosen) -> None:
                 of_group = strips[number * columns.STRIPS : (number + 1) * columns.STRIPS]
                 packed = columns.pack(
-                    found[number], strips=len(of_group), model=model, states=self.states, step=self.step.stored
+                    chosen[number], strips=len(of_group), model=model, states=self.states, step=self.step.stored
                 )
                 for strip, superblock in zip(of_group, packed, strict=True):
                     strip.append(superblock)
 
-            map_in_threads(pack, range(len(found)), min(threads, len(found)))
+            map_in_threads(pack, range(len(chosen)), min(threads, len(chosen)))
         return strips, squares[:, : len(weight)] * self.units[rows]
 
 

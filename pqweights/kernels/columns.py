@@ -66,8 +66,8 @@ def feedback_room(columns: int) -> Floats:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Found:
-    """What the search finds for a superblock of each strip of a group.
+class ColumnNumbers:
+    """The numbers that a search chose for a superblock of each strip of a group.
 
     numbers: i16 [blocks, 128, 16]
     classes: u8 [blocks, 16]
@@ -90,7 +90,7 @@ def search(
     states: int,
     step: float,
     threads: int = 1,
-) -> list[Found]:
+) -> list[ColumnNumbers]:
     """Find the numbers of one superblock of each strip of groups, after those of the columns before it.
 
     groups: as of `load`; the errors take the place of the columns
@@ -135,10 +135,12 @@ def search(
         native.call("feed_back_columns", native.counter(), fed, errors, sums, *run, threads=threads)
         own = (*run, begin, count, states, step)
         native.call("search_columns", native.counter(), *searched, *own, threads=min(threads, number))
-    return [Found(numbers=n, classes=c, squares=s) for n, c, s in zip(numbers, classes, squares, strict=True)]
+    return [ColumnNumbers(numbers=n, classes=c, squares=s) for n, c, s in zip(numbers, classes, squares, strict=True)]
 
 
-def pack(found: Found, *, strips: int, model: EncodeModel, states: int, step: float) -> list[npt.NDArray[np.uint8]]:
+def pack(
+    chosen: ColumnNumbers, *, strips: int, model: EncodeModel, states: int, step: float
+) -> list[npt.NDArray[np.uint8]]:
     """Return the bytes of the superblock of each of the first `strips` strips.
 
     states: of the trellis with which the numbers were found
@@ -146,7 +148,7 @@ def pack(found: Found, *, strips: int, model: EncodeModel, states: int, step: fl
 
     Raises ValueError for arrays that do not fit together.
     """
-    blocks = len(found.classes)
+    blocks = len(chosen.classes)
     if not 1 <= blocks <= MOST_BLOCKS or not 0 <= strips <= STRIPS or states not in STATES:
         raise ValueError(f"expected up to {MOST_BLOCKS} blocks of up to {STRIPS} strips, found {blocks} of {strips}")
     stride = most_bytes(blocks)
@@ -154,8 +156,8 @@ def pack(found: Found, *, strips: int, model: EncodeModel, states: int, step: fl
     lengths = np.empty(STRIPS, dtype=np.int32)
     native.call(
         "pack_columns",
-        native.array(found.numbers, np.int16, blocks * GROUP_ROWS),
-        native.array(found.classes, np.uint8, blocks * STRIPS),
+        native.array(chosen.numbers, np.int16, blocks * GROUP_ROWS),
+        native.array(chosen.classes, np.uint8, blocks * STRIPS),
         native.array(model.zero, np.int32, 2 * CLASSES),
         native.array(model.entries, np.uint32, len(model.entries)),
         native.array(rows, np.uint8, rows.size, written=True),

@@ -107,7 +107,7 @@ def plan_quantize(
         accept=_refuse_exceeding if options.strict else accept_any,
         warnings=partial(_of_calibration, () if ready is None else ready.warnings),
         fit=fitted,
-        found={} if awq is None else {"awq": {**awq.about, "weights": awq.reports}},
+        learned={} if awq is None else {"awq": {**awq.about, "weights": awq.reports}},
         model=model,
     )
 

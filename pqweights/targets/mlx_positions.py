@@ -104,7 +104,7 @@ class Rotary(NamedTuple):
     """The rotary embeddings of a layer of mlx-lm. layer: its number; grows: whether longer texts have another base"""
 
     layer: int
-    found: Frequencies
+    computed: Frequencies
     grows: bool = False
 
 
@@ -178,14 +178,14 @@ def _layer_otherwise(
     rotary: Rotary, parameters: Mapping[str, Any], rotated: int, config: Mapping[str, Any]
 ) -> Iterator[str]:
     """Compare the rotary embeddings of a layer of mlx-lm with those of transformers, in short and in long texts."""
-    found = rotary.found
+    computed = rotary.computed
     most, kind = _most(text_config(config)) or LONG, parameters["rope_type"]
     original = parameters.get("original_max_position_embeddings")
     as_short, as_long = (
-        _same(found, frequencies(parameters, rotated, length=length, most=most)) for length in (1, LONG)
+        _same(computed, frequencies(parameters, rotated, length=length, most=most)) for length in (1, LONG)
     )
     rounded = parameters.get("truncate") is False and _same(
-        found, frequencies({**parameters, "truncate": True}, rotated, length=1, most=most)
+        computed, frequencies({**parameters, "truncate": True}, rotated, length=1, most=most)
     )
     if kind == "longrope" and as_short != as_long:
         takes, instead, these = (
@@ -208,7 +208,7 @@ def _layer_otherwise(
             "a little different"
         )
     elif not as_short and _same(
-        found, frequencies({**parameters, "rope_type": "default"}, rotated, length=1, most=most)
+        computed, frequencies({**parameters, "rope_type": "default"}, rotated, length=1, most=most)
     ):
         yield (
             f"mlx-lm ignores the scaling of this model's rotary embeddings ({kind}): it computes something else than "
@@ -277,10 +277,10 @@ def _rotary_of(model: Any, config: Mapping[str, Any]) -> Iterator[Rotary]:
             yield Rotary(int(layer[1]), Frequencies(inverse, 1.0), grows=not isinstance(module, nn.RoPE))
 
 
-def _same(found: Frequencies, expected: Frequencies) -> bool:
-    one, other = found.inverse, expected.inverse
+def _same(computed: Frequencies, expected: Frequencies) -> bool:
+    one, other = computed.inverse, expected.inverse
     return (
         one.shape == other.shape
         and bool(np.allclose(one, other, rtol=CLOSE, atol=1e-12))
-        and abs(found.scale - expected.scale) <= CLOSE
+        and abs(computed.scale - expected.scale) <= CLOSE
     )

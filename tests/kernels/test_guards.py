@@ -81,7 +81,7 @@ def search_columns(
 
 def pack_columns(blocks: int, strips: int = 16) -> None:
     numbers, classes = np.zeros((blocks, 128, 16), dtype=np.int16), np.zeros((blocks, 16), dtype=np.uint8)
-    found = columns.Found(numbers=numbers, classes=classes, squares=np.zeros((2, 128, 16), np.float32))
+    found = columns.ColumnNumbers(numbers=numbers, classes=classes, squares=np.zeros((2, 128, 16), np.float32))
     columns.pack(found, strips=strips, model=encode_model(), states=8, step=1.0)
 
 

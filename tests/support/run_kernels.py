@@ -356,7 +356,7 @@ def load_columns() -> Arrays:
         )
 
 
-def _searched_columns(states: int) -> Iterator[tuple[npt.NDArray[np.float32], column_kernels.Found]]:
+def _searched_columns(states: int) -> Iterator[tuple[npt.NDArray[np.float32], column_kernels.ColumnNumbers]]:
     """What is found for two superblocks of strips, and the errors after it, with columns that depend on each other."""
     feedback = column_kernels.feedback_room(COLUMNS)
     feedback[:COLUMNS] = np.tril(np.random.default_rng(states).uniform(-0.5, 0.5, (COLUMNS, COLUMNS)), -1)
