@@ -196,17 +196,17 @@ def _vector_of(tensor: LogicalTensor, matrix: int, inputs: KnownInputs, *, trans
 class _InformedJob(IntegerJob, abc.ABC):
     """The job of a weight of which inputs are known: the manifest says what was rounded how, and what that gained."""
 
-    carries = False
-
     def __init__(self, *arguments: Any, compensation: Compensation, **keywords: Any) -> None:
         """Prepare the job of one weight; see IntegerJob."""
         super().__init__(*arguments, **keywords)
         self._compensation, self._sources = compensation, compensation.sources[self._tensor.name]
 
     def finish(self) -> TensorRecord | Job:
-        """Return the record, with how many matrices were rounded how."""
+        """Return the record, with how many matrices were rounded how, unless all codes are those of the source."""
         record = super().finish()
         assert isinstance(record, TensorRecord)
+        if record.rounding is not None:
+            return record
         reasons = Counter(source for source in self._sources if isinstance(source, str))
         summary = {"matrices": len(self._sources), **self._gains(reasons)}
         return replace(record, rounding=summary | {"rounded_plainly": dict(sorted(reasons.items()))})
@@ -249,6 +249,7 @@ class CompensatedJob(_InformedJob):
     """The job that rounds one weight with compensation, where it has inputs and gains from it."""
 
     row_multiple = TILE
+    carries_groups = False  # other groups make up for the errors of those that are rounded
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         """Prepare the job of one weight; see IntegerJob."""

@@ -101,7 +101,7 @@ class IntegerJob:
     """The job that turns one weight into integers; a chunk is some whole rows of one matrix."""
 
     row_multiple = 1  # chunks have a multiple of this number of rows, except for the last of a matrix
-    carries = True  # whether codes of a source that lie on the grid of the format are taken as they are
+    carries_groups = True  # whether some groups of rows may have codes of the source and others be rounded
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class IntegerJob:
         self._per_matrix = -(-self._rows // self._rows_per_chunk)
         self._sums = np.zeros(2)
         self._carried_chunks = 0
-        self._grid = SourceGrid.of(tensor) if self.carries else None
+        self._grid = SourceGrid.of(tensor)
         self._dtype = stored_dtype(tensor)
 
     @property
@@ -182,11 +182,13 @@ class IntegerJob:
         carried = None if self._grid is None else self._grid.groups(self._rounding, first, values)
         if carried is not None:
             return carried, True, None
-        recovered = recovered_groups(self._rounding.rule, values, self._dtype) if self.carries else None
+        recovered = recovered_groups(self._rounding.rule, values, self._dtype)
         if recovered is not None and recovered[1].all():
             return recovered[0], True, None
         groups, about = self._round(matrix, values)
-        return (groups, False, about) if recovered is None else (merged(groups, *recovered), True, about)
+        if recovered is None or not self.carries_groups:
+            return groups, False, about
+        return merged(groups, *recovered), True, about
 
     def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
         """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights.

@@ -125,6 +125,21 @@ def test_a_master_without_loss_has_its_codes_found(model: Path, tmp_path: Path) 
     assert {str(record.rounding) for record in records_of(tmp_path / "again")} == {"{'carried': True}"}
 
 
+@pytest.mark.parametrize(
+    ("target", "options"), [("gguf", ("--type", "Q4_1")), ("vllm", ("--format", "w4a16", "--group-size", "32"))]
+)
+def test_inputs_of_a_text_do_not_change_what_is_exact(
+    target: str, options: tuple[str, ...], model: Path, tmp_path: Path
+) -> None:
+    done("export", model, tmp_path / "published", "--target", target, *options)
+    source = decoded(tmp_path / "published", tmp_path / "source")
+    (tmp_path / "text.txt").write_text("abc ab c " * 4000)
+    about = ("--calibrate", tmp_path / "text.txt", "--calibration-tokens", 4096)
+    done("export", source, tmp_path / "again", "--target", target, *options, *about)
+    exact = [record for record in records_of(tmp_path / "again") if record.relative_mse == 0]
+    assert len(exact) >= 14 and {str(record.rounding) for record in exact} == {"{'carried': True}"}
+
+
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_K"])
 def test_plan_says_on_which_grid_weights_lie(kind: str, model: Path, tmp_path: Path) -> None:
     source = decoded(as_gguf(model, tmp_path / "published", kind), tmp_path / "source")
