@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pqweights.calibrate.options import EvaluationOptions
-from pqweights.common.units import counted
+from pqweights.common.units import counted, size_text
 from pqweights.planning.options import path_of
 
 from . import options, output
@@ -29,6 +29,7 @@ def command(
     text: options.Text = None,
     dataset: options.Dataset = None,
     reference: options.Reference = None,
+    save_reference: options.SaveReference = None,
     no_record: options.NoRecord = False,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
@@ -50,14 +51,20 @@ def command(
 
     Each model runs in the library that it is made for, which is named below the table. Windows slide over the text,
     and only the last tokens of each window are scored; see docs/evaluation.md. The results of a master or an export
-    are also recorded beside it; its model card shows those that score at least 10000 tokens.
+    are also recorded beside it; its model card shows those that score at least 10000 tokens. Of a folder with several
+    GGUF models or formats, each is evaluated.
     """
     with output.errors(quiet=quiet):
         from pqweights.errors import OptionError
+        from pqweights.results.evaluation_record import find_place
+        from pqweights.results.parts import models_in
         from pqweights.runtime.evaluation import evaluate
+        from pqweights.runtime.saved_reference import is_saved_reference
         from pqweights.runtime.texts import read_text, wikitext
 
-        if (text is None) == (dataset is None) or dataset not in (None, WIKITEXT):
+        has_text = reference is not None and is_saved_reference(Path(reference))
+        given = [name for name in (text, dataset) if name is not None]
+        if len(given) > 1 or not (given or has_text) or dataset not in (None, WIKITEXT):
             raise OptionError(f"expected either `text` or `dataset` {WIKITEXT}")
         asked = EvaluationOptions(
             dtype=dtype,
@@ -72,16 +79,20 @@ def command(
             tokenizer=tokenizer,
             threads=threads,
             text_name=str(text or dataset),
+            save_reference=save_reference,
         )
         fetched = _fetched(models, options.hub(revision, token))
         base = None if reference is None else options.fetched(reference, options.hub(None, token))
-        words = wikitext() if text is None else read_text(text)
+        words = wikitext() if dataset is not None else read_text(text) if text is not None else None
         asked = replace(asked, reference=base and base.path)
-        places = [None if no_record or kv_cache else _place(model) for model in fetched]
+        paths = [(path, model) for model in fetched for path in models_in(model.path)]
+        places = [None if no_record or kv_cache or model.origin else find_place(path) for path, model in paths]
         with output.progress("evaluating", unit="steps") as progress:
-            done = evaluate([model.path for model in fetched], words, asked, progress=progress)
+            done = evaluate([path for path, _ in paths], words, asked, progress=progress)
         names = dict(zip((*models, str(reference)), (*fetched, base), strict=True))
         _show(done.renamed({str(model.path): name for name, model in names.items() if model and model.origin}), json)
+        if save_reference is not None:
+            output.note(f"{save_reference}: {size_text(save_reference.stat().st_size)}, for --reference")
         _record_all(done, places, words, tokenizer=path_of(tokenizer), reference=reference)
 
 
@@ -100,7 +111,7 @@ def _fetched(models: Sequence[str], hub: HubOptions) -> list[Fetched]:
 def _record_all(
     done: EvaluationReport,
     places: Sequence[Place | None],
-    words: str,
+    words: str | None,
     *,
     tokenizer: Path | None,
     reference: str | None,
@@ -113,13 +124,6 @@ def _record_all(
     for row, place in zip(done.rows, places, strict=False):
         if place is not None:
             _record(place, make_record(done, row, words, tokenizer=tokenizer, reference=base))
-
-
-def _place(model: Fetched) -> Place | None:
-    """Return where to record the figures of a model, if anywhere: not in the cache of the Hub."""
-    from pqweights.results.evaluation_record import find_place
-
-    return None if model.origin else find_place(model.path)
 
 
 def _show(done: EvaluationReport, json: bool) -> None:

@@ -581,7 +581,16 @@ Reference = Annotated[
     str | None,
     typer.Option(
         metavar="SRC",
-        help="Model to compare with, token by token: KL divergence, top-1 agreement, change of the perplexity.",
+        help="Model to compare with, token by token: KL divergence, top-1 agreement, change of the perplexity. Or the "
+        ".pqref file that --save-reference wrote of one; it has the text, too.",
+    ),
+]
+SaveReference = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.pqref",
+        help="Write the distributions of the reference, or of the only MODEL without one: for --reference where the "
+        "original is not. The file contains the text.",
     ),
 ]
 NoRecord = Annotated[

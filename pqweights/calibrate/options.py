@@ -31,12 +31,14 @@ class TextOptions(Options):
 class EvaluationOptions(TextOptions):
     """What is measured, and how models are computed.
 
-    reference: a model to compare with, token by token
+    reference: a model to compare with, token by token, or the .pqref file that was saved of one
+    save_reference: the .pqref file to write of the reference, or of the only model without one
     kv_caches: how keys and values are quantized, for each measurement
     text_name: the name of the text in the report
     """
 
     reference: StrPath | None = option(checks.location, default=None)
+    save_reference: StrPath | None = option(checks.location, default=None)
     dtype: str = option(default="float32", choices=MODEL_DTYPES)
     device: str = option(default="cpu", choices=DEVICES)
     packed: bool = False

@@ -186,7 +186,7 @@ class SampleOf:
 def _cut(source: Path, text: str, windows: int, size: int) -> Windows:
     """Cut the first windows of a text. Raises EvaluationError for tokens that the model does not know."""
     encoded = encode(source, text, windows * size, bos=True)
-    check_vocabulary(read_folder(source), *encoded)
+    check_vocabulary(read_folder(source), encoded.ids, encoded.bos)
     count = len(encoded.ids) // size
     pieces = [with_bos(piece, encoded.bos) for piece in encoded.ids[: count * size].reshape(count, size)]
     return np.stack(pieces) if pieces else np.empty((0, size), dtype=np.int64)

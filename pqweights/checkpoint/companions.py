@@ -25,6 +25,7 @@ from pqweights.checkpoint.names import (
     INDEX_FILE,
     MANIFEST_FILE,
     PICKLE_SUFFIXES,
+    PICTURE_FILE,
 )
 from pqweights.errors import SourceError
 
@@ -112,8 +113,11 @@ OTHER_WEIGHTS = "weights that are not part of the checkpoint read"
 NOT_GIVEN = "in the folder of the file that was given; only that file is read"
 ABOUT_SOURCE = "it describes the source, not this result"
 # Records that pqweights writes beside weights, and writes anew for each result.
-OWN_RECORDS = (MANIFEST_FILE, EVALUATION_FILE)
-REASONS = {MANIFEST_FILE: ABOUT_SOURCE, CARD_FILE: ABOUT_SOURCE, EVALUATION_FILE: "its figures are those of the source"}
+OWN_RECORDS = (MANIFEST_FILE, EVALUATION_FILE, PICTURE_FILE)
+REASONS = {
+    **dict.fromkeys((MANIFEST_FILE, CARD_FILE), ABOUT_SOURCE),
+    **dict.fromkeys((EVALUATION_FILE, PICTURE_FILE), "its figures are those of the source"),
+}
 
 
 class Companions(NamedTuple):

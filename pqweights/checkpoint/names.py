@@ -13,6 +13,7 @@ CONFIG_FILE = "config.json"
 MANIFEST_FILE = "pqweights.json"
 CARD_FILE = "README.md"
 EVALUATION_FILE = "pqweights-eval.json"
+PICTURE_FILE = "pqweights-kl.svg"
 WORK_FOLDER = ".pqweights"
 # How the names of weight files end that are PyTorch's pickles.
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")

@@ -28,6 +28,7 @@ from pqweights.checkpoint.names import (
     EVALUATION_FILE,
     JOURNAL_FILE,
     MANIFEST_FILE,
+    PICTURE_FILE,
     WORK_FOLDER,
 )
 from pqweights.checkpoint.shard_file import ShardFile
@@ -287,7 +288,7 @@ def _check_output(store: Store, overwrite: bool) -> None:
         if not overwrite:
             raise OutputError(f"{store}: holds a result by now; run the same command again")
         return
-    others = sorted(names - {WORK_FOLDER, CARD_FILE, EVALUATION_FILE})
+    others = sorted(names - {WORK_FOLDER, CARD_FILE, EVALUATION_FILE, PICTURE_FILE})
     if others:
         raise OutputError(f"{store}: expected an empty or new folder, found {others[0]!r} in it; choose another folder")
 

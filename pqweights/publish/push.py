@@ -8,6 +8,7 @@ export are deleted; those of other exports stay, and so do their manifests. Noth
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.file_reader import FileState
-from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE
+from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE, PICTURE_FILE
 from pqweights.common.parameters import HubOptions
 from pqweights.common.units import counted
 from pqweights.convert.manifest import Manifest, evaluations_of, manifest_beside, read_manifest, shards_of
@@ -35,6 +36,7 @@ from pqweights.publish.destination import (
     find_destination,
 )
 from pqweights.publish.options import CardOptions, PushOptions
+from pqweights.results.evaluation_record import MAX_BYTES, EvaluationRecord, parse_records
 from pqweights.results.verify import verify
 from pqweights.storage.hub import Hub
 from pqweights.storage.repository import Repository, has_content, open_repository, pieces_of
@@ -159,7 +161,7 @@ def push(
     _check_folder(folder, options, there)
     same, others = _earlier(remote, manifest, stamps.keys())
     card_options = CardOptions(repository=remote.id, revision=card_branch(branch), base_model=options.base_model)
-    beside = [one.manifest for one in others]
+    beside = [(one.manifest, _records(remote, one)) for one in others]
     card = make_card(folder, card_options, old=old_card, pushed=card_on_hub(remote), beside=beside)
     files = _files(remote, folder, manifest, card=card, same=same, others=others)
     files = {name: content for name, content in files.items() if name not in there}
@@ -207,6 +209,16 @@ def _earlier(remote: Repository, manifest: Manifest, names: Set[str]) -> tuple[l
     if not manifest.container:
         check_weights(remote, {name for one in pushed for name in one.files} | names)
     return same, others
+
+
+def _records(remote: Repository, pushed: Pushed) -> tuple[EvaluationRecord, ...]:
+    """Return what was measured of a result in the repository; nothing if its file cannot be read. Raises HubError."""
+    name = evaluations_of(pushed.manifest_file)
+    if name not in remote.files or remote.files[name].byte_count > MAX_BYTES:
+        return ()
+    with contextlib.suppress(MasterError):
+        return parse_records(remote.read_whole(name), hashlib.sha256(pushed.content).hexdigest())
+    return ()
 
 
 def _check_folder(folder: Path, options: PushOptions, sent: Container[str]) -> None:
@@ -268,7 +280,9 @@ def _files(
             files[name] = one.content
         if one.manifest_file != name and there in remote.files and evaluations_of(name) not in files:
             files[evaluations_of(name)] = remote.read_whole(there)
-    return dict(sorted((files | ({CARD_FILE: card.text.encode()} if own == MANIFEST_FILE else {})).items()))
+    if own == MANIFEST_FILE:
+        files |= {CARD_FILE: card.text.encode()} | ({PICTURE_FILE: card.picture.encode()} if card.picture else {})
+    return dict(sorted(files.items()))
 
 
 def _left_behind(remote: Repository, same: Sequence[Pushed], others: Sequence[Pushed]) -> Set[str]:

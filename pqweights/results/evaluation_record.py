@@ -16,7 +16,9 @@ from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.checkpoint.writer import sha256_of_file, write_whole
 from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_json, read_document
 from pqweights.common.strict_json import json_bytes
+from pqweights.convert.manifest import read_manifest, shards_of
 from pqweights.errors import MasterError, OutputError
+from pqweights.results.parts import part_of
 
 MAX_BYTES = 50_000_000
 # An evaluation that scores fewer tokens is recorded, but the model card does not show it: a quick look at a model is
@@ -54,15 +56,19 @@ class RecordedDivergence(ClosedDocument, frozen=True, kw_only=True):
 class EvaluationRecord(ClosedDocument, frozen=True, kw_only=True, omit_defaults=True):
     """The figures of one model on one text. The fields are the keys in the file, in this order.
 
+    part: the type or format that was measured, of a result with several; in the file only then
     text, text_sha256: the name of the text, without its folder, and its hash
     tokenizer: the name of the folder of another tokenizer; None for the model's own
     tokens, windows, window, stride, masked, score_first, bos, scored_tokens: how the text was divided and scored; bos
         is whether each window begins with the token BOS, and is in the file only if it does
     runtime, dtype, device, packed: what computed the model; device is None if the runtime chooses it
     reference, reference_fingerprint: the name of the reference, and the fingerprint of its checkpoint, if there is one
+    reference_saved: whether its distributions came from a file, so that the divergence is an estimate; in the file only
+        if they did
     perplexity, log_perplexity, perplexity_change, log_perplexity_change, kl, top1_agreement: what was measured
     """
 
+    part: str | None = None
     text: str
     text_sha256: str
     tokenizer: str | None
@@ -80,6 +86,7 @@ class EvaluationRecord(ClosedDocument, frozen=True, kw_only=True, omit_defaults=
     packed: bool
     reference: str | None
     reference_fingerprint: str | None
+    reference_saved: bool = False
     perplexity: Figure
     log_perplexity: Figure
     perplexity_change: Figure | None
@@ -107,21 +114,38 @@ class _EvaluationFile(Document, frozen=True, kw_only=True):
 
 
 class Place(NamedTuple):
-    """A result that figures may be written beside: its folder, and the sha256 of its manifest before the evaluation."""
+    """A result that figures may be written beside.
+
+    folder, manifest_sha256: its folder, and the sha256 of its manifest before the evaluation
+    part: the type or format that is evaluated, of a result with several
+    """
 
     folder: Path
     manifest_sha256: str
+    part: str | None = None
 
 
-def find_place(folder: Path) -> Place | None:
-    """Return where the figures of a model belong; None for a folder that is not ours, or that is a cache of links.
+def find_place(model: Path) -> Place | None:
+    """Return where the figures of a folder, or of a file or folder in a result, belong.
 
-    Call it before the model is evaluated, so that a result that changes meanwhile is noticed.
+    None for a model that is not in a result of ours, or in a cache of links. Call it before the model is evaluated, so
+    that a result that changes meanwhile is noticed.
     """
-    manifest = folder / MANIFEST_FILE
-    if not manifest.is_file() or manifest.is_symlink():
+    if (model / MANIFEST_FILE).is_file():
+        return _place(model)
+    place = _place(model.absolute().parent)
+    if place is None:
         return None
-    return Place(folder, sha256_of_file(manifest))
+    manifest = read_manifest(place.folder)
+    part = part_of(model, manifest)
+    is_listed = part is not None or any(shard.file == model.name for shard in shards_of(manifest))
+    return place._replace(part=part) if is_listed else None
+
+
+def _place(folder: Path) -> Place | None:
+    manifest = folder / MANIFEST_FILE
+    is_there = manifest.is_file() and not manifest.is_symlink()
+    return Place(folder, sha256_of_file(manifest)) if is_there else None
 
 
 def write_record(place: Place, record: EvaluationRecord) -> Path:
@@ -131,9 +155,10 @@ def write_record(place: Place, record: EvaluationRecord) -> Path:
     if the file is damaged.
     """
     path = place.folder / EVALUATION_FILE
-    if find_place(place.folder) != place:
+    if _place(place.folder) != place._replace(part=None):
         raise OutputError(f"{place.folder}: {MANIFEST_FILE} changed while it was evaluated; evaluate it again")
-    records = {known.protocol: known for known in read_records(*place)}
+    records = {known.protocol: known for known in read_records(place.folder, place.manifest_sha256)}
+    record = structs.replace(record, part=place.part)
     records[record.protocol] = record
     file = _EvaluationFile(
         evaluation_version=1,
@@ -152,7 +177,12 @@ def read_records(result: Path | Storage, manifest_sha256: str) -> tuple[Evaluati
     storage = _file_of(result) if isinstance(result, Path) else result
     if EVALUATION_FILE not in storage.files():
         return ()
-    file = read_document(read_file(storage, EVALUATION_FILE), _EvaluationFile, _damaged, max_bytes=MAX_BYTES)
+    return parse_records(read_file(storage, EVALUATION_FILE), manifest_sha256)
+
+
+def parse_records(data: bytes, manifest_sha256: str) -> tuple[EvaluationRecord, ...]:
+    """Return the records in a file, as read_records does."""
+    file = read_document(data, _EvaluationFile, _damaged, max_bytes=MAX_BYTES)
     return file.evaluations if file.manifest_sha256 == manifest_sha256 else ()
 
 

@@ -18,6 +18,7 @@ from pqweights.checkpoint.names import (
     EVALUATION_FILE,
     INDEX_FILE,
     MANIFEST_FILE,
+    PICTURE_FILE,
     WORK_FOLDER,
     is_inside,
 )
@@ -243,7 +244,8 @@ def _unlisted(
 
     A card and figures may be added; hidden files belong to version control.
     """
-    known = {shard.file for shard in shards} | set(manifest.files) | {MANIFEST_FILE, CARD_FILE, EVALUATION_FILE}
+    known = {shard.file for shard in shards} | set(manifest.files)
+    known |= {MANIFEST_FILE, CARD_FILE, EVALUATION_FILE, PICTURE_FILE}
     known |= {name for other in manifests_beside(storage) for name in other}
     for name in sorted({*storage.files(), *storage.outside_links, *beside} - known):
         if not any(part.startswith(".") for part in name.split("/")):

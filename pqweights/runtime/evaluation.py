@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +17,16 @@ from pqweights.planning.options import path_of
 from pqweights.runtime.cached import CachedRun, CacheFigures, check_spec
 from pqweights.runtime.folders import Folder, Size, read_model, size
 from pqweights.runtime.models import Model, check_options, check_packed, choose_device, open_model
-from pqweights.runtime.protocol import Scores, TextWindows, compare
-from pqweights.runtime.report import EvaluationReport, EvaluationSettings, ModelScores
+from pqweights.runtime.protocol import Loss, Save, Scores, TextWindows, compare
+from pqweights.runtime.remembered import remembered
+from pqweights.runtime.report import EvaluationReport, EvaluationSettings, ModelScores, base_name, fingerprint
+from pqweights.runtime.saved_reference import (
+    SUFFIX,
+    Facts,
+    ReferenceWriter,
+    SavedReference,
+    is_saved_reference,
+)
 from pqweights.runtime.texts import EncodedText, Ids, check_vocabulary, encode
 from pqweights.targets.target import MLX
 
@@ -29,8 +39,11 @@ DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
 class _EvaluationJob:
     """An evaluation of which everything but the models themselves has been read and checked.
 
-    folders: the folders of all models; the reference is the first if there is one.
+    folders: the folders of all models; the reference is the first if there is one that is not saved.
     sizes: the sizes of those folders, in the same order.
+    saved: the reference, if it is a file with its distributions.
+    text: the text.
+    characters: how many of its characters became tokens.
     ids: the tokens of the text, [tokens].
     windows: how the tokens are cut.
     starts: the first token of each window.
@@ -41,6 +54,9 @@ class _EvaluationJob:
 
     folders: tuple[Folder, ...]
     sizes: tuple[Size, ...]
+    saved: SavedReference | None
+    text: str
+    characters: int
     ids: Ids
     windows: TextWindows
     starts: range
@@ -50,8 +66,8 @@ class _EvaluationJob:
 
     @property
     def base(self) -> Folder | None:
-        """The folder of the reference."""
-        return self.folders[0] if self.options.reference is not None else None
+        """The folder of the reference, unless it is saved."""
+        return self.folders[0] if self.options.reference is not None and self.saved is None else None
 
     @property
     def compared(self) -> tuple[Folder, ...]:
@@ -76,12 +92,14 @@ class _EvaluationJob:
 
 def evaluate(
     models: Sequence[Path],
-    text: str,
+    text: str | None,
     options: EvaluationOptions = EvaluationOptions(),
     *,
     progress: Progress = lambda done, total, what: None,
 ) -> EvaluationReport:
     """Score models on a text, one after the other, each beside the reference if there is one.
+
+    text: may be None if the reference is a saved one, which has its text
 
     At most two models are in memory at a time. Everything that can be checked without loading a model is checked before
     the first one is loaded.
@@ -92,30 +110,43 @@ def evaluate(
     with slow_step("reading the text with transformers"):
         job = _prepare(models, text, options, progress=progress)
     rows = _score_all(job)
-    return EvaluationReport(_settings(job), rows.pop(0) if job.base else None, tuple(rows))
+    return EvaluationReport(_settings(job), rows.pop(0) if options.reference else None, tuple(rows))
 
 
-def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, progress: Progress) -> _EvaluationJob:
+def _prepare(
+    models: Sequence[Path], text: str | None, options: EvaluationOptions, *, progress: Progress
+) -> _EvaluationJob:
     """Read and check everything that needs no model in memory."""
     if not models:
         raise EvaluationError("expected at least one model, found none")
+    saved = None
+    if options.reference is not None and is_saved_reference(Path(options.reference)):
+        saved = SavedReference(Path(options.reference))
+        text, options = _of_saved(saved, text, options)
+    if text is None:
+        raise EvaluationError("expected a text, found none")
+    if options.save_reference is not None:
+        _check_saving(Path(options.save_reference), models, options)
     for spec in options.kv_caches:
         check_spec(spec)
     compared = [read_model(path) for path in models]
-    base = [] if options.reference is None else [read_model(Path(options.reference))]
+    base = [] if options.reference is None or saved else [read_model(Path(options.reference))]
     folders = [*base, *compared]
     for folder in compared if options.packed else ():
         check_packed(folder)
     check_options(folders, device=options.device, dtype=options.dtype, has_kv_cache=bool(options.kv_caches))
     device = choose_device(options.device, folders)
     windows = choose_windows(folders, options)
-    if base:
-        _check_same_vocabulary(base[0], compared)
-    ids, bos = _encoded(folders, text, options)
+    if base or saved:
+        _check_same_vocabulary(saved.facts.vocabulary if saved else base[0].vocabulary, compared)
+    ids, bos, characters = _encoded(folders, text, options, saved)
     windows = replace(windows, bos=bos)
     return _EvaluationJob(
         folders=tuple(folders),
         sizes=tuple(size(folder.path) for folder in folders),
+        saved=saved,
+        text=text,
+        characters=characters,
         ids=ids,
         windows=windows,
         starts=windows.starts(len(ids), max_tokens=options.max_tokens),
@@ -127,12 +158,15 @@ def _prepare(models: Sequence[Path], text: str, options: EvaluationOptions, *, p
 
 def _score_all(job: _EvaluationJob) -> list[ModelScores]:
     """Score all models; the reference comes first if there is one. Only the figures stay in memory."""
-    base = None if job.base is None else job.open(job.base, 0)
-    result = [row for number in range(len(job.compared)) for row in _score(job, number, base)]
-    if base is not None and job.base is not None:
-        losses = result[0].scores.reference_losses
-        assert losses is not None
+    loaded = None if job.base is None else job.open(job.base, 0)
+    several = len(job.compared) * max(1, len(job.options.kv_caches)) > 1
+    with contextlib.nullcontext(loaded) if loaded is None or not several else remembered(loaded) as base:
+        result = [row for number in range(len(job.compared)) for row in _score(job, number, base)]
+    losses = result[0].scores.reference_losses
+    if base is not None and job.base is not None and losses is not None:
         result.insert(0, _row(job, job.base, base, Scores(losses)))
+    if job.saved is not None and losses is not None:
+        result.insert(0, _row_of_saved(job.saved, losses))
     return result
 
 
@@ -143,8 +177,55 @@ def _score(job: _EvaluationJob, number: int, base: Model | None) -> list[ModelSc
     model = job.open(folder, before)
     if specs:
         return _score_caches(job, folder, model, base=base, before=before)
-    scores = _compared(job, folder, model, base=base, before=before)
+    saves = job.options.save_reference is not None and number == 0
+    with _saving(job, job.base or folder, base or model) if saves else contextlib.nullcontext() as save:
+        scores = _compared(job, folder, model, base=base, before=before, save=save)
     return [_row(job, folder, model, scores)]
+
+
+@contextlib.contextmanager
+def _saving(job: _EvaluationJob, folder: Folder, model: Model) -> Iterator[Save]:
+    """Yield what saves the distributions of a reference, which has its name once all are there."""
+    row, settings = _row(job, folder, model, Scores(())), _settings(job)
+    facts = Facts(
+        name=base_name(folder.path),
+        fingerprint=fingerprint(folder.path),
+        runtime=row.runtime,
+        dtype=row.dtype,
+        device=row.device,
+        bytes=row.size.bytes,
+        parameters=row.size.parameters,
+        text=base_name(settings.text),
+        text_sha256=hashlib.sha256(job.text.encode()).hexdigest(),
+        window=settings.window,
+        stride=settings.stride,
+        score_first=settings.score_first,
+        bos=job.windows.bos,
+        vocabulary=model.logits(job.ids[:2], 1).shape[1],
+    )
+    writer = ReferenceWriter(
+        Path(str(job.options.save_reference)),
+        facts,
+        text=job.text[: job.characters],
+        ids=job.ids,
+        scored=settings.scored_tokens,
+    )
+    with contextlib.closing(writer):
+        yield writer.add
+        writer.finish()
+
+
+def _row_of_saved(saved: SavedReference, losses: tuple[Loss, ...]) -> ModelScores:
+    """Return the row of a saved reference in the report."""
+    facts = saved.facts
+    return ModelScores(
+        model=str(saved.path),
+        runtime=facts.runtime,
+        device=facts.device,
+        dtype=facts.dtype,
+        size=Size(facts.bytes, facts.parameters, None),
+        scores=Scores(losses),
+    )
 
 
 def _row(
@@ -162,14 +243,16 @@ def _row(
     )
 
 
-def _compared(job: _EvaluationJob, folder: Folder, model: Model, *, base: Model | None, before: int) -> Scores:
+def _compared(
+    job: _EvaluationJob, folder: Folder, model: Model, *, base: Model | None, before: int, save: Save | None = None
+) -> Scores:
     """Score a model beside the reference. before: the steps done"""
 
     def show(done: int, total: int) -> None:
         job.report(before + done, str(folder.path))
 
     try:
-        return compare(model, base, ids=job.ids, windows=job.windows, progress=show)
+        return compare(model, base or job.saved, ids=job.ids, windows=job.windows, save=save, progress=show)
     except EvaluationError as error:
         raise EvaluationError(f"{folder.path}: {error}") from None
 
@@ -179,14 +262,15 @@ def _score_caches(
 ) -> list[ModelScores]:
     """Score a model with each of the quantized caches; without a reference, beside and after itself."""
     runs = [CachedRun(model.net, spec) for spec in job.options.kv_caches]
-    rows = []
-    for number, run in enumerate(runs):
-        with_cache = replace(model, logits=run.logits, logits_of=run.logits_of)
-        steps = before + number * len(job.starts)
-        scores = _compared(job, folder, with_cache, base=base or model, before=steps)
-        rows.append(_row(job, folder, model, scores, kv_cache=run.figures()))
+    rows, is_alone = [], base is None and job.saved is None
+    with remembered(model) if is_alone and len(runs) > 1 else contextlib.nullcontext(base or model) as reference:
+        for number, run in enumerate(runs):
+            with_cache = replace(model, logits=run.logits, logits_of=run.logits_of)
+            steps = before + number * len(job.starts)
+            scores = _compared(job, folder, with_cache, base=None if job.saved else reference, before=steps)
+            rows.append(_row(job, folder, model, scores, kv_cache=run.figures()))
     losses = rows[0].scores.reference_losses
-    if base is None and losses is not None:
+    if is_alone and losses is not None:
         rows.insert(0, _row(job, folder, model, Scores(losses)))
     return rows
 
@@ -227,46 +311,94 @@ def choose_windows(folders: Sequence[Folder], options: TextOptions) -> TextWindo
     return TextWindows(size=window, stride=stride, score_first=options.score_first)
 
 
-def _check_same_vocabulary(base: Folder, others: Sequence[Folder]) -> None:
+def _check_saving(path: Path, models: Sequence[Path], options: EvaluationOptions) -> None:
+    """Raise EvaluationError if there is no reference to save, or no place to save it."""
+    if path.suffix != SUFFIX:
+        raise EvaluationError(f"`save_reference` {path}: expected a name that ends with {SUFFIX}")
+    if not path.absolute().parent.is_dir():
+        raise EvaluationError(f"`save_reference` {path}: {path.absolute().parent} is not a folder; make it first")
+    if options.reference is None and len(models) > 1:
+        raise EvaluationError(f"`save_reference`: expected one model, or a `reference`, found {len(models)} models")
+    if options.kv_caches or (options.reference is not None and is_saved_reference(Path(options.reference))):
+        other = "`kv_cache`" if options.kv_caches else "a saved `reference`"
+        raise EvaluationError(f"`save_reference`: expected a model to compute, found {other}; leave one of them out")
+
+
+def _of_saved(saved: SavedReference, text: str | None, options: EvaluationOptions) -> tuple[str, EvaluationOptions]:
+    """Return the text of a saved reference, and options with its windows.
+
+    Raises EvaluationError if another text or other windows were asked for.
+    """
+    facts, path = saved.facts, saved.path
+    if text is not None and hashlib.sha256(text.encode()).hexdigest() != facts.text_sha256:
+        raise EvaluationError(
+            f"{path}: it was saved on another text, {facts.text} (sha256 {facts.text_sha256}); leave the text out to "
+            "evaluate on that"
+        )
+    tokens = len(saved.encoded.ids)
+    has_other_tokens = options.max_tokens not in (None, tokens)
+    for name, asked, stated, differs in (
+        ("window", options.window, facts.window, options.window not in (None, facts.window)),
+        ("stride", options.stride, facts.stride, options.stride not in (None, facts.stride)),
+        ("max_tokens", options.max_tokens, tokens, has_other_tokens),
+        ("score_first", True, facts.score_first, options.score_first and not facts.score_first),
+        ("no_bos", True, facts.bos is None, options.no_bos and facts.bos is not None),
+    ):
+        if differs:
+            raise EvaluationError(f"`{name}` {asked}: {path} was saved with {stated}; leave it out")
+    return saved.text, replace(
+        options,
+        window=facts.window,
+        stride=facts.stride,
+        score_first=facts.score_first,
+        max_tokens=tokens,
+        no_bos=facts.bos is None,
+        text_name=facts.text if text is None else options.text_name,
+    )
+
+
+def _check_same_vocabulary(expected: int | None, others: Sequence[Folder]) -> None:
     """Raise EvaluationError if a model's vocabulary differs in size from the reference's, where both are known."""
     for folder in others:
-        if None not in (folder.vocabulary, base.vocabulary) and folder.vocabulary != base.vocabulary:
+        if None not in (folder.vocabulary, expected) and folder.vocabulary != expected:
             raise EvaluationError(
                 f"{folder.path}: its {folder.stated_in} has {folder.vocabulary} tokens, that of the reference "
-                f"{base.vocabulary}: expected models with the same vocabulary"
+                f"{expected}: expected models with the same vocabulary"
             )
 
 
-def _encoded(folders: Sequence[Folder], text: str, options: TextOptions) -> EncodedText:
-    """Return the tokens of a text, which must be the same for all models.
+def _encoded(folders: Sequence[Folder], text: str, options: TextOptions, saved: SavedReference | None) -> EncodedText:
+    """Return the tokens of a text, which must be the same for all models, and those of a saved reference.
 
     Raises EvaluationError if tokenizers differ, or if a model does not know one of the tokens.
     """
-    first = encode(path_of(options.tokenizer) or folders[0].path, text, options.max_tokens, bos=not options.no_bos)
+    tokenizer = path_of(options.tokenizer)
+    tokenizers = [folder.path for folder in folders] if tokenizer is None else [tokenizer]
+    of_each = [(path, encode(path, text, options.max_tokens, bos=not options.no_bos)) for path in tokenizers]
+    other, first = of_each[0] if saved is None else (saved.path, saved.encoded)
+    for path, own in of_each:
+        _check_same_tokens(path, own.ids, other=other, expected=first.ids)
+        _check_same_bos(path, own.bos, other=other, expected=first.bos)
     for folder in folders:
-        if options.tokenizer is None and folder is not folders[0]:
-            own = encode(folder.path, text, options.max_tokens, bos=not options.no_bos)
-            _check_same_tokens(folder, own.ids, other=folders[0], expected=first.ids)
-            _check_same_bos(folder, own.bos, other=folders[0], expected=first.bos)
-        check_vocabulary(folder, *first)
+        check_vocabulary(folder, first.ids, first.bos)
     return first
 
 
-def _check_same_bos(folder: Folder, bos: int | None, *, other: Folder, expected: int | None) -> None:
+def _check_same_bos(path: Path, bos: int | None, *, other: Path, expected: int | None) -> None:
     """Raise EvaluationError if the tokenizers of two models put other tokens before a text."""
     if bos != expected:
         ours, theirs = ("no token" if token is None else f"token {token}" for token in (bos, expected))
         raise EvaluationError(
-            f"{folder.path}: its tokenizer puts {ours} before a text, that of {other.path} {theirs}, so losses cannot "
+            f"{path}: its tokenizer puts {ours} before a text, that of {other} {theirs}, so losses cannot "
             "be compared; choose one of them with `tokenizer`, or pass `no_bos`"
         )
 
 
-def _check_same_tokens(folder: Folder, ids: Ids, *, other: Folder, expected: Ids) -> None:
+def _check_same_tokens(path: Path, ids: Ids, *, other: Path, expected: Ids) -> None:
     """Raise EvaluationError if a model's tokenizer makes other tokens than that of another model.
 
     ids, expected: what both make of the text, [tokens].
-    other: the folder of the other model.
+    other: the other model, or the saved reference.
     """
     if np.array_equal(ids, expected):
         return
@@ -275,6 +407,6 @@ def _check_same_tokens(folder: Folder, ids: Ids, *, other: Folder, expected: Ids
     place = int(differing[0]) if len(differing) else shared
     counts = "" if len(ids) == len(expected) else f"{len(ids)} tokens against {len(expected)}, "
     raise EvaluationError(
-        f"{folder.path}: its tokenizer splits the text into other tokens than that of {other.path} ({counts}the "
+        f"{path}: its tokenizer splits the text into other tokens than that of {other} ({counts}the "
         f"first different one is token {place}), so losses per token cannot be compared; evaluate the models separately"
     )

@@ -7,6 +7,7 @@ in docs/evaluation.md.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from pqweights.common.units import counted
 from pqweights.errors import EvaluationError
 from pqweights.runtime.models import Model
+from pqweights.runtime.saved_reference import SavedReference, SavedTokens
 from pqweights.runtime.texts import Ids, with_bos
 
 Floats = npt.NDArray[np.float32]
@@ -78,6 +80,11 @@ class TextWindows:
     def scored(self, start: int) -> int:
         """Return how many of its last tokens the window at `start` scores."""
         return self.size - 1 if self.score_first and start == 0 else min(self.stride, self.size - 1)
+
+
+# Called with how many scored tokens come before those of a window, the first of the rows in that, their
+# log-probabilities, [tokens, vocabulary], and the tokens of the text, [tokens]; from several threads.
+Save = Callable[[int, int, Doubles, Ids], None]
 
 
 class Loss(NamedTuple):
@@ -147,28 +154,34 @@ class Scores:
 
 def compare(
     model: Model,
-    reference: Model | None,
+    reference: Model | SavedReference | None,
     *,
     ids: Ids,
     windows: TextWindows,
+    save: Save | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Scores:
     """Run a model, and a reference beside it, over the windows of a text; keep only the figures of each window.
 
     model: the model to score.
-    reference: the model to compare it with, or None.
+    reference: the model to compare it with, or what was saved of it; None to compare with nothing.
     ids: the tokens of the text, [tokens].
     windows: how the text is cut.
+    save: called with the log-probabilities of the reference, or of the model if there is none.
     progress: called with the windows done and the windows in all.
 
     Raises EvaluationError if the text is too short for a window, if the vocabularies differ in size, or if logits are
     NaN.
     """
     starts = windows.starts(len(ids))
-    of_windows = []
-    streams = [_predictions(one, ids, windows, starts) for one in (model, reference) if one is not None]
+    of_windows, before = [], 0
+    streams = [_predictions(one, ids, windows, starts) for one in (model, reference) if isinstance(one, Model)]
     for done, (start, *logits) in enumerate(zip(starts, *streams, strict=True)):
-        of_windows.append(_score(logits, windows.piece(ids, start)[-windows.scored(start) :], start))
+        count = windows.scored(start)
+        saved = reference.tokens(before, count) if isinstance(reference, SavedReference) else None
+        keep = None if save is None else functools.partial(save, before)
+        of_windows.append(_score(logits, windows.piece(ids, start)[-count:], start, saved=saved, keep=keep))
+        before += count
         progress(done + 1, len(starts))
     losses, reference_losses = (
         tuple(Loss(float(one.losses[row].sum()), one.losses.shape[1]) for one in of_windows)
@@ -247,12 +260,21 @@ class _Tokens(NamedTuple):
     agreements: npt.NDArray[np.bool_]
 
 
-def _score(logits: Sequence[Floats], chosen: Ids, start: int) -> _Tokens:
+def _score(
+    logits: Sequence[Floats],
+    chosen: Ids,
+    start: int,
+    *,
+    saved: SavedTokens | None,
+    keep: Callable[[int, Doubles, Ids], None] | None,
+) -> _Tokens:
     """Score one window.
 
-    logits: [tokens, vocabulary] of the model, then of the reference if there is one.
+    logits: [tokens, vocabulary] of the model, then of the reference if that is a model.
     chosen: the tokens that the text has there, [tokens].
     start: the first token of the window, for messages.
+    saved: what was saved of the reference there.
+    keep: Save without its first argument.
     """
     sizes = [one.shape[1] for one in logits]
     if len(set(sizes)) > 1:
@@ -260,7 +282,8 @@ def _score(logits: Sequence[Floats], chosen: Ids, start: int) -> _Tokens:
             f"the model has {sizes[0]} logits, the reference {sizes[1]}: expected models with the same vocabulary"
         )
     tokens, step = len(chosen), max(1, LOGITS_AT_ONCE // sizes[0])
-    result = _Tokens(np.empty((len(logits), tokens)), np.zeros(tokens), np.ones(tokens, dtype=np.bool_))
+    losses = np.empty((len(logits), tokens)) if saved is None else np.stack([saved.losses, saved.losses])
+    result = _Tokens(losses, np.zeros(tokens), np.ones(tokens, dtype=np.bool_))
 
     def rows(first: int) -> None:
         place = slice(first, min(first + step, tokens))
@@ -273,6 +296,11 @@ def _score(logits: Sequence[Floats], chosen: Ids, start: int) -> _Tokens:
         if len(probabilities) == 2:
             result.agreements[place] = probabilities[0].argmax(axis=1) == probabilities[1].argmax(axis=1)
             result.divergences[place] = _kl(*probabilities)
+        if saved is not None:
+            result.agreements[place] = saved.part(place).agreements(probabilities[0])
+            result.divergences[place] = saved.part(place).divergences(probabilities[0])
+        if keep is not None:
+            keep(first, probabilities[-1], chosen[place])
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         for _ in pool.map(rows, range(0, tokens, step)):

@@ -22,6 +22,7 @@ from pqweights.results.evaluation_record import EvaluationRecord
 from pqweights.runtime.cached import CacheFigures
 from pqweights.runtime.folders import Size
 from pqweights.runtime.protocol import Divergence, Estimate, Scores
+from pqweights.runtime.saved_reference import SavedReference, is_saved_reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,40 +168,44 @@ def _finite(value: float | None) -> float | None:
 def make_record(
     report: EvaluationReport,
     row: ModelScores,
-    text: str,
+    text: str | None,
     *,
     tokenizer: Path | None = None,
     reference: str | None = None,
 ) -> EvaluationRecord:
     """Make the record of one row of a report.
 
-    text: the text that was evaluated.
+    text: the text that was evaluated; None for that of a saved reference.
     tokenizer: the folder of the tokenizer, if it was not the model's own.
     reference: the name of the reference, if it is not that of its folder.
     """
-    settings, fingerprint = report.settings, None
+    settings, identity, saved = report.settings, None, None
     if settings.reference is not None:
-        reference = reference or _base_name(settings.reference)
-        fingerprint = _fingerprint(Path(settings.reference))
+        path = Path(settings.reference)
+        saved = SavedReference(path).facts if is_saved_reference(path) else None
+        reference = saved.name if saved else reference or base_name(path)
+        identity = saved.fingerprint if saved else fingerprint(path)
     known = report.to_json()["settings"] | row.to_json()
     known |= {
-        "text": _base_name(settings.text),
-        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "tokenizer": None if tokenizer is None else _base_name(tokenizer),
+        "text": base_name(settings.text),
+        "text_sha256": saved.text_sha256 if saved else hashlib.sha256((text or "").encode()).hexdigest(),
+        "tokenizer": None if tokenizer is None else base_name(tokenizer),
         "device": row.device,
         "reference": reference,
-        "reference_fingerprint": fingerprint,
+        "reference_fingerprint": identity,
+        "reference_saved": saved is not None,
     }
     return convert({name: known[name] for name in EvaluationRecord.__struct_fields__}, EvaluationRecord)
 
 
-def _base_name(path: str | Path) -> str:
+def base_name(path: str | Path) -> str:
     """Return the last component of a path, which may be relative."""
     return os.path.basename(os.path.abspath(path))
 
 
-def _fingerprint(reference: Path) -> str | None:
+def fingerprint(reference: Path) -> str | None:
+    """Return the fingerprint of a checkpoint; None if its format is one that only its runtime reads."""
     try:
         return open_local(reference).fingerprint()
-    except (SourceError, MasterError, OSError):  # its format is one that only its runtime reads
+    except (SourceError, MasterError, OSError):
         return None

@@ -133,10 +133,12 @@ class EncodedText(NamedTuple):
 
     ids: its tokens without special ones, [tokens]
     bos: the token that each window of them begins with; None for the text's own
+    characters: how many characters of the text were read for them
     """
 
     ids: Ids
     bos: int | None
+    characters: int
 
 
 def encode(folder: Path, text: str, max_tokens: int | None = None, *, bos: bool) -> EncodedText:
@@ -148,7 +150,8 @@ def encode(folder: Path, text: str, max_tokens: int | None = None, *, bos: bool)
     Raises what load_tokenizer raises.
     """
     tokenizer = load_tokenizer(folder)
-    return EncodedText(_ids(tokenizer, text, max_tokens), token_before_texts(tokenizer) if bos else None)
+    ids, characters = _ids(tokenizer, text, max_tokens)
+    return EncodedText(ids, token_before_texts(tokenizer) if bos else None, characters)
 
 
 def tokenize(folder: Path, text: str, max_tokens: int | None = None) -> Ids:
@@ -172,15 +175,15 @@ def with_bos(window: Ids, bos: int | None) -> Ids:
     return window if bos is None else np.concatenate([np.array([bos], dtype=np.int64), window[1:]])
 
 
-def _ids(tokenizer: Any, text: str, max_tokens: int | None) -> Ids:
-    """Return the first tokens of a text."""
+def _ids(tokenizer: Any, text: str, max_tokens: int | None) -> tuple[Ids, int]:
+    """Return the first tokens of a text, and how many of its characters were read for them."""
     characters = len(text) if max_tokens is None else CHARACTERS_PER_TOKEN * max_tokens
     while True:
         with quiet():  # the tokenizer warns of texts that are longer than the model takes
             ids = tokenizer(text[:characters], add_special_tokens=False)["input_ids"]
         # Tokens near the cut may differ from those of the whole text, so a third more than needed is tokenized.
         if characters >= len(text) or (max_tokens is not None and len(ids) - len(ids) // 4 > max_tokens):
-            return np.array(ids[:max_tokens], dtype=np.int64)
+            return np.array(ids[:max_tokens], dtype=np.int64), min(characters, len(text))
         characters *= 2
 
 

@@ -127,6 +127,6 @@ def test_windows_of_a_calibration_begin_with_bos_where_the_tokenizer_puts_it(wor
 
 
 def test_only_the_token_that_the_tokenizer_adds_is_bos(work):
-    ids, bos = encode(work / "bos", TEXT, 20, bos=True)
+    ids, bos, _ = encode(work / "bos", TEXT, 20, bos=True)
     assert bos == BEGIN and np.array_equal(ids, tokenize(work / "plain", TEXT, 20))
     assert encode(work / "bos", TEXT, 20, bos=False).bos is encode(work / "plain", TEXT, 20, bos=True).bos is None

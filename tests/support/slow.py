@@ -54,6 +54,7 @@ SLOW = {
     "evaluate/test_eval_command.py": MODELS,
     "evaluate/test_evaluate.py": MODELS,
     "evaluate/test_llama_cpp.py": MODELS,
+    "evaluate/test_saved_reference.py": MODELS,
     "targets/test_added_target.py": MODELS,
     "targets/test_integer_errors.py": MODELS,
     "targets/test_integer_runs.py": KILLS,

@@ -317,18 +317,25 @@ def gguf_in(storage: Storage, file: str = "") -> GgufContents:
 
 def _only_model(storage: Storage) -> str:
     """Return the only GGUF file at the top of a storage, or the first part of its only model."""
-    names = [name for name in storage.files() if "/" not in name and name.endswith(SUFFIX) and name[0] != "."]
-    names = sorted(name for name in names if not TOWER_FILE.match(name))
-    parts = {name: _PART.fullmatch(name) for name in names}
-    models = {name if part is None else (part[1], part[3]) for name, part in parts.items()}
-    if len(models) > 1:
+    names = gguf_models(storage)
+    if len(names) > 1:
         raise SourceError(
-            f"{storage}: expected one GGUF model, found {len(models)} ({', '.join(names[:3])}"
+            f"{storage}: expected one GGUF model, found {len(names)} ({', '.join(names[:3])}"
             f"{', ...' if len(names) > 3 else ''}): give the file{_on_hub(storage, names[0])}"
         )
     if not names:
         raise SourceError(f"{storage}: expected a GGUF file, found none")
     return names[0]
+
+
+def gguf_models(storage: Storage) -> list[str]:
+    """Return the first file of each GGUF model at the top of a storage; towers are not models."""
+    names = [name for name in storage.files() if "/" not in name and name.endswith(SUFFIX) and name[0] != "."]
+    first: dict[tuple[str, str], str] = {}
+    for name in sorted(name for name in names if not TOWER_FILE.match(name)):
+        part = _PART.fullmatch(name)
+        first.setdefault((name, "") if part is None else (part[1], part[3]), name)
+    return list(first.values())
 
 
 def tower_beside(storage: Storage) -> str | None:

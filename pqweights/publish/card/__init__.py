@@ -13,7 +13,7 @@ from typing import Any
 
 from pqweights.checkpoint.companions import LEADS_OUTSIDE, leads_outside
 from pqweights.checkpoint.config import MAX_CARD_BYTES
-from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE
+from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE, PICTURE_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.checkpoint.writer import write_whole
 from pqweights.common.markdown import words
@@ -30,8 +30,10 @@ from pqweights.publish.card.old_card import (
     read_old_card,
 )
 from pqweights.publish.options import CardOptions
-from pqweights.results.evaluation_record import read_records
+from pqweights.results.evaluation_record import EvaluationRecord, read_records
 from pqweights.results.inspect import inspect
+from pqweights.results.offers import offers
+from pqweights.results.picture import kl_picture
 from pqweights.storage.addresses import is_repository_id
 from pqweights.targets import EXPORTS, get_target, target_name
 from pqweights.targets.loading import LoadableModel, read_model
@@ -47,6 +49,7 @@ class Card:
     """A generated card.
 
     text: all of README.md
+    picture: PICTURE_FILE, which it shows; None if it shows none
     repository, base_model: the repositories that it names; None if they are not known
     evaluations: how many evaluations it reports
     quick_evaluations: how many it leaves out, because they scored too few tokens
@@ -55,6 +58,7 @@ class Card:
     """
 
     text: str
+    picture: str | None
     repository: str | None
     base_model: str | None
     evaluations: int
@@ -85,13 +89,13 @@ def make_card(
     *,
     old: str | None = None,
     pushed: str | None = None,
-    beside: Sequence[Manifest] = (),
+    beside: Sequence[tuple[Manifest, Sequence[EvaluationRecord]]] = (),
 ) -> Card:
     """Generate the card of a finished folder.
 
     old: the card that is there, whose notes and own front matter are kept
     pushed: the card on the Hub, of which they are kept if `old` has neither
-    beside: the manifests of other exports in the repository
+    beside: the manifests of other exports in the repository, with what was measured of each
 
     Raises MasterError if pqweights did not write or finish the folder, SourceError if its config.json cannot be read,
     OutputError if something of the old cards would be lost, or if the options are wrong or contradict the manifest.
@@ -105,6 +109,8 @@ def make_card(
     sha256 = hashlib.sha256((folder / MANIFEST_FILE).read_bytes()).hexdigest()
     records = read_records(folder, sha256)
     shown = [record for record in records if record.is_for_card]
+    beside_shown = [(other, [record for record in of if record.is_for_card]) for other, of in beside]
+    offered = offers([(manifest, shown), *beside_shown])
     names = _choose_names(manifest, options, here, there)
     target = _target(manifest)
     first = container_of(manifest).folders[0]
@@ -117,13 +123,14 @@ def make_card(
     )
     load = text.loading(target, manifest, model)
     sections = {
+        "Which file to take": figures.choice(offered),
         "Load": load if names.repository is not None else [f"{HERE} stands for this folder.", *load],
         "Recipe": text.recipe(manifest),
         "Weights": figures.weights(manifest),
         "Evaluation": figures.evaluation(shown, manifest),
         "Method": text.method(manifest),
         "Files and hashes": text.files(manifest, sha256, bool(records)),
-        "Other exports in this repository": text.others(beside),
+        "Other exports in this repository": text.others([other for other, _ in beside]),
     }
     parts = [
         _head(
@@ -137,6 +144,7 @@ def make_card(
     made = "\n\n".join(parts) + f"\n\n{NOTES_BEGIN}{before.notes}{NOTES_END}\n"
     return Card(
         text=made,
+        picture=kl_picture(offered),
         repository=names.on_hub,
         base_model=names.base_model,
         evaluations=len(shown),
@@ -255,4 +263,6 @@ def write_card(folder: Path, options: CardOptions = CardOptions()) -> Card:
     card = make_card(folder, options, old=read_card(folder))
     if card.changed:
         write_whole(folder, folder / CARD_FILE, [card.text.encode("utf-8")])
+    if card.picture is not None:
+        write_whole(folder, folder / PICTURE_FILE, [card.picture.encode("utf-8")])
     return card

@@ -6,17 +6,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from pqweights.checkpoint.names import PICTURE_FILE
 from pqweights.common.markdown import code, listed, number, table, words
 from pqweights.common.units import counted, size_text
-from pqweights.convert.manifest import Manifest, shards_of
-from pqweights.convert.records import TensorRecord, figures_by_type, is_rescued, mean_error
+from pqweights.convert.manifest import Manifest
+from pqweights.convert.records import TensorRecord, is_rescued, mean_error
 from pqweights.formats.master import RESCUE_FACTOR
 from pqweights.formats.native import Native
+from pqweights.planning.context_memory import DEFAULT_CONTEXT
 from pqweights.planning.plan import DECODE, INTEGER, KEEP, TensorPlan
 from pqweights.planning.roles import ROLES
 from pqweights.results.evaluation_record import EvaluationRecord, Figure
+from pqweights.results.offers import Offer
+from pqweights.results.parts import parts
+from pqweights.results.picture import kl_picture
 from pqweights.runtime.report import beginning, masked_tokens
-from pqweights.targets.loading import files_of_type
 
 Item = TypeVar("Item")
 Pair = tuple[TensorPlan, TensorRecord]
@@ -24,6 +28,8 @@ ACTIONS = {KEEP: "kept", DECODE: "decoded"}
 EXCEEDING_SHOWN = 10
 # More bit widths than this are summarized by the first and the last.
 MOST_WIDTHS = 8
+# Of the files of one type, so many are named in its row.
+MOST_FILES = 2
 
 
 def main_bits(manifest: Manifest) -> float | None:
@@ -47,7 +53,7 @@ def is_lossless(manifest: Manifest) -> bool:
 def weights(manifest: Manifest) -> list[str]:
     """Return the section: errors by role, exceptions, tensors that are not quantized, and tensors that are left out."""
     quantized = [pair for pair in manifest.pairs if pair[0].bits is not None]
-    lines = _by_type(manifest) or (_by_role(quantized, manifest) if quantized else [])
+    lines = _by_role(quantized, manifest) if quantized and not parts(manifest) else []
     lines += _exceptions(quantized, manifest)
     plain = [tensor for tensor in manifest.tensors if tensor.bits is None]
     if plain:
@@ -60,21 +66,50 @@ def weights(manifest: Manifest) -> list[str]:
     return lines
 
 
+def choice(offered: Sequence[Offer]) -> list[str]:
+    """Return the section that helps to choose: a table of all files or formats, and a picture; nothing for one alone.
+
+    The picture is PICTURE_FILE, which lies beside the card.
+    """
+    if len(offered) < 2:
+        return []
+    measured = [offer.record for offer in offered if offer.record is not None]
+    has_kl = any(record.kl is not None for record in measured)
+    titles = ["type", "file", "size", "bits per parameter", "relative MSE"]
+    titles += ["KL (nats)", "top-1", "perplexity"] if has_kl else ["perplexity"] if measured else []
+    rows = [_offer_row(offer, has_kl=has_kl, is_measured=bool(measured)) for offer in offered]
+    right = [title not in ("type", "file") for title in (*titles, "memory")]
+    meaning = (
+        f"Memory: the smallest usual one that has room for the weights, {DEFAULT_CONTEXT} tokens of context as far as "
+        "the shapes tell, and 1 GiB to compute in."
+    )
+    meaning += f" Of those that fit, take the one with the {'lowest KL' if has_kl else 'lowest error'}."
+    if measured:
+        meaning += f" Measured on {code(measured[0].text)}, {measured[0].scored_tokens} tokens scored; see Evaluation."
+    lines = [table([*titles, "memory"], rows, [place for place, is_number in enumerate(right) if is_number]), meaning]
+    if kl_picture(offered) is not None:
+        lines.append(f"![KL divergence against size: the figures are those of the table]({PICTURE_FILE})")
+    return lines
+
+
+def _offer_row(offer: Offer, *, has_kl: bool, is_measured: bool) -> list[str]:
+    record = offer.record
+    row = [words(offer.kind), ", ".join(code(name) for name in offer.files[:MOST_FILES])]
+    row[1] += f" and {len(offer.files) - MOST_FILES} more" if len(offer.files) > MOST_FILES else ""
+    row += [size_text(offer.bytes), f"{offer.bits:.2f}", number(offer.relative_mse)]
+    if has_kl:
+        kl = None if record is None or record.kl is None else record.kl.mean
+        row += [_estimate(kl, ".5f"), _estimate(None if record is None else record.top1_agreement, ".2%")]
+    if is_measured:
+        row.append(_estimate(None if record is None else record.perplexity, ".4f"))
+    return [*row, "-" if offer.memory_gb is None else f"{offer.memory_gb} GB"]
+
+
 def _grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
     groups: dict[Any, list[Item]] = defaultdict(list)
     for item in items:
         groups[key(item)].append(item)
     return groups
-
-
-def _by_type(manifest: Manifest) -> list[str]:
-    """Return a table with a row for each type of a result with several; nothing for another one."""
-    names = [shard.file for shard in shards_of(manifest)]
-    rows = []
-    for of in figures_by_type(manifest.made_by, manifest.pairs):
-        files = [code(name) for name in files_of_type(names, of.type)]
-        rows.append([of.type, ", ".join(files), size_text(of.bytes), f"{of.bits:.2f}", number(of.relative_mse)])
-    return [table(["type", "file", "size", "bits per parameter", "relative MSE"], rows, [2, 3, 4])] if rows else []
 
 
 def _by_role(pairs: Sequence[Pair], manifest: Manifest) -> list[str]:
@@ -158,9 +193,14 @@ def evaluation(records: Sequence[EvaluationRecord], manifest: Manifest) -> list[
         return []
     original = None if manifest.is_of_master else manifest.source_fingerprint
     compared = any(record.reference is not None for record in records)
-    titles = ["no.", "text", "perplexity"]
+    has_parts = any(record.part is not None for record in records)
+    titles = ["no.", *(["type"] if has_parts else []), "text", "perplexity"]
+    right = [0, *range(len(titles) - 1, len(titles) + 4 * compared)]
     titles += ["change", "KL mean (nats)", "KL 99%", "top-1 agreement"] if compared else []
-    rows = [[str(place), *_cells(record, compared)] for place, record in enumerate(records, start=1)]
+    rows = [
+        [str(place), *([words(record.part or "")] if has_parts else []), *_cells(record, compared)]
+        for place, record in enumerate(records, start=1)
+    ]
     meaning = "The figure after ± is the standard error over windows."
     if compared:
         meaning += (
@@ -168,7 +208,7 @@ def evaluation(records: Sequence[EvaluationRecord], manifest: Manifest) -> list[
             "top-1 agreement is the share of tokens for which both rank the same token first."
         )
     protocols = [f"{place}. {_protocol(record, original)}" for place, record in enumerate(records, start=1)]
-    return [table(titles, rows, [0, *range(2, len(titles))]), meaning, "\n".join(protocols)]
+    return [table(titles, rows, right), meaning, "\n".join(protocols)]
 
 
 def _cells(record: EvaluationRecord, compared: bool) -> list[str]:
@@ -199,7 +239,8 @@ def _protocol(record: EvaluationRecord, original: Any) -> str:
         shown = "" if fingerprint is None else f" (fingerprint {code(fingerprint)})"
         if fingerprint is not None and fingerprint == original:
             shown = ", which has the fingerprint of the checkpoint that was quantized"
-        parts.append(f"reference {code(record.reference)}{shown}")
+        how = ", by distributions that were saved of it" if record.reference_saved else ""
+        parts.append(f"reference {code(record.reference)}{shown}{how}")
     return "; ".join(parts) + "."
 
 

@@ -278,10 +278,6 @@ def files(manifest: Manifest, manifest_sha256: str, has_records: bool) -> list[s
 
 
 def others(manifests: Sequence[Manifest]) -> list[str]:
-    """Return the section on the other exports in the repository; nothing if there are none."""
-    rows = [
-        [code(shard.file), str(shard.file_bytes), code(manifest_beside(manifest))]
-        for manifest in manifests
-        for shard in shards_of(manifest)
-    ]
-    return [table(["file", "bytes", "manifest"], sorted(rows), [1])] if rows else []
+    """Return which manifests in the repository are of its other exports; nothing if there are none."""
+    rows = [[code(manifest_beside(manifest)), str(len(shards_of(manifest)))] for manifest in manifests]
+    return [table(["manifest", "files"], sorted(rows), [1])] if rows else []
