@@ -27,6 +27,7 @@ ITEMS_SHOWN, CHARACTERS_SHOWN = 8, 60
 def command(
     folder: options.Folder,
     summary: options.Summary = None,
+    html: options.Html = None,
     revision: options.Revision = None,
     token: options.Token = None,
     json: options.Json = False,
@@ -37,14 +38,17 @@ def command(
     Of a GGUF file, whoever wrote it, show the tensors, their types and sizes, and the metadata.
     """
     with output.errors(quiet=quiet):
-        from pqweights.checkpoint.names import MANIFEST_FILE
+        from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
+        from pqweights.errors import OptionError
         from pqweights.results.inspect import inspect_gguf
         from pqweights.storage.sources import find_result
 
         hub = options.hub(revision, token)
         with output.progress("fetching") as progress:
-            result = find_result(folder, hub, only=[MANIFEST_FILE], progress=progress)
+            result = find_result(folder, hub, only=[MANIFEST_FILE, EVALUATION_FILE], progress=progress)
         if isinstance(result.where, Path) and _is_foreign_gguf(result.where):
+            if html is not None:
+                raise OptionError(f"`html`: expected a result of pqweights, found a GGUF file of others, {folder}")
             inspection = inspect_gguf(result.where)
             if json:
                 output.print_json(inspection.to_json())
@@ -52,6 +56,8 @@ def command(
                 output.show(*_gguf_lines(inspection, summary))
             return
         shown = _show_folder(result.where, summary=summary, json=json)
+        if html is not None:
+            _write_page(html, folder, result.where, shown)
         if result.origin is None:
             report.warn_of_broken_files(result.where, shown.manifest)
 
@@ -70,6 +76,16 @@ def _show_folder(folder: Path | Storage, *, summary: bool | None, json: bool) ->
         for line in report.exceeding_lines(inspection.manifest.pairs):
             output.warn(line)
     return inspection
+
+
+def _write_page(html: Path, name: str, result: Path | Storage, inspection: Inspection) -> None:
+    from pqweights.checkpoint.names import MANIFEST_FILE
+    from pqweights.checkpoint.writer import sha256_of_file
+    from pqweights.results.evaluation_record import read_records
+    from pqweights.results.page import inspection_page
+
+    records = read_records(result, sha256_of_file(result / MANIFEST_FILE)) if isinstance(result, Path) else ()
+    output.write_page(html, inspection_page(Path(name).name or name, inspection, records))
 
 
 def _learned_lines(made_by: Mapping[str, Any]) -> list[str]:

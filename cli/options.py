@@ -92,6 +92,15 @@ Repository = Annotated[
 
 # What is printed
 
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Also write a page to FILE: errors and bits by layer and kind of tensor, the worst tensors, what is kept "
+        "and why, sizes. It needs nothing beside it.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print no progress, notes or summary; errors and warnings stay.")
@@ -104,7 +113,7 @@ Summary = Annotated[
         help="Show a line for each role, codec and bit width in place of one for each tensor.",
     ),
 ]
-PRINTING = {"json", "quiet", "summary", "dry_run"}
+PRINTING = {"json", "quiet", "summary", "dry_run", "html"}
 
 # The Hub, and how a command runs
 

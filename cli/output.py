@@ -292,3 +292,11 @@ def estimate(value: tuple[float, float | None] | None, form: str) -> str:
         return ""
     measure, error = value
     return f"{measure:{form}}" + ("" if error is None else f" +- {error:{form.lstrip('+')}}")
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page of HTML, whole or not at all, and say where it is."""
+    from pqweights.checkpoint.writer import write_whole
+
+    write_whole(path.absolute().parent, path.absolute(), [page.encode()])
+    note(f"{path}: {len(page.encode())} bytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -71,6 +72,7 @@ def command(
     revision: options.Revision = None,
     token: options.Token = None,
     summary: options.Summary = None,
+    html: options.Html = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -83,17 +85,23 @@ def command(
     """
     with output.errors(quiet=quiet):
         report.warn_of_files_beside(source)
-        show_plan(options.given(ctx), summary=summary, json=json)
+        show_plan(options.given(ctx), summary=summary, html=html, json=json)
 
 
 def show_plan(
-    asked: Mapping[str, Any], *, out: Store | None = None, summary: bool | None = None, json: bool = False
+    asked: Mapping[str, Any],
+    *,
+    out: Store | None = None,
+    summary: bool | None = None,
+    html: Path | None = None,
+    json: bool = False,
 ) -> None:
     """Make a plan and print it.
 
     asked: what `plan` or `quantize` was given
     out: where the result is to be written, if that is known
     summary: whether to summarize the tensors; None to choose by their number
+    html: where to write a page
     json: whether to print JSON
     """
     from pqweights.api import planned
@@ -107,6 +115,10 @@ def show_plan(
     warn_if_nothing_is_quantized(made.plan.totals)
     for warning in (*made.plan.remarks, *(() if made.memory is None else made.memory.warnings)):
         output.warn(warning)
+    if html is not None:
+        from pqweights.results.page import plan_page
+
+        output.write_page(html, plan_page(asked["source"].rstrip("/").rpartition("/")[2], made))
     if json:
         output.print_json_pieces(piece.decode() for piece in made.to_pieces())
         return

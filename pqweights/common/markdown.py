@@ -6,6 +6,7 @@ references, which Markdown and HTML show but never interpret.
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Sequence
 
@@ -22,6 +23,11 @@ def words(text: object) -> str:
     clipped += "..." if len(str(text)) > MAX_LENGTH else ""
     escaped = "".join(char if _HARMLESS.fullmatch(char) else f"&#{ord(char)};" for char in clipped)
     return _UNDERSCORE.sub("&#95;", escaped)
+
+
+def html_text(text: object) -> str:
+    """Escape a text for an element or an attribute of HTML or SVG; characters that do not show are replaced."""
+    return html.escape("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text)))
 
 
 def code(text: object) -> str:

@@ -6,15 +6,16 @@ any page, by itself or as an image. Divergences are on a logarithmic scale, beca
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 
+from pqweights.common.markdown import html_text
 from pqweights.common.units import size_text
 from pqweights.results.offers import Offer, finite_points
 
 WIDTH, HEIGHT = 720, 380
 LEFT, RIGHT, TOP, BOTTOM = 74, 30, 46, 52
+LABEL_WIDTH = 70
 STYLE = (
     "svg.kl{font:13px system-ui,sans-serif}svg.kl .bg{fill:#fff}svg.kl text{fill:#1f2328}svg.kl .dim{fill:#59636e}"
     "svg.kl .grid{stroke:#d1d9e0}svg.kl .line{stroke:#0969da;fill:none;stroke-width:2}svg.kl .dot{fill:#0969da}"
@@ -43,7 +44,7 @@ def kl_picture(offered: Sequence[Offer]) -> str | None:
         f'<svg xmlns="http://www.w3.org/2000/svg" class="kl" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         'aria-labelledby="kl-title kl-text">',
         '<title id="kl-title">KL divergence against size</title>',
-        f'<desc id="kl-text">{_text(described)}</desc>',
+        f'<desc id="kl-text">{html_text(described[:2000])}</desc>',
         f"<style>{STYLE}</style>",
         f'<rect class="bg" width="{WIDTH}" height="{HEIGHT}" rx="6"/>',
         f'<text x="{LEFT}" y="26" font-weight="600">Divergence from the original against size</text>',
@@ -62,10 +63,12 @@ def kl_picture(offered: Sequence[Offer]) -> str | None:
     for number, (size, kl, kind) in enumerate(points):
         across, down = x(size), y(kl)
         parts.append(f'<circle class="dot" cx="{across:.1f}" cy="{down:.1f}" r="5"/>')
-        # Labels stand above and below in turn, where points lie close together.
-        place = down - 11 if number % 2 == 0 else down + 21
-        anchor = "end" if across > WIDTH - RIGHT - 60 else "start" if across < LEFT + 60 else "middle"
-        parts.append(f'<text x="{across:.1f}" y="{place:.1f}" text-anchor="{anchor}">{_text(kind)}</text>')
+        # The line falls to the right, so there is room above it to the right, and below it to the left.
+        is_above = number % 2 == 0 and number + 1 < len(points)
+        left = across - 6 if across > LEFT + LABEL_WIDTH else across + 6
+        place = f'x="{across + 7:.1f}" y="{down - 7:.1f}"' if is_above else f'x="{left:.1f}" y="{down + 18:.1f}"'
+        anchor = "end" if not is_above and left < across else "start"
+        parts.append(f'<text {place} text-anchor="{anchor}">{html_text(kind)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -73,8 +76,3 @@ def _top_decade(values: Sequence[float]) -> int:
     """Return the power of ten above all values, and at least one above the one below them."""
     low = math.floor(math.log10(min(values)))
     return max(low + 1, math.ceil(math.log10(max(values))))
-
-
-def _text(text: str) -> str:
-    """Return a text for SVG, without characters that XML does not have."""
-    return html.escape("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text[:2000]))

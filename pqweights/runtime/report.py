@@ -187,6 +187,7 @@ def make_record(
         identity = saved.fingerprint if saved else fingerprint(path)
     known = report.to_json()["settings"] | row.to_json()
     known |= {
+        "part": None,  # which write_record knows
         "text": base_name(settings.text),
         "text_sha256": saved.text_sha256 if saved else hashlib.sha256((text or "").encode()).hexdigest(),
         "tokenizer": None if tokenizer is None else base_name(tokenizer),

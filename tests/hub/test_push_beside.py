@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from commands import done
 from gguf_files import write_llama
 from hub_cases import TARGET, Client, files_of
 from loopback_hub import LoopbackHub
+from measurements import measure
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
@@ -122,3 +124,17 @@ def test_evaluations_stay_with_the_manifest_that_they_are_of(hub: LoopbackHub, c
     assert hub.repositories[TARGET].read("model-Q4_0.pqweights-eval.json") == b"{}"
     assert "model-Q4_0.pqweights-eval.json" in pushed(client, made / "q4")["deleted"]
     assert hub.repositories[TARGET].read("pqweights-eval.json") == b"{}"
+
+
+def test_the_card_has_one_table_and_one_picture_of_all_types(
+    hub: LoopbackHub, client: Client, made: Path, tmp_path: Path
+) -> None:
+    folders = [Path(shutil.copytree(made / name, tmp_path / name)) for name in ("q4", "q8")]
+    for folder, kl in zip(folders, (0.05, 0.004), strict=True):
+        measure(folder, {None: kl})
+        pushed(client, folder)
+    card = hub.repositories[TARGET].read("README.md").decode()
+    assert all(f"| {kind} | `model-{kind}.gguf` |" in card for kind in ("Q4_0", "Q8_0"))
+    assert "| 0.05000 ±" in card and "| 0.00400 ±" in card and "](pqweights-kl.svg)" in card
+    assert all(kind in hub.repositories[TARGET].read("pqweights-kl.svg").decode() for kind in ("Q4_0", "Q8_0"))
+    assert ": ok: " in client.well("verify", TARGET).stdout
