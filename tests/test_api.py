@@ -25,13 +25,13 @@ PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 FUNCTIONS = ("plan", "quantize", "export", "verify", "rebuild", "inspect", "generate")
 # Options that are about printing, or belong to another function of the API.
 ONLY_COMMANDS = {
-    "plan": {"json", "summary", "quiet"},
+    "plan": {"json", "html", "summary", "quiet"},
     "quantize": {"json", "dry_run", "summary", "quiet"},
     "export": {"json", "quiet"},
     "verify": {"json", "quiet"},
     "rebuild": {"json", "quiet"},
     "generate": {"json", "quiet", "prompt"},
-    "inspect": {"json", "summary", "quiet"},
+    "inspect": {"json", "html", "summary", "quiet"},
 }
 RENAMED = {"set": "set_format", "from": "source"}
 

@@ -20,6 +20,8 @@ from pqweights.planning.plan import INTEGER, QUANTIZE, TensorPlan
 Pair = tuple[TensorPlan, TensorRecord]
 
 STEPS = 8
+# A stack of layers that have nothing in common would need a row for each tensor of each layer.
+MOST_CELLS = 40_000
 # A scale over less would show noise as if it were a difference.
 SMALLEST_SPAN = 2.0
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -107,6 +109,8 @@ def legend(scale: Scale) -> str:
 def heat_map(name: str, rows: Sequence[Row], scale: Scale | None) -> str:
     """Return the table of one stack of layers. name: what stands before the numbers of its layers"""
     layers = sorted({layer for row in rows for layer in row.cells})
+    if len(rows) * len(layers) > MOST_CELLS:
+        return f"<p>{html_text(name)}: {len(rows)} kinds of tensors in {len(layers)} layers are too many for a map.</p>"
     head = "".join(f'<th scope="col">{layer}</th>' for layer in layers)
     caption = f"{html_text(name)}: {len(rows)} kinds of tensors in {len(layers)} layers; in each cell bits per weight"
     body = []

@@ -154,7 +154,9 @@ def _maps(by_part: dict[str, list[Pair]]) -> str:
         scale = scale_for(groups)
         maps = [legend(scale)] if scale is not None else []
         maps += [heat_map(name, rows, scale) for name, rows in layered.items()]
-        maps += [_table("Tensors of no layer", TENSOR_TITLES, map(_tensor_row, others))] if others else []
+        shown = others[:MOST_LISTED]
+        more = f": the first {len(shown)} of {len(others)}" if len(others) > len(shown) else ""
+        maps += [_table(f"Tensors of no layer{more}", TENSOR_TITLES, map(_tensor_row, shown))] if others else []
         content = "\n".join(maps)
         if part:
             is_open = " open" if number == 0 else ""
@@ -265,6 +267,6 @@ def _all(pairs: Sequence[Pair]) -> str:
                 *shown, _, remark = _tensor_row(cell[0], name, len(cell))
                 rows.append([*shown, _number(error_of(cell)), remark])
     if len(rows) > MOST_LISTED:
-        return f"<p>{len(rows):,} rows, which inspect --json lists; the maps above show them.</p>"
+        return f"<p>{len(rows):,} rows, which inspect --json lists.</p>"
     said = f"<summary>{counted(len(pairs), 'tensor')}</summary>"
     return f"<details>{said}{_table('All tensors, those of experts together', TENSOR_TITLES, rows)}</details>"
