@@ -5,9 +5,9 @@ layer got, and the gradients before it, lie on the disk between its passes:
 
 1. Forward: the hidden states before each layer.
 2. Backward, from the last layer to the first: each is computed again, now with gradients. Its weights get their g and,
-   from the moments H of their inputs, the scales of their columns; of H nothing else is kept. From how large the scaled
-   weights are follows what they would take at any step, and so the step of the whole model for the wanted size.
-3. Encoding: each layer is computed once more for H, and its weights are encoded with that step.
+   from the moments H of their inputs, the scales of their columns; H is kept where there is room. From how large the
+   scaled weights are follows what they would take at any step, and so the step of the whole model for the wanted size.
+3. Encoding: each layer is computed once more for H, unless that was kept, and its weights are encoded with that step.
 
 Each expert of a stack is a matrix of its own. docs/calibration.md has the method. Every layer's part of a pass is a
 file, so an interrupted calibration goes on with the layer at which it stopped.
@@ -20,7 +20,7 @@ import itertools
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from math import prod
@@ -47,7 +47,7 @@ from pqweights.calibrate.calibrated_weights import (
 from pqweights.calibrate.layer_passes import LayerPasses
 from pqweights.calibrate.layer_statistics import InputMoments, LayerStatistics, moments_of_inputs
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
-from pqweights.checkpoint.writer import disk_errors
+from pqweights.checkpoint.writer import disk_errors, free_bytes
 from pqweights.common.threads import Progress
 from pqweights.convert.distributed.engine import RayEngine
 from pqweights.convert.distributed.worker import ClusterWork
@@ -66,7 +66,12 @@ Doubles = npt.NDArray[np.float64]
 _TOLERANCE, _ATTEMPTS = 0.005, 3
 # Of Python, torch and transformers before they do anything.
 PROCESS_BYTES = 1_000_000_000
+# Moments of all layers that the backward pass keeps on the disk, while they take at most this share of what is free
+# there. The others are computed again, from the same numbers.
+MOST_KEPT_BYTES, SHARE_OF_FREE = 4_000_000_000, 0.25
 Codes = dict[str, tuple[ColumnCodes, CodeMeasures]]  # of weights, by name
+OfWeights = tuple[list[CalibratedWeight], list[Tensor]]  # weights that multiply the same inputs, and the blocks of H
+_MOMENTS, _INPUTS = "moments", "inputs"  # of files on the disk, and of what lies in them
 
 # An expert that reads fewer of the sample's tokens is not known well enough: one with a tensor of its own is not
 # calibrated, and one of a stack gets the inputs of the whole stack, as if so many tokens had reached it.
@@ -256,8 +261,9 @@ class LayerwiseCalibration:
         known = {label: gradients for label, gradients in found.items() if gradients is not None}
         stacks = {weight.name for weight in own if weight.label in known and weight.number is not None}
         pooled = {weight.label for weight in own if weight.name in stacks and weight.label not in known}
+        is_kept = not keep_moments and not pooled and self._has_room(statistics)
         result: dict[str, npt.NDArray[Any]] = {}
-        for weights, read in self._inputs(number, statistics, set(known), pooled):
+        for vector, (weights, read) in enumerate(self._inputs(number, statistics, set(known), pooled)):
             damping, moments, count = read.damping(), read.mean(), read.count
             if weights[0].label in pooled:
                 of_stack = self._gradients_of_stack(number, weights[0].name, statistics, count)
@@ -265,6 +271,9 @@ class LayerwiseCalibration:
                 result |= {f"{weight.label}:pooled": np.array(count) for weight in weights}
             squares = [known[weight.label] for weight in weights]
             self._passes.check_finite(number, *moments, *map(torch.from_numpy, squares))
+            if is_kept:
+                self._passes.save(_of_layer(layer), vector, stored_moments(_INPUTS, moments))
+                result |= {f"{weight.label}:vector": np.array(vector) for weight in weights}
             inputs = None if keep_moments else factors_of(moments, damping)
             for weight, gradients in zip(weights, squares, strict=True):
                 result[f"{weight.label}:damping"] = np.array(damping)
@@ -273,8 +282,15 @@ class LayerwiseCalibration:
                 else:
                     along_rows = statistics.along_rows(weight.place.matrix.parameter)
                     values = weight.values(parameters, along_rows=along_rows)
-                    result |= described(weight.label, values, inputs, gradients)
+                    result |= described(weight.label, values, inputs, gradients, along_rows=along_rows)
         self._passes.save(kind, layer, result)
+
+    def _has_room(self, statistics: LayerStatistics[InputMoments]) -> bool:
+        """Whether the moments of a layer may be kept."""
+        sizes = [part.stop - part.start for read in statistics.collected.values() for part in read.parts]
+        kept = sum(path.stat().st_size for path in self.work.glob(f"{_MOMENTS}-*.safetensors"))
+        more: int = sum(4 * size * size for size in sizes)
+        return kept + more <= MOST_KEPT_BYTES and more <= SHARE_OF_FREE * free_bytes(self.work)
 
     def _gradients(self, layer: int, weight: CalibratedWeight, seen: LayerStatistics[InputMoments]) -> Doubles | None:
         """Return the g of a weight, [N]; None if too little is known of it."""
@@ -429,39 +445,52 @@ class LayerwiseCalibration:
 
     def _layer_codes(self, layer: int, step: float) -> Codes:
         known = load_file(self._passes.file("statistics", layer))
+        if any(key.endswith(":vector") for key in known):
+            with self.model.loaded(layer):
+                return self._codes(layer, known, self._kept_inputs(layer, known), step)
         labels, pooled = (
             {key.rpartition(":")[0] for key in known if key.endswith(end)} for end in (":energies", ":pooled")
         )
         codes = Codes()
 
         def encode(seen: LayerStatistics[InputMoments]) -> None:
-            parameters, encoded = self.model.parameters_of(layer), dict[str, EncodedMatrix]()
-            for weights, read in self._inputs(layer, seen, labels - pooled, pooled):
-                inputs = factors_of(read.mean(), float(known[f"{weights[0].label}:damping"]))
-                for weight in weights:
-                    along_rows = seen.along_rows(weight.place.matrix.parameter)
-                    values = weight.values(parameters, along_rows=along_rows)
-                    encoded[weight.label] = self._encoded(weight, values, inputs, known, step)
-            for name, group in itertools.groupby(self.weights.get(layer, ()), lambda weight: weight.name):
-                weights = list(group)
-                if all(weight.label in encoded for weight in weights):
-                    transposed = seen.along_rows(weights[0].place.matrix.parameter) == weights[0].transposed
-                    parts = [encoded.pop(weight.label) for weight in weights]
-                    codes[name] = together(parts, is_stack=weights[0].number is not None, transposed=transposed)
+            read = self._inputs(layer, seen, labels - pooled, pooled)
+            codes.update(self._codes(layer, known, ((weights, inputs.mean()) for weights, inputs in read), step))
 
         self._passes.forward(layer, lambda: self._statistics(layer), encode)
         return codes
 
     def _outside_codes(self, step: float) -> Codes:
         known = load_file(self._passes.file("statistics", self.model.layers))
-        codes = Codes()
+        of_each = (([weight], moments_of(weight.label, known)) for weight in self.weights.get(OUTSIDE, ()))
         with self.model.loaded(OUTSIDE):
-            parameters = self.model.parameters_of(OUTSIDE)
-            for weight in self.weights.get(OUTSIDE, ()):
-                if moments := moments_of(weight.label, known):
-                    inputs = factors_of(moments, float(known[f"{weight.label}:damping"]))
-                    encoded = self._encoded(weight, weight.values(parameters), inputs, known, step)
-                    codes[weight.name] = together([encoded], is_stack=False, transposed=weight.transposed)
+            return self._codes(OUTSIDE, known, ((weights, moments) for weights, moments in of_each if moments), step)
+
+    def _kept_inputs(self, layer: int, known: Mapping[str, npt.NDArray[Any]]) -> Iterator[OfWeights]:
+        """Yield the weights of a layer that multiply the same inputs, and the moments of these that were kept."""
+        own = [weight for weight in self.weights[layer] if f"{weight.label}:vector" in known]
+        vectors = {weight.label: int(known[f"{weight.label}:vector"]) for weight in own}
+        for vector in sorted(set(vectors.values())):
+            kept = load_file(self._passes.file(_of_layer(layer), vector))
+            yield [weight for weight in own if vectors[weight.label] == vector], moments_of(_INPUTS, kept)
+
+    def _codes(
+        self, layer: int, known: Mapping[str, npt.NDArray[Any]], inputs: Iterable[OfWeights], step: float
+    ) -> Codes:
+        """Encode the weights of a layer, which is loaded. known: of them. step: of the model"""
+        parameters, encoded, codes = self.model.parameters_of(layer), dict[str, EncodedMatrix](), Codes()
+        along_rows = {key.rpartition(":")[0]: bool(known[key]) for key in known if key.endswith(":along_rows")}
+        for weights, moments in inputs:
+            factors = factors_of(moments, float(known[f"{weights[0].label}:damping"]))
+            for weight in weights:
+                values = weight.values(parameters, along_rows=along_rows[weight.label])
+                encoded[weight.label] = self._encoded(weight, values, factors, known, step)
+        for name, group in itertools.groupby(self.weights.get(layer, ()), lambda weight: weight.name):
+            weights = list(group)
+            if all(weight.label in encoded for weight in weights):
+                transposed = along_rows[weights[0].label] == weights[0].transposed
+                parts = [encoded.pop(weight.label) for weight in weights]
+                codes[name] = together(parts, is_stack=weights[0].number is not None, transposed=transposed)
         return codes
 
     def _encoded(
@@ -490,6 +519,11 @@ def _nothing() -> None:
 
 def _unseen(done: int, total: int, what: str) -> None:
     """Show no progress: the driver counts layers."""
+
+
+def _of_layer(layer: int) -> str:
+    """Return what the files with the moments of a layer are called, of which each vector of inputs has one."""
+    return f"{_MOMENTS}-{layer:04}"
 
 
 def _step_for(bits: Callable[[float], float], wanted: float) -> float:

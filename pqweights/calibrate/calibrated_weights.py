@@ -88,9 +88,12 @@ def moments_of(label: str, known: Mapping[str, npt.NDArray[Any]]) -> list[Tensor
     return [torch.from_numpy(known[key]) for key in sorted(known) if key.startswith(f"{label}:moments-")]
 
 
-def described(label: str, values: Floats, inputs: InputFactors, gradients: Doubles) -> dict[str, npt.NDArray[Any]]:
+def described(
+    label: str, values: Floats, inputs: InputFactors, gradients: Doubles, *, along_rows: bool = True
+) -> dict[str, npt.NDArray[Any]]:
     """Return what is kept of a weight [N, K] until it is encoded.
 
+    along_rows: whether the model has it so
     energies, spread: see scaled_energies and spread_of
     energy: the sum of g_i w_i H w_i over the rows
     """
@@ -100,6 +103,7 @@ def described(label: str, values: Floats, inputs: InputFactors, gradients: Doubl
         f"{label}:energies": scaled_energies(values, inputs, gradients=gradients),
         f"{label}:spread": spread_of(inputs),
         f"{label}:shape": np.array(values.shape),
+        f"{label}:along_rows": np.array(along_rows),
     }
 
 

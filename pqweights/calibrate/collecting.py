@@ -17,6 +17,8 @@ Doubles = npt.NDArray[np.float64]
 
 # One window in this many is held back, to check what was learned from the others.
 HELD_BACK_OF = 4
+# Rows of a sum of products that are computed together, from the diagonal on: those below it are the same numbers.
+ROWS_TOGETHER = 256
 
 
 def check_windows(windows: int, window: int) -> None:
@@ -90,6 +92,10 @@ class ProductSums:
     def blocks(self) -> list[torch.Tensor]:
         """The blocks, which may be changed."""
         self._add_up()
+        for block in self._sums:
+            for stop in range(ROWS_TOGETHER, len(block), ROWS_TOGETHER):
+                own = slice(stop - ROWS_TOGETHER, stop)
+                block[stop:, own] = block[own, stop:].T
         return self._sums
 
     def _add_up(self) -> None:
@@ -99,7 +105,10 @@ class ProductSums:
             rows = torch.cat(self._rows)
             self._rows.clear()
             for part, block in zip(self.parts, self._sums, strict=True):
-                block.addmm_(rows[:, part].T, rows[:, part])
+                of_block = rows[:, part]
+                for start in range(0, len(block), ROWS_TOGETHER):
+                    own = slice(start, start + ROWS_TOGETHER)
+                    block[own, start:].addmm_(of_block[:, own].T, of_block[:, start:])
 
 
 class VectorInputs:

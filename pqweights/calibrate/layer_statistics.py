@@ -73,12 +73,13 @@ class InputMoments:
         held = torch.cat(self._held) if self._held else torch.empty(0, 0)
         if not len(held):
             return DAMPING
-        others = [held[:, part] for part in self.parts]
+        others = ProductSums(self.parts)
+        others.add(held)
         seen = [
-            (total - own.T @ own).div_(self.count - len(held))
-            for total, own in zip(self._sums.blocks, others, strict=True)
+            (total - own).div_(self.count - len(held))
+            for total, own in zip(self._sums.blocks, others.blocks, strict=True)
         ]
-        return best_damping([block.numpy() for block in seen], [own.numpy() for own in others])
+        return best_damping([block.numpy() for block in seen], [held[:, part].numpy() for part in self.parts])
 
     def mean(self) -> list[Tensor]:
         """Return the blocks of H, off their diagonals shrunk for few inputs; what was added is forgotten."""

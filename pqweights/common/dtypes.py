@@ -109,4 +109,7 @@ def from_float32(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.
 
 def convert(raw: npt.NDArray[np.uint8], source: str, target: str) -> npt.NDArray[np.uint8]:
     """Convert raw bytes of one floating-point dtype to those of another, through float32."""
-    return raw if source == target else from_float32(to_float32(raw, source), target)
+    if source == target:
+        return raw
+    values = to_float32(raw, source)
+    return values.view(np.uint8) if target == "F32" else from_float32(values, target)

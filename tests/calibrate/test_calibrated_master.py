@@ -144,6 +144,21 @@ def test_an_interrupted_calibration_goes_on_and_ends_with_the_same_bytes(
     assert len(set(steps)) > 5
 
 
+@pytest.mark.parametrize("room", [0, 700_000], ids=["none", "those of one layer"])
+def test_moments_that_are_not_kept_are_computed_again_to_the_same_bytes(
+    room: int, source: Path, master: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrated, "MOST_KEPT_BYTES", room)
+    out, kept = tmp_path / "out", set[str]()
+
+    def look(*_: Any) -> None:
+        kept.update(path.name.split("-")[1] for path in tmp_path.glob(".*/moments-*"))
+
+    pqweights.quantize(source, out, "t3", calibrate="self", **SHORT, calibration_progress=look)
+    assert kept == ({"0001"} if room else set())
+    assert folder_bytes(out) == folder_bytes(master)
+
+
 def test_layers_are_encoded_by_tasks_of_a_cluster_to_the_same_bytes(
     source: Path, master: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
