@@ -55,6 +55,7 @@ def command(
     rounding: options.Rounding = None,
     calibrate: options.CalibrateInputs = None,
     calibration_tokens: options.CalibrationTokens = DEFAULT_SAMPLE_TOKENS,
+    save_sample: options.SaveSample = None,
     imatrix: options.Imatrix = None,
     save_imatrix: options.SaveImatrix = None,
     packing: options.Packing = None,

@@ -300,12 +300,21 @@ Calibrate = Annotated[
     typer.Option(
         metavar=SAMPLES,
         help="Calibrate the weights of the trellis, layer by layer: on text that the model writes itself and texts "
-        "that come with pqweights (self), a FILE or a folder of *.txt, or a data set of the Hub. Takes longer, "
-        "for much less divergence in the same bytes. For a target with other codecs, it measures there how much each "
-        "weight matters.",
+        "that come with pqweights (self), a FILE, a folder of *.txt, what --save-sample wrote, or a data set of the "
+        "Hub. Takes longer, for much less divergence in the same bytes. For a target with other codecs, it measures "
+        "there how much each weight matters.",
     ),
 ]
 CalibrationTokens = Annotated[int, typer.Option(help="Number of tokens of the sample.")]
+SaveSample = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.safetensors",
+        show_default=False,
+        help="Also write the tokens of the sample to FILE.safetensors, which --calibrate takes for other results of "
+        "the model: a sample is then drawn once for all.",
+    ),
+]
 Rate = Annotated[
     str,
     typer.Option(

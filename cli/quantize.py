@@ -35,6 +35,7 @@ def command(
     awq: options.Awq = None,
     calibrate: options.Calibrate = None,
     calibration_tokens: options.CalibrationTokens = DEFAULT_SAMPLE_TOKENS,
+    save_sample: options.SaveSample = None,
     rate: options.Rate = BY_MODEL,
     allow_pickle: options.AllowPickle = False,
     include_files: options.IncludeFiles = None,

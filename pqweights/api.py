@@ -151,6 +151,7 @@ def quantize(
     awq: StrPath | None = None,
     calibrate: StrPath | None = None,
     calibration_tokens: int = DEFAULT_SAMPLE_TOKENS,
+    save_sample: StrPath | None = None,
     rate: Literal["model", "tensor"] = BY_MODEL,
     allow_pickle: bool = False,
     include_files: str | Sequence[str] = (),
@@ -182,9 +183,10 @@ def quantize(
     leave_out: patterns of the names of tensors that the result does not get
     strict: fail if the error of a tensor is above the limit of its codec, even after it is rescued
     awq: scale input channels before quantizing, with scales that are searched on a sample of text, as for `calibrate`
-    calibrate: calibrate the weights of the trellis, on "self", "mixture", a text file or folder, or a data set; for a
-        target with other codecs, measure there how much each weight matters
+    calibrate: calibrate the weights of the trellis, on "self", "mixture", a text file or folder, a file.safetensors of
+        `save_sample`, or a data set; for a target with other codecs, measure there how much each weight matters
     calibration_tokens: the number of tokens of that sample
+    save_sample: a file.safetensors for that sample, which `calibrate` then takes for other results of the model
     rate: whether weights that matter more get more bits (model), or what the recipe gives each (tensor)
     allow_pickle: also read pickled weights, with torch's restricted loader
     include_files: patterns of further files of the source that are copied
@@ -239,6 +241,7 @@ def export(
     rounding: Literal["plain", "gptq", "importance"] | None = None,
     calibrate: StrPath | None = None,
     calibration_tokens: int = DEFAULT_SAMPLE_TOKENS,
+    save_sample: StrPath | None = None,
     imatrix: StrPath | None = None,
     save_imatrix: StrPath | None = None,
     packing: str | None = None,
@@ -282,7 +285,8 @@ def export(
     bits, group_size: of integers: bits of a code, by default 4, and weights that share a scale, by default 128 or 64
     qparams: how scales and offsets are chosen: by least squares (best), or as the runtime's converter does (minmax)
     rounding: to the nearest codes (plain), so that errors cancel in the outputs (gptq), or by importance (for gguf)
-    calibrate, calibration_tokens: the sample from which the inputs of weights are learned, as in `quantize`
+    calibrate, calibration_tokens, save_sample: the sample from which the inputs of weights are learned, as in
+        `quantize`
     imatrix: for gguf: a file of importances of llama.cpp, in place of a sample
     save_imatrix: for gguf: where to write the importances that a sample gave, for llama.cpp's quantizer
     packing: for torchao in INT4: the layout of codes

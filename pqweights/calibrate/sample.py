@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from safetensors.numpy import load_file
 from torch import Tensor
 
 from pqweights import __version__
 from pqweights.calibrate.contents import Contents
-from pqweights.calibrate.layer_passes import save_whole
+from pqweights.calibrate.sample_file import SUFFIX, TOKENS, Windows, read_sample, write_sample
 from pqweights.calibrate.sample_text import is_data_set, prose, sample_text
 from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, described_folder
@@ -27,7 +25,7 @@ from pqweights.common.threads import slow_step
 from pqweights.convert.convert import convert
 from pqweights.convert.task import RunOptions
 from pqweights.errors import EvaluationError, SourceError
-from pqweights.planning.options import MIXTURE, SELF, QuantizeOptions
+from pqweights.planning.options import MIXTURE, SELF, QuantizeOptions, path_of
 from pqweights.planning.recipe import load_recipe
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import check_loaded
@@ -35,8 +33,6 @@ from pqweights.runtime.packages import Refused, quiet
 from pqweights.runtime.texts import check_vocabulary, encode, has_tokenizer, load_tokenizer, with_bos
 from pqweights.storage import open_store
 from pqweights.targets.master import plan_quantize
-
-Windows = npt.NDArray[np.int64]  # token ids, [windows, tokens]
 
 # Tokens of a window of the sample, unless the model takes fewer.
 WINDOW = 256
@@ -55,8 +51,10 @@ class SampleOf:
 
     source: the folder of the model
     checkpoint: it, opened
-    text: SELF for tokens that the model draws, and the prose of the mixture if it knows such; or what sample_text takes
-    tokens: how many
+    text: SELF for tokens that the model draws, and the prose of the mixture if it knows such; a file of a sample; or
+        what sample_text takes
+    tokens: how many at most
+    save: the file that it is also written to; None for no such
     allow_pickle, leave_out: as in QuantizeOptions
     """
 
@@ -66,6 +64,7 @@ class SampleOf:
     tokens: int
     allow_pickle: bool = False
     leave_out: Sequence[str] = ()
+    save: Path | None = None
 
     @staticmethod
     def of(source: Path, checkpoint: Checkpoint, text: str, options: QuantizeOptions) -> SampleOf:
@@ -77,6 +76,7 @@ class SampleOf:
             tokens=options.calibration_tokens,
             allow_pickle=options.allow_pickle,
             leave_out=options.leave_out,
+            save=path_of(options.save_sample),
         )
 
     @functools.cached_property
@@ -86,12 +86,19 @@ class SampleOf:
 
     @property
     def kind(self) -> str:
-        """SELF, MIXTURE, the name of a data set, or "text" for files."""
+        """SELF, MIXTURE, the name of a data set, TOKENS for a file of a sample, or "text" for other files."""
+        if self.text.endswith(SUFFIX):
+            return TOKENS
         return self.text if self.text in (SELF, MIXTURE) or is_data_set(self.text) else "text"
 
     @property
     def digest(self) -> str:
-        """The hash of the text, of SELF that of the prose. Raises EvaluationError for a text that cannot be read."""
+        """The hash of the text, of SELF that of the prose, or of the tokens in a file.
+
+        Raises EvaluationError if these cannot be read.
+        """
+        if self._given is not None:
+            return hashlib.sha256(f"{self._given.shape} ".encode() + self._given.tobytes()).hexdigest()
         read = prose() if self.text == SELF else self.words
         return (SELF if self.text == SELF else "") + hashlib.sha256(read.encode()).hexdigest()
 
@@ -110,10 +117,27 @@ class SampleOf:
         digest = self.digest  # first, because a wrong text is found in no time
         return [__version__, sorted(self.contents.digests.items()), digest, self.tokens, WINDOW, SEED]
 
+    @functools.cached_property
+    def _given(self) -> Windows | None:
+        """The tokens in a file, as many as are wanted; None for another sample. Raises EvaluationError."""
+        if self.kind != TOKENS:
+            return None
+        ids = read_sample(Path(self.text), self._described)
+        if ids.size < FEWEST_TOKENS:
+            raise EvaluationError(f"{self.text}: expected at least {FEWEST_TOKENS} tokens, found {ids.size}")
+        return ids[: max(1, self.tokens // ids.shape[1])]
+
+    @property
+    def _described(self) -> Path:
+        """The folder with configuration and tokenizer."""
+        return described_folder(self.checkpoint, self.source)
+
     @property
     def shape(self) -> tuple[int, int]:
         """The windows, and the tokens of each; a short text has fewer windows."""
-        size = min(WINDOW, read_folder(described_folder(self.checkpoint, self.source)).context or WINDOW)
+        if self._given is not None:
+            return self._given.shape
+        size = min(WINDOW, read_folder(self._described).context or WINDOW)
         return max(1, self.tokens // size), size
 
     def ids(self, work: Path, threads: int) -> Tensor:
@@ -121,14 +145,22 @@ class SampleOf:
         file = work / "sample.safetensors"
         if not file.exists():
             windows, size = self.shape
-            ids = self._own(work, (windows, size), threads).numpy() if self.text == SELF else self._read(windows, size)
+            if self._given is not None:
+                ids = self._given
+            elif self.text == SELF:
+                ids = self._own(work, (windows, size), threads).numpy()
+            else:
+                ids = self._read(windows, size)
             self.check_source()
-            save_whole(file, {"ids": ids})
-        return torch.from_numpy(load_file(file)["ids"])
+            write_sample(file, ids, self._described)
+        ids = read_sample(file, self._described)
+        if self.save is not None:
+            write_sample(self.save, ids, self._described)
+        return torch.from_numpy(ids)
 
     def _read(self, windows: int, size: int) -> Windows:
         """Cut the text. Raises EvaluationError if it is too short, or there is no tokenizer."""
-        described = described_folder(self.checkpoint, self.source)
+        described = self._described
         if not has_tokenizer(described):
             raise EvaluationError(
                 f"{described}: expected a tokenizer to read the text with, found none; put its files there"
@@ -143,7 +175,7 @@ class SampleOf:
 
     def texts(self, windows: int, size: int) -> Tensor:
         """Cut the prose of the mixture, for up to so many windows; none if no tokenizer of the model can read it."""
-        described = described_folder(self.checkpoint, self.source)
+        described = self._described
         found = np.empty((0, size), dtype=np.int64)
         if windows and has_tokenizer(described):
             with contextlib.suppress(EvaluationError, SourceError):

@@ -37,7 +37,7 @@ from pqweights.errors import SourceError
 from pqweights.planning.calibration import states_bytes
 from pqweights.planning.choice import DEFAULT_RECIPE
 from pqweights.planning.inputs import InputVector, WeightInputs
-from pqweights.planning.options import SampleOptions
+from pqweights.planning.options import SampleOptions, path_of
 from pqweights.planning.recipe import load_recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.storage import Store
@@ -64,10 +64,18 @@ def inputs_of(
     if not source.is_dir() and not is_gguf(source):
         raise SourceError(f"{source}: expected the folder of a model for `calibrate`, found a file")
     text = str(options.calibrate)
-    sample = SampleOf(source=source, checkpoint=checkpoint, text=text, tokens=options.calibration_tokens)
+    sample = SampleOf(
+        source=source,
+        checkpoint=checkpoint,
+        text=text,
+        tokens=options.calibration_tokens,
+        save=path_of(options.save_sample),
+    )
     check_windows(*sample.shape)
     key = hashlib.sha256(json.dumps(sample.stated).encode()).hexdigest()
     with worked_on_in(folder_beside(out), out, key, threads, sample.contents.is_same) as work:
+        if sample.save is not None:
+            sample.ids(work, threads)
         yield SampledInputs(sample=sample, work=work, identity=key, threads=threads)
 
 

@@ -92,6 +92,7 @@ class SampleOptions(Options):
     calibration_tokens: int = option(
         default=DEFAULT_SAMPLE_TOKENS, least=FEWEST_SAMPLE_TOKENS, needs=(("calibrate",), "which reads them")
     )
+    save_sample: StrPath | None = option(checks.location, default=None, needs=(("calibrate",), "which takes it"))
 
 
 @options
@@ -116,6 +117,7 @@ class QuantizeOptions(RecipeOptions, SampleOptions, SourceOptions):
     calibration_tokens: int = option(
         default=DEFAULT_SAMPLE_TOKENS, least=FEWEST_SAMPLE_TOKENS, needs=(("calibrate", "awq"), "which reads them")
     )
+    save_sample: StrPath | None = option(checks.location, default=None, needs=(("calibrate", "awq"), "which take it"))
     rate: str = option(default=BY_MODEL, choices=(BY_MODEL, BY_TENSOR), needs=(("calibrate",), "which shares them"))
     lossless: bool = option(
         default=False,

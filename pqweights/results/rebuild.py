@@ -184,7 +184,7 @@ def _recipe(stated: dict[str, Any]) -> Recipe:
 
 def _stated_sample(option: str, about: dict[str, Any], given: RebuildOptions) -> dict[str, Any]:
     """Return the option that names a sample, of which a manifest has the kind, the size and the digest."""
-    if given.calibrate is None and about["sample"] == "text":
-        raise OptionError("`calibrate`: the sample was a text of the user's, of which the manifest has only the digest")
+    if given.calibrate is None and about["sample"] in ("text", "tokens"):
+        raise OptionError("`calibrate`: the sample was a file of the user's, of which the manifest has only the digest")
     tokens = about["tokens"] + about.get("held_back_tokens", 0)
     return {option: given.calibrate or about["sample"], "calibration_tokens": tokens}

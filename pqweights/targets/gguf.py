@@ -391,6 +391,7 @@ TARGET = ExportTarget(
         "rounding",
         "calibrate",
         "calibration_tokens",
+        "save_sample",
         "imatrix",
         "save_imatrix",
     ),

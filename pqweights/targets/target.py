@@ -28,7 +28,7 @@ from pqweights.targets.loading import LoadableModel
 # The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
 TORCHAO, COMPRESSED_TENSORS = "torchao", "compressed-tensors"
 # The options of a target of integers beside its own.
-INTEGER_OPTIONS = ("bits", "group_size", "qparams", "rounding", "calibrate", "calibration_tokens")
+INTEGER_OPTIONS = ("bits", "group_size", "qparams", "rounding", "calibrate", "calibration_tokens", "save_sample")
 # Those of a target that can give weights different formats.
 RECIPE_OPTIONS = ("format", "recipe", "keep", "set_format", "target_size", "target_bpw", "sensitivity")
 

@@ -113,6 +113,19 @@ def test_a_calibrated_master_is_proved_from_its_source(source: Path, master: Pat
     assert pqweights.verify(master, source=source, threads=1).problems == ()
 
 
+def test_a_sample_in_a_file_gives_the_codes_of_the_drawn_one(source: Path, master: Path, tmp_path: Path) -> None:
+    kept, drawn, given = tmp_path / "sample.safetensors", tmp_path / "drawn", tmp_path / "given"
+    pqweights.quantize(source, drawn, "t3", calibrate="self", save_sample=kept, **SHORT)
+    assert folder_bytes(drawn) == folder_bytes(master)
+    pqweights.quantize(source, given, "t3", calibrate=kept, **SHORT)
+    ours, theirs = folder_bytes(given), folder_bytes(drawn)
+    assert {name for name in ours.keys() | theirs if ours.get(name) != theirs.get(name)} == {"pqweights.json"}
+    about, before = manifest(given)["calibrated"], manifest(drawn)["calibrated"]
+    assert about["sample"] == "tokens" and about["sample_sha256"] == before["sample_sha256"]
+    assert "--calibrate" in refused("verify", given, "--from", source, code=2)
+    assert pqweights.verify(given, source=source, calibrate=kept, threads=1).problems == ()
+
+
 def test_the_mixture_serves_where_there_is_neither_text_nor_a_sample(source: Path, tmp_path: Path) -> None:
     pqweights.quantize(source, tmp_path / "mixed", "t3", calibrate="mixture", **SHORT)
     assert manifest(tmp_path / "mixed")["calibrated"]["sample"] == "mixture"
