@@ -78,6 +78,7 @@ def command(
     low_disk: options.LowDisk = False,
     max_shard_size: options.MaxExportedSize = None,
     push: options.Push = None,
+    private: options.Private = False,
     ray: options.Ray = None,
     threads: options.Threads = None,
     overwrite: options.Overwrite = False,

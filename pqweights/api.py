@@ -264,6 +264,7 @@ def export(
     low_disk: bool = False,
     max_shard_size: int | str | None = None,
     push: str | None = None,
+    private: bool = False,
     ray: str | None = None,
     threads: int | None = None,
     overwrite: bool = False,
@@ -281,6 +282,7 @@ def export(
     max_shard_size: as in `quantize`, but for gguf by default what makes one file of nearly every model, 45 GB
     push: ORG/NAME on the Hub, to which each file is sent once it is whole, and removed here; with `low_disk`, the disk
         holds one file of the source and one of the result at a time, and the source is fetched once for each file
+    private: with `push`: create the repository as private; one that exists must be private
     target: "bf16", "torchao", "mlx", "gguf" or "vllm"; each takes some of the options below
     bits, group_size: of integers: bits of a code, by default 4, and weights that share a scale, by default 128 or 64
     qparams: how scales and offsets are chosen: by least squares (best), or as the runtime's converter does (minmax)
@@ -310,6 +312,8 @@ def export(
         raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
     if push is not None and ray is not None:
         raise OptionError("`push`: files are sent by one machine; leave out `ray` or `push`")
+    if private and push is None:
+        raise OptionError("`private`: says how `push` creates a repository; give `push`, or leave it out")
     most_bytes = None if max_shard_size is None else shard_bytes(max_shard_size)
     given, store = located("source", source), open_store(located("out", out))
     if push is not None and store.is_elsewhere:
@@ -326,9 +330,11 @@ def export(
 
         hub, read = HubOptions(token=token, tell=tell), conversion.checkpoint.storage
         read.frees = min(1, read.frees)
-        sending = begin_sending(push, hub, conversion.manifest)
+        sending = begin_sending(push, hub, conversion.manifest, private=private)
         report = convert(conversion, replace(store, sending=sending), checked)
-        pushed = push_folder(store.path, push, hub, options=PushOptions(threads=threads), sent=sending.files)
+        pushed = push_folder(
+            store.path, push, hub, options=PushOptions(threads=threads, private=private), sent=sending.files
+        )
         return replace(report, pushed=pushed)
 
 

@@ -106,19 +106,20 @@ class PushReport:
         }
 
 
-def begin_sending(repository: str, reached: HubOptions, manifest: Manifest) -> Sending:
+def begin_sending(repository: str, reached: HubOptions, manifest: Manifest, *, private: bool) -> Sending:
     """Return where a run sends its files, one by one; the repository is created if it does not exist.
 
     manifest: what the manifest of the result will state
+    private: see PushOptions
 
     Raises HubError if the repository cannot take the result.
     """
     repository, branch = checked_destination(repository, reached.revision)
     hub = Hub(reached.token, reached.tell)
     hub.call("login", lambda: hub.api.whoami())
-    remote, has_branch = find_destination(hub, repository, branch, private=False)
+    remote, has_branch = find_destination(hub, repository, branch, private=private)
     _earlier(remote, manifest, {shard.file for shard in shards_of(manifest)})
-    return Sending(_made_ready(remote, branch, has_branch, private=False), branch)
+    return Sending(_made_ready(remote, branch, has_branch, private=private), branch)
 
 
 def push(

@@ -219,3 +219,13 @@ def test_what_cannot_be_pushed_is_refused_before_anything_is_made(
     assert "denied" in client.line("export", SOURCE, out, *ASKED, *PUSH)
     on_hub.clear_faults()
     client.well("export", SOURCE, out, *ASKED, *PUSH)
+
+
+def test_a_repository_is_made_private_on_request(on_hub: LoopbackHub, client: Client, tmp_path: Path) -> None:
+    client.well("export", SOURCE, tmp_path / "out", *ASKED, *PUSH, "--private")
+    assert on_hub.repositories[TARGET].private
+    on_hub.create("me/public")
+    arguments = ("export", SOURCE, tmp_path / "other", "--target", "bf16", "--private")
+    assert "me/public" in client.line(*arguments, "--push", "me/public") and not (tmp_path / "other").exists()
+    alone = client(*arguments)
+    assert alone.exit_code == 2 and "--private" in alone.stderr and not (tmp_path / "other").exists()
