@@ -96,15 +96,16 @@ class Made:
         return result  # type: ignore[return-value]
 
 
-def make(name: str, folder: Path, change: Any = sharpened) -> Made:
+def make(name: str, folder: Path, change: Any = sharpened, **options: Any) -> Made:
     source = language_models.with_tokenizer(families.build(MODELS[name], folder / "source", change))
-    report = pqweights.quantize(source, folder / "master", "t3", **CALIBRATED)
+    report = pqweights.quantize(source, folder / "master", "t3", **CALIBRATED | options)
     return Made(name, source, folder / "master", report)
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Made:
-    return make(request.param, tmp_path_factory.mktemp(request.param))
+    enough = 3 * TOKENS // 2  # for all experts of all models
+    return make(request.param, tmp_path_factory.mktemp(request.param), calibration_tokens=enough)
 
 
 def logits(folder: Path, **options: Any) -> torch.Tensor:
