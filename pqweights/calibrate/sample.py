@@ -30,7 +30,7 @@ from pqweights.planning.recipe import load_recipe
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import check_loaded
 from pqweights.runtime.packages import Refused, quiet
-from pqweights.runtime.texts import check_vocabulary, encode, has_tokenizer, load_tokenizer, with_bos
+from pqweights.runtime.texts import EncodedText, check_vocabulary, encode, has_tokenizer, load_tokenizer, with_bos
 from pqweights.storage import open_store
 from pqweights.targets.master import plan_quantize
 
@@ -165,13 +165,13 @@ class SampleOf:
             raise EvaluationError(
                 f"{described}: expected a tokenizer to read the text with, found none; put its files there"
             )
-        result = _cut(described, self.words, windows, size)
-        if result.size < FEWEST_TOKENS:
+        encoded = _encoded(described, self.words, windows * size)
+        if len(encoded.ids) // size * size < FEWEST_TOKENS:
             raise EvaluationError(
-                f"the text: expected at least {FEWEST_TOKENS} tokens to calibrate on, found {result.size}; give a "
+                f"the text: expected at least {FEWEST_TOKENS} tokens to calibrate on, found {len(encoded.ids)}; give a "
                 "longer text, self or mixture"
             )
-        return result
+        return _cut(encoded, size)
 
     def texts(self, windows: int, size: int) -> Tensor:
         """Cut the prose of the mixture, for up to so many windows; none if no tokenizer of the model can read it."""
@@ -179,7 +179,7 @@ class SampleOf:
         found = np.empty((0, size), dtype=np.int64)
         if windows and has_tokenizer(described):
             with contextlib.suppress(EvaluationError, SourceError):
-                found = _cut(described, prose(), windows, size)
+                found = _cut(_encoded(described, prose(), windows * size), size)
                 if (found == load_tokenizer(described).unk_token_id).mean() > MOST_UNKNOWN:
                     found = found[:0]
         return torch.from_numpy(found)
@@ -215,10 +215,15 @@ class SampleOf:
         return ids
 
 
-def _cut(source: Path, text: str, windows: int, size: int) -> Windows:
-    """Cut the first windows of a text. Raises EvaluationError for tokens that the model does not know."""
-    encoded = encode(source, text, windows * size, bos=True)
+def _encoded(source: Path, text: str, tokens: int) -> EncodedText:
+    """Return the first tokens of a text. Raises EvaluationError for tokens that the model does not know."""
+    encoded = encode(source, text, tokens, bos=True)
     check_vocabulary(read_folder(source), encoded.ids, encoded.bos)
+    return encoded
+
+
+def _cut(encoded: EncodedText, size: int) -> Windows:
+    """Cut a text into windows; a rest that fills none is left out."""
     count = len(encoded.ids) // size
     pieces = [with_bos(piece, encoded.bos) for piece in encoded.ids[: count * size].reshape(count, size)]
     return np.stack(pieces) if pieces else np.empty((0, size), dtype=np.int64)

@@ -22,6 +22,7 @@ from pqweights.convert.run import Run, ShardMark, open_run
 from pqweights.convert.shard import make_shards
 from pqweights.convert.task import RewriteReport, RunOptions
 from pqweights.errors import ClusterError, MasterError, OutputError, SourceChangedError, SourceError, SourceReadError
+from pqweights.planning.plan import ShardPlan
 from pqweights.storage import Store
 
 
@@ -42,7 +43,15 @@ def convert(conversion: Conversion, store: Store, options: RunOptions = RunOptio
             resumed = _take_up(conversion, run.marks)
             run.send(run.marks)
             conversion.learn(options.progress)
-            marks = _made(conversion, run, options)
+            marks = dict(run.marks)
+            missing = [shard for shard in conversion.plan.shards if shard.file not in marks]
+            if options.engine is not None:
+                marks |= options.engine.make_shards(conversion, run, missing, options.progress)
+            else:
+                for shards in _together(missing, run.store):
+                    marks |= make_shards(
+                        conversion, run, shards, threads=options.threads, progress=options.progress, made=marks
+                    )
             conversion.finish_checks()
         conversion.check_sources()
         options.check()
@@ -62,16 +71,9 @@ def _take_up(conversion: Conversion, marks: Mapping[str, ShardMark]) -> int:
     return sum(len(mark.records) for mark in marks.values())
 
 
-def _made(conversion: Conversion, run: Run, options: RunOptions) -> Mapping[str, ShardMark]:
-    """Make the missing shards, and return the marks of all. What is sent is made file by file: the disk holds one."""
-    marks = dict(run.marks)
-    missing = [shard for shard in conversion.plan.shards if shard.file not in marks]
-    if options.engine is not None:
-        marks |= options.engine.make_shards(conversion, run, missing, options.progress)
-        return marks
-    for shards in [missing] if run.store.sending is None else [[shard] for shard in missing]:
-        marks |= make_shards(conversion, run, shards, threads=options.threads, progress=options.progress, made=marks)
-    return marks
+def _together(shards: list[ShardPlan], store: Store) -> list[list[ShardPlan]]:
+    """Return which shards are made together: all, or of what is sent one by one, since the disk holds one."""
+    return [shards] if store.sending is None else [[shard] for shard in shards]
 
 
 def stated(conversion: Conversion, run: Run, records: tuple[TensorRecord, ...]) -> Manifest:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from closeness import approx
 from commands import done, invoke
 from gguf_files import write_llama
 from measurements import measure
@@ -175,7 +176,7 @@ def test_experts_share_a_cell_which_names_the_worst() -> None:
     layered, others = stacks([*pairs, planned("m.embed.weight")])
     (row,) = layered["m.layers"]
     assert (row.label, row.role) == ("experts.*.up.weight", "expert") and others == [planned("m.embed.weight")]
-    assert error_of(row.cells[0]) == pytest.approx(0.002)
+    assert error_of(row.cells[0]) == approx(0.002)
     shown = heat_map("m.layers", [row], scale_for([row.cells[0]]))
     assert "3 tensors" in shown and "worst m.layers.0.experts.1.up.weight: 0.003" in shown
 
@@ -183,9 +184,9 @@ def test_experts_share_a_cell_which_names_the_worst() -> None:
 def test_steps_of_a_scale_are_logarithmic_and_cover_it() -> None:
     scale = Scale("relative MSE", 1e-4, 1e-2)
     assert [scale.step(value) for value in (0, 1e-4, 1.001e-3, 1e-2, 1)] == [0, 0, STEPS // 2, STEPS - 1, STEPS - 1]
-    assert scale.bound(STEPS) == pytest.approx(1e-2)
+    assert scale.bound(STEPS) == approx(1e-2)
     alike = scale_for([[planned("m.0.a", error=0.002)], [planned("m.1.a", error=0.0021)]])
-    assert alike is not None and alike.most / alike.least == pytest.approx(2)
+    assert alike is not None and alike.most / alike.least == approx(2)
     assert scale_for([[planned("m.0.norm", role="norm")]]) is None
 
 

@@ -349,7 +349,7 @@ struct Block {
     int step_counts[parts];
     Choice choices[parts][MOST_CHOICES];
     int choice_counts[parts];
-    Levels found;
+    Levels found{};
     int tries;
 
     static constexpr auto BETWEEN = [](const auto& part, int steps) { return step_between(part, steps); };
@@ -576,7 +576,7 @@ void recover(const Job& job) {
     Block<parts, part_size> block;
     for (int64_t number = 0; number < job.blocks; number++) {
         const float* values = job.values + number * size;
-        Pair pairs[parts];
+        Pair pairs[parts]{};
         Fields fields{};
         bool is_found = true;
         block.tries = MOST_TRIES;
