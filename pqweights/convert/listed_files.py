@@ -57,7 +57,8 @@ def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:
         check_config(checkpoint.config["quantization_config"], checkpoint.tensors, manifest)
         checked_by = checked_reads(storage, checkpoint.stored, manifest)
         tensors = tuple(checked(tensor, checked_by) for tensor in checkpoint.tensors)
-        if manifest.made_by["recipe"].get("codec") == Native.codec:  # what is made of it has the order of its source
+        recipe = manifest.made_by.get("recipe")  # of a damaged manifest, anything
+        if isinstance(recipe, dict) and recipe.get("codec") == Native.codec:  # its exports have the order of its source
             order = {tensor.name: index for index, tensor in enumerate(manifest.tensors)}
             tensors = tuple(sorted(tensors, key=lambda tensor: order[tensor.name]))
         checkpoint = replace(checkpoint, tensors=tensors, checked=checked_by)

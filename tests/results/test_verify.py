@@ -15,6 +15,7 @@ from damage import flip
 from helpers import bf16, folder_bytes, gaussian, run_command, small_checkpoint, write_checkpoint
 from safetensors import safe_open
 
+import pqweights
 from pqweights.errors import MasterError, PqweightsError
 from pqweights.results.verify import verify
 
@@ -137,6 +138,12 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_false_statement_of_the_manifest_is_found(lie: str, damaged: Path) -> None:
     edit(damaged, LIES[lie])
     assert problems(damaged)
+
+
+@pytest.mark.parametrize("recipe", ["q5", 5, ["q5"], None])
+def test_recipe_that_is_no_object_stops_no_export(recipe: Any, damaged: Path, tmp_path: Path) -> None:
+    edit(damaged, lambda manifest: manifest.update(recipe=recipe))
+    pqweights.export(damaged, tmp_path / "out", "bf16", threads=1)
 
 
 def test_missing_longer_and_shorter_files_are_found(damaged: Path) -> None:
