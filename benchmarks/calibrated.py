@@ -80,21 +80,21 @@ class Ours:
     """A row of this project.
 
     calibrated: whether it reads the calibration text.
-    quantize, export: arguments of the commands. MODEL, and TEXT for the calibration text, are put in.
+    export: arguments of the command. TEXT, for the calibration text, is put in.
+    master: the recipe of the master that is exported; None for the model itself
     """
 
     name: str
-    quantize: tuple[str, ...] = ("--recipe", "q5")
     export: tuple[str, ...] = ()
+    master: str | None = None
 
 
-FROM_ORIGINAL = ("--source", "MODEL")
 GPTQ = ("--rounding", "gptq", "--calibrate", "TEXT", "--calibration-tokens", str(WINDOWS * WINDOW))
 OUR_ROWS = (
-    Ours(name="pqweights, min-max", export=(*FROM_ORIGINAL, "--qparams", "minmax")),
-    Ours(name="pqweights", export=FROM_ORIGINAL),
-    Ours(name="pqweights, from a 5-bit master"),
-    Ours(name="pqweights GPTQ", export=(*FROM_ORIGINAL, *GPTQ)),
+    Ours(name="pqweights, min-max", export=("--qparams", "minmax")),
+    Ours(name="pqweights"),
+    Ours(name="pqweights, from a 5-bit master", master="q5"),
+    Ours(name="pqweights GPTQ", export=GPTQ),
 )
 
 
@@ -228,16 +228,19 @@ class Bench:
 
 def ours(bench: Bench, row: Ours, form: str) -> tuple[Path, Cost]:
     """Make an export with the command line. Raises Failed."""
-    master, out = (bench.work / name for name in ("master", "export"))
-    put_in = {"MODEL": str(bench.model), "TEXT": str(bench.calibration)}
+    source, out = bench.model, bench.work / "export"
+    put_in = {"TEXT": str(bench.calibration)}
 
     def command(name: str, source: Path, result: Path, *arguments: str) -> Cost:
         named = [put_in.get(argument, argument) for argument in arguments]
         return run([*PQWEIGHTS, name, str(source), str(result), *named, "--overwrite", "--quiet"], bench.work)
 
-    cost = command("quantize", bench.model, master, *row.quantize)
+    cost = Cost()
+    if row.master is not None:
+        source = bench.work / "master"
+        cost = command("quantize", bench.model, source, "--recipe", row.master)
     target = ("--target", form, "--group-size", str(bench.group_size(form)), *FORMATS[form].arguments)
-    return out, cost + command("export", master, out, *target, *row.export)
+    return out, cost + command("export", source, out, *target, *row.export)
 
 
 def theirs(bench: Bench, row: Peer) -> tuple[Path, Cost]:

@@ -175,15 +175,11 @@ class Bench:
         return quality.measures(scores) | {"bytes": file.stat().st_size}
 
     def export(self, out: str, kind: str, uses: tuple[str, ...], **options: Any) -> tuple[Path, float]:
-        """Export the master, and return the file and the seconds that it took."""
-        given: dict[str, Any] = {
-            "source": self.model,
-            "calibrate": self.work / "calibration.txt",
-        }
+        """Export the master, or the model if `source` is used, and return the file and the seconds that it took."""
         start = time.perf_counter()
-        folder = self.work / out
-        chosen = {key: given[key] for key in uses}
-        pqweights.export(self.work / "master", folder, "gguf", type=kind, overwrite=True, **chosen, **options)
+        folder, source = self.work / out, self.model if "source" in uses else self.work / "master"
+        chosen = {"calibrate": self.work / "calibration.txt"} if "calibrate" in uses else {}
+        pqweights.export(source, folder, "gguf", type=kind, overwrite=True, **chosen, **options)
         return next(folder.glob("*.gguf")), time.perf_counter() - start
 
 
