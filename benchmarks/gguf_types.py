@@ -178,8 +178,8 @@ class Bench:
         """Export the master, or the model if `source` is used, and return the file and the seconds that it took."""
         start = time.perf_counter()
         folder, source = self.work / out, self.model if "source" in uses else self.work / "master"
-        chosen = {"calibrate": self.work / "calibration.txt"} if "calibrate" in uses else {}
-        pqweights.export(source, folder, "gguf", type=kind, overwrite=True, **chosen, **options)
+        text = self.work / "calibration.txt" if "calibrate" in uses else None
+        pqweights.export(source, folder, "gguf", type=kind, overwrite=True, calibrate=text, **options)
         return next(folder.glob("*.gguf")), time.perf_counter() - start
 
 
