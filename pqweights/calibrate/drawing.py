@@ -1,8 +1,8 @@
 """Tokens that a language model of transformers draws itself, window after window, at temperature 1.
 
 A small model that writes for long ends in nonsense, and what its weights do for texts that people write is then known
-worse than it might be. So a sample has both, unless the texts are of a kind that the model does not know: docs/
-calibration.md has what that is worth.
+worse than it might be. So a sample has both, unless the texts are of a kind that the model does not know;
+docs/calibration.md has what that is worth.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pqweights.runtime.kv.states import appended
 DRAWING = "drawing the sample"  # as users are told
 # Of so many windows of a sample one is drawn at least.
 DRAWN_EVERY = 4
-# A model knows texts whose tokens cost it at most so many nats more than those that it draws; so many windows tell.
+# A model knows texts if a token of them costs it at most UNFAMILIAR nats more than one that it has drawn, on average
+# over TRIED windows of each.
 UNFAMILIAR, TRIED = 1.0, 6
 
 

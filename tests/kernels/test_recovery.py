@@ -103,7 +103,7 @@ def test_integers_of_groups_are_found_again(rule: GroupRule, dtype: str) -> None
 
 @pytest.mark.parametrize("kind", RECOVERED_TYPES)
 def test_blocks_that_are_not_on_the_grid_are_not_found(kind: str) -> None:
-    """One with a weight that is changed, others with one that is no number, not stored so, and only zeros."""
+    """Blocks in which weights were changed, or are NaN, infinite or no number of the dtype, and a block of zeros."""
     size = BLOCK_TYPES[kind].block_size
     values = stored(decoded(kind, encoded(kind)[-5:]), "BF16").reshape(5, size)
     values[0, 3] = np.abs(values[0]).max() * np.float32(1.0625)
