@@ -7,6 +7,7 @@ pqweights/checkpoint/gguf, and which types its tensors get in gguf_types.py.
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from pqweights.checkpoint.gguf.diffusion import diffusion_family, diffusion_model
 from pqweights.checkpoint.gguf.mixes import (
     EMBEDDING,
     INTEGERS,
@@ -41,11 +43,13 @@ from pqweights.checkpoint.names import file_stem, gguf_name
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_json_object
+from pqweights.common.markdown import fenced
 from pqweights.convert.conversion import Conversion, SmallFiles
 from pqweights.errors import ExportError, OptionError
 from pqweights.formats.gguf_blocks import block_format
 from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.models.diffusion import CLASS, COMFYUI, DIFFUSERS, Found
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import FileHeader, GgufFile, GgufFiles, ShardPlan, TensorPlan, cuts_together
 from pqweights.planning.recipe import Recipe
@@ -56,6 +60,7 @@ from pqweights.targets.gguf_types import (
     TOWER_TYPE,
     TypeChoice,
     TypeOptions,
+    check_types,
     chosen_types,
     read_types,
     tower_type,
@@ -84,6 +89,8 @@ TOWER_PREFIX = "mmproj-"
 GENERATION_CONFIG = "generation_config.json"
 # Names of folders that say what is in them, and not which model.
 UNNAMED = ("checkpoint", "hf", "master", "masters", "model", "models", "original", "source", "src")
+# What diffusers calls the folders of a pipeline that hold what becomes a GGUF file.
+PARTS_OF_PIPELINE = ("transformer", "unet")
 # How the name of a file of weights ends: with the type in it, which part it is, and its format.
 WEIGHT_FILE = re.compile(
     r"(?:[-._](?:I?Q\d_\w+|TQ\d_0|BF16|FP?(?:16|32)|MXFP4(?:_MOE)?|NVFP4|UD)(?:-mixed)?)*(?:-\d{5}-of-\d{5})?"
@@ -172,6 +179,8 @@ def _about_types(mix: Mix | None) -> list[MetadataEntry]:
 
 def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
     """Return the part of a card that says how to load the result."""
+    if "runs_in" in made_by:
+        return _load_diffusion(made_by, model)
     of_text = [file for file in model.weights if not file.startswith(TOWER_PREFIX)]
     first, whole = of_text[0], len(of_text) == 1
     tower = next((file for file in model.weights if file not in of_text), None)
@@ -199,6 +208,37 @@ def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
         shell(run, f"ollama create my-model -f {modelfile}", "ollama run my-model"),
         "LM Studio opens the file, too.",
     ]
+
+
+def _load_diffusion(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
+    """Return the part of a card that says how to load an image or video model."""
+    file, is_on_hub = model.weights[0], is_repository_id(model.location)
+    said = []
+    if COMFYUI in made_by["runs_in"]:
+        fetch = f"hf download {model.quoted}{model.revision_option} {file} --local-dir ComfyUI/models/diffusion_models"
+        copy = f"cp {shlex.quote(f'{model.location}/{file}')} ComfyUI/models/diffusion_models"
+        said += [
+            "In ComfyUI with the nodes of [ComfyUI-GGUF](https://github.com/city96/ComfyUI-GGUF), the node Unet Loader "
+            "(GGUF) has the file after:",
+            shell(fetch if is_on_hub else copy),
+        ]
+    class_name = made_by["class"]
+    if DIFFUSERS in made_by["runs_in"] and class_name:
+        at = f"https://huggingface.co/{model.location}/blob/{model.branch or 'main'}/{file}"
+        where = json.dumps(at if is_on_hub else f"{model.location}/{file}")
+        config = f", config={model.literal}" if model.opens_in_diffusers else ""
+        compute = "quantization_config=GGUFQuantizationConfig(compute_dtype=torch.bfloat16), torch_dtype=torch.bfloat16"
+        lines = [
+            "import torch",
+            f"from diffusers import GGUFQuantizationConfig, {class_name}",
+            "",
+            f"transformer = {class_name}.from_single_file(",
+            f"    {where}{config},",
+            f"    {compute},",
+            ")",
+        ]
+        said += ["With diffusers, in whose pipeline it takes the place of that model:", fenced("python", lines)]
+    return said
 
 
 def _load_one_of(together: str, files: Sequence[str], tower: str | None, model: LoadableModel) -> list[str]:
@@ -241,6 +281,7 @@ class Gguf:
     name: what the model is called; None if it is not known
     embeds: whether it gives vectors of texts instead of predicting them
     without_tokenizer: whether the file may lack a vocabulary
+    diffusion: the family of an image or video model
     """
 
     types: tuple[TypeOptions, ...]
@@ -248,6 +289,7 @@ class Gguf:
     name: str | None = None
     embeds: bool = False
     without_tokenizer: bool = False
+    diffusion: Found | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -256,11 +298,13 @@ class Gguf:
 
     def describe(self) -> dict[str, Any]:
         """Return what the manifest states of the target and its options."""
-        embeds = {"embeds": True} if self.embeds else {}
+        about: dict[str, Any] = {"embeds": True} if self.embeds else {}
+        if self.diffusion is not None:
+            about = {"runs_in": list(self.diffusion.programs), "class": self.diffusion.class_name}
         stated = self.types[0].describe()
         if len(self.types) > 1:
             stated["type"] = ",".join(of.mix.name for of in self.types)
-        return {"target": NAME, **stated, "name": names_together(self.base_name, self.types)} | embeds
+        return {"target": NAME, **stated, "name": names_together(self.base_name, self.types)} | about
 
     @property
     def base_name(self) -> str:
@@ -268,13 +312,17 @@ class Gguf:
         return (self.name or UNKNOWN).rpartition("/")[2]
 
     def assign(self, checkpoint: Checkpoint) -> Assignment:
-        """Decide which types tensors get; names and shapes are those of llama.cpp.
+        """Decide which types tensors get; names and shapes are those of llama.cpp, or of an image or video model.
 
         Raises MissingDependencyError without gguf, ExportError if llama.cpp cannot take the model or its tokenizer, or
-        if it has none.
+        if it has none; OptionError for types that nothing decodes which runs image and video models.
         """
-        model = gguf_model(checkpoint, name=self.name)
-        if not model.has_vocabulary:
+        diffusion = self.diffusion
+        if diffusion is None:
+            model = gguf_model(checkpoint, name=self.name)
+        else:
+            model = diffusion_model(checkpoint, diffusion, name=self.name)
+        if diffusion is None and not model.has_vocabulary:
             if not self.without_tokenizer:
                 raise ExportError(
                     f"the model has no tokenizer, without which llama.cpp ends at the first text: {NO_TOKENIZER}"
@@ -283,6 +331,8 @@ class Gguf:
         tensors, decisions, warnings = list[LogicalTensor](), dict[str, PackedFormat | Kept](), list[str]()
         for types in self.types:
             chosen = chosen_types(types, model, checkpoint, imatrix=self.weighed)
+            if diffusion is not None:
+                check_types(chosen)
             # Several files have tensors of the same names, which a result tells apart.
             of_type = "" if len(self.types) == 1 else types.label + TYPE_END
             tensors += [RenamedTensor.of(of_type + t.name, t) for t in model.tensors] if of_type else model.tensors
@@ -291,13 +341,14 @@ class Gguf:
         return Assignment(
             tensors=(*tensors, *model.tower),
             decisions=decisions | {tensor.name: _decision(tower_type(tensor)) for tensor in model.tower},
-            config=None,
+            # By which diffusers makes the model.
+            config=checkpoint.config if CLASS in (checkpoint.config or {}) else None,
             left_out=model.left_out,
             metadata={},
             plain_dtype=None,
             warnings=(*model.notes, *warnings),
             container=partial(_container, self.types, self.base_name, model),
-            small_files=partial(_small_files, checkpoint, bool(model.tower)),
+            small_files=None if diffusion else partial(_small_files, checkpoint, bool(model.tower)),
             companions=tuple(
                 name
                 for name in checkpoint.companions
@@ -340,8 +391,10 @@ def read_options(options: ExportOptions) -> Gguf:
 
 def _plan(source: ExportSource, settings: Gguf) -> Conversion:
     """Plan the files of a model."""
-    name = settings.name or _name_of(source)
-    return plan_integers(source, replace(settings, name=name, embeds=gives_vectors(source.checkpoint)))
+    diffusion = diffusion_family(source.checkpoint)
+    embeds = diffusion is None and gives_vectors(source.checkpoint)
+    of_model = replace(settings, name=settings.name or _name_of(source), embeds=embeds, diffusion=diffusion)
+    return plan_integers(source, of_model)
 
 
 def _name_of(source: ExportSource) -> str | None:
@@ -354,13 +407,17 @@ def _name_of(source: ExportSource) -> str | None:
     origin = source.checkpoint.storage.origin
     if origin is not None:
         return origin.id
-    name = WEIGHT_FILE.sub("", source.where.rstrip("/").rpartition("/")[2])
+    parts = source.where.rstrip("/").split("/")
+    if parts[-1] in PARTS_OF_PIPELINE and len(parts) > 1:
+        parts.pop()
+    name = WEIGHT_FILE.sub("", parts[-1])
     return None if name.lower() in UNNAMED else file_stem(name)
 
 
 def _check(checkpoint: Checkpoint, settings: Gguf) -> None:
-    """Check whether llama.cpp has the model; the tokenizer, which may be large, is not read."""
-    check_model(checkpoint)
+    """Check whether a runtime has the model; the tokenizer, which may be large, is not read."""
+    if diffusion_family(checkpoint) is None:
+        check_model(checkpoint)
 
 
 # The mixes that a memory is filled with: of those with about as many bits, the ones that cost least.
@@ -395,14 +452,14 @@ TARGET = ExportTarget(
         "imatrix",
         "save_imatrix",
     ),
-    stated=("rules", "imatrix", "embeds"),
+    stated=("rules", "imatrix", "embeds", "runs_in", "class"),
     read_options=read_options,
     plan=_plan,
     check=_check,
     load_section=load_section,
     max_shard_bytes=MAX_SHARD_BYTES,
     library="gguf",
-    unchecked="if llama.cpp has its tokenizer",
+    unchecked=lambda checkpoint: None if diffusion_family(checkpoint) else "if llama.cpp has its tokenizer",
     choices=tuple(
         FormatChoice(name.lower(), ExportOptions(type=name.lower()), _bits(mix))
         for name, mix in MIXES.items()

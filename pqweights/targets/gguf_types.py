@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from pqweights.checkpoint.gguf.diffusion import plain_type
 from pqweights.checkpoint.gguf.mixes import (
     INTEGERS,
     PLAIN_TYPES,
     Mix,
     Shape,
+    diffusion_type,
     find_mix,
     fitting_type,
     layers_with_values,
@@ -26,6 +28,7 @@ from pqweights.checkpoint.views import sources_of
 from pqweights.errors import OptionError
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.models import text_model
+from pqweights.models.diffusion import COMFYUI, DIFFUSERS, TYPES
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import NOTHING, Recipe, Weight
 from pqweights.targets.assignment import PLAIN_ERROR, Candidate, Layers, chosen_within, describe, recipe_of, weight_of
@@ -130,13 +133,14 @@ def chosen_types(
     weights: list[Weight] = []
     known = text_model(checkpoint.config)
     for tensor in model.tensors:
-        wanted, reason = mix.type_of(tensor.name, tensor.shape, shape), f"{mix.name} {'pure' if mix.pure else 'mix'}"
-        if tensor.dtype == INTEGERS:
-            result[tensor.name] = TypeChoice(INTEGERS, "whole numbers")
+        if (plain := _plain(tensor, model)) is not None:
+            result[tensor.name] = plain
             continue
-        if not may_be_quantized(tensor.name, tensor.shape):
-            result[tensor.name] = TypeChoice(wanted, "llama.cpp computes with it in float32")
-            continue
+        reason = f"{mix.name} {'pure' if mix.pure else 'mix'}"
+        if model.diffusion is None:
+            wanted = mix.type_of(tensor.name, tensor.shape, shape)
+        else:
+            wanted = diffusion_type(mix, tensor.name)
         weights.append(weight_of(tensor, known))
         rule, why = options.recipe.rule_for(weights[-1:])
         if rule is None:
@@ -147,8 +151,28 @@ def chosen_types(
     options.recipe.check(weights, [name for tensor in model.tensors for name in weight_of(tensor, known).names])
     if options.recipe.size is None:
         return result
-    types = candidates(imatrix=imatrix)
+    types = [name for name in candidates(imatrix=imatrix) if model.diffusion is None or name in (*TYPES, "F16")]
     return result | _within(options.recipe, model, checkpoint, types=types, chosen=result, free=free)
+
+
+def _plain(tensor: LogicalTensor, model: GgufModel) -> TypeChoice | None:
+    """Return the type of a tensor that is not quantized, whatever the mix and the rules; None for any other."""
+    if tensor.dtype == INTEGERS:
+        return TypeChoice(INTEGERS, "whole numbers")
+    if model.diffusion is not None:
+        plain = plain_type(model.diffusion, tensor)
+        return None if plain is None else TypeChoice(plain, "outside of the matrices of blocks")
+    if not may_be_quantized(tensor.name, tensor.shape):
+        return TypeChoice("F32", "llama.cpp computes with it in float32")
+    return None
+
+
+def check_types(chosen: Mapping[str, TypeChoice]) -> None:
+    """Raise OptionError for a type that the programs for image and video models do not decode."""
+    for name, choice in chosen.items():
+        if choice.type not in (*TYPES, *PLAIN_TYPES):
+            programs = f"{COMFYUI} and {DIFFUSERS}"
+            raise OptionError(f"`type` {choice.type}, of tensor {name!r}: {programs} compute with {', '.join(TYPES)}")
 
 
 def _shape_of(model: GgufModel, *, imatrix: bool) -> Shape:

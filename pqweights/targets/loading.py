@@ -16,6 +16,7 @@ from typing import Any
 from pqweights.checkpoint.config import AUTO_CLASSES
 from pqweights.checkpoint.names import TOKENIZER_FILES
 from pqweights.common.markdown import fenced
+from pqweights.models.diffusion import CLASS
 
 IMAGES = "AutoModelForImageTextToText"
 # How names of GGUF files end behind the type: of one, or of a part of one.
@@ -32,6 +33,7 @@ class LoadableModel:
     auto_class: the class of transformers that loads the model; None if it is not known
     tokenizer: whether a tokenizer lies beside the weights
     opens: whether config.json names a model type
+    opens_in_diffusers: whether it names a class of diffusers
     custom: whether config.json names code of its own
     weights: the names of the files that hold tensors
     """
@@ -43,6 +45,7 @@ class LoadableModel:
     opens: bool
     custom: bool
     weights: tuple[str, ...] = ()
+    opens_in_diffusers: bool = False
 
     @property
     def quoted(self) -> str:
@@ -83,6 +86,7 @@ def read_model(
         opens=isinstance(config.get("model_type"), str),
         custom=bool(config.get("auto_map")),
         weights=tuple(weights),
+        opens_in_diffusers=CLASS in config,
     )
 
 

@@ -502,7 +502,7 @@ TARGET = ExportTarget(
     read_options=read_options,
     plan=plan_integers,
     check=_check,
-    unchecked="if mlx-lm takes its configuration and tensors",
+    unchecked=lambda checkpoint: "if mlx-lm takes its configuration and tensors",
     load_section=_load_section,
     library="mlx",
     choices=tuple(FormatChoice(name, ExportOptions(format=name), _bits(*how)) for name, how in FORMATS.items()),

@@ -39,7 +39,7 @@ def _possible(name: str, checkpoint: Checkpoint) -> PossibleExport:
     except MissingDependencyError as error:
         return PossibleExport(target=name, possible=None, reason=str(error))
     names = target.runtime in (TORCHAO, COMPRESSED_TENSORS) and not is_examined(checkpoint.config)
-    return PossibleExport(target=name, possible=True, reason=UNEXAMINED if names else target.unchecked)
+    return PossibleExport(target=name, possible=True, reason=UNEXAMINED if names else target.unchecked(checkpoint))
 
 
 def one_of_each(checkpoint: Checkpoint) -> Checkpoint:

@@ -87,7 +87,7 @@ class ExportTarget(Generic[Settings]):
 
     name: its key in EXPORTS
     runtime: what loads it, one of the runtimes above
-    tags: the tags of its card
+    tags: the tags of its card, the first of which is the format: see `tags_of`
     options: the fields of ExportOptions that it takes; the manifest of an export states them under the same names
     read_options: checks the values of those options, and returns what `plan` takes;
         raises OptionError for a value that the target does not have
@@ -99,7 +99,7 @@ class ExportTarget(Generic[Settings]):
         from Manifest.made_by and the model
     library: the library_name of its card, if that is not transformers
     stated: keys that the manifest states besides options
-    unchecked: what `check` leaves open, for a message; None if it leaves nothing open
+    unchecked: returns what `check` leaves open, for a message; None if it leaves nothing open
     choices: its formats, of which memory.py proposes those that fit
     max_shard_bytes: after how many bytes of data a new file begins, unless the user says otherwise
     plain_roles: of the weights that it stores in 16 bits, whatever the format
@@ -115,7 +115,7 @@ class ExportTarget(Generic[Settings]):
     load_section: Callable[[Mapping[str, Any], LoadableModel], list[str]]
     library: str | None = None
     stated: tuple[str, ...] = ()
-    unchecked: str | None = None
+    unchecked: Callable[[Checkpoint], str | None] = lambda checkpoint: None
     choices: tuple[FormatChoice, ...] = ()
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
     plain_roles: tuple[str, ...] = ()
@@ -135,6 +135,11 @@ class ExportTarget(Generic[Settings]):
         return replace(
             options, recipe=recipe, format=default, keep=(), set_format=None, target_size=None, target_bpw=None
         )
+
+    def tags_of(self, made_by: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the tags of the card of a result. made_by: what its manifest states, perhaps what runs it"""
+        programs = made_by.get("runs_in")
+        return self.tags if programs is None else (self.tags[0], *(program.lower() for program in programs))
 
     def settings(self, options: ExportOptions) -> Settings:
         """Return what `plan` takes. Raises OptionError for an option, or a value, that the target does not have."""

@@ -53,8 +53,9 @@ PIECE_BYTES = 1 << 20
 # A tokenizer.json that is stored as one text has up to 40 MB.
 MAX_STRING_BYTES = 100_000_000
 _LENGTH = struct.Struct("<Q")
-# ggml has names of up to 63 bytes, and up to four dimensions.
-MAX_NAME_BYTES, MAX_DIMENSIONS = 63, 4
+# ggml has names of up to 63 bytes, and up to four dimensions; files of image and video models, which it does not load,
+# have names of up to 127 and weights of convolutions in three dimensions.
+MAX_NAME_BYTES, MAX_DIMENSIONS = 127, 5
 
 
 def parse_gguf(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from pqweights.common.advice import instead
 from pqweights.errors import OptionError
 from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.models import diffusion
 
 # Types without blocks, by the names that GGUF and safetensors share.
 PLAIN_TYPES = ("F32", "F16", "BF16")
@@ -226,6 +227,35 @@ MIXES = {
 }
 # Names of types that are not those of mixes: as in llama.cpp, they stand for the mix of middle size.
 ALIASES: Mapping[str, str] = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+
+
+# The types of image and video models that are not those of most tensors (ComfyUI-GGUF, tools/lcpp.patch). Layers are
+# the blocks that names number.
+_OF_DIFFUSION: Mapping[str, tuple[tuple[str, str, str], ...]] = {
+    "Q5_K_M": tuple((role, "all", "Q6_K") for role in (diffusion.VALUES, diffusion.JOINED, diffusion.DOWN)),
+    "Q5_0": ((diffusion.DOWN, "all", "Q5_1"),),
+    "Q4_K_M": (
+        (diffusion.VALUES, "all", "Q6_K"), (diffusion.JOINED, "all", "Q5_K"), (diffusion.DOWN, "all", "Q6_K"),
+    ),
+    "Q4_K_S": ((diffusion.VALUES, "first 4", "Q5_K"), (diffusion.DOWN, "all", "Q5_K")),
+    "Q4_0": ((diffusion.DOWN, "all", "Q4_1"),),
+    "Q3_K_L": (
+        (diffusion.VALUES, "all", "Q5_K"), (diffusion.JOINED, "all", "Q4_K"), (diffusion.DOWN, "all", "Q5_K"),
+    ),
+    "Q3_K_M": (
+        (diffusion.VALUES, "first 2", "Q5_K"),
+        *((role, "all", "Q4_K") for role in (diffusion.VALUES, diffusion.JOINED, diffusion.DOWN)),
+    ),
+    "Q2_K": ((diffusion.VALUES, "all", "Q3_K"),),
+}  # fmt: skip
+_NO_SHAPE = Shape(layers=0, shared=0, experts=0, tied=False, large=False, imatrix=False)
+
+
+def diffusion_type(mix: Mix, name: str) -> str:
+    """Return the type that a matrix in a block of an image or video model should get."""
+    role, block = diffusion.role_of(name), diffusion.block_of(name)
+    others = () if mix.pure else _OF_DIFFUSION.get(mix.name, ())
+    return next((type_ for of, layers, type_ in others if of == role and LAYERS[layers](block, _NO_SHAPE)), mix.type)
 
 
 def find_mix(asked: str) -> Mix:

@@ -29,6 +29,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.views import sources_of
 from pqweights.errors import ExportError
+from pqweights.models.diffusion import Found
 from pqweights.models.llama_cpp import Architecture
 from pqweights.models.settings import Settings, windowed_layers
 
@@ -62,6 +63,7 @@ class GgufModel:
     left_out: the tensors of the checkpoint that the file does not hold, each with the reason
     notes: what the user should know of the file
     tower_metadata, tower: the same of a file for its tower for images, if it has one
+    diffusion: the family of a model of images or video, which other programs run
     """
 
     architecture: str
@@ -71,6 +73,7 @@ class GgufModel:
     notes: tuple[str, ...] = ()
     tower_metadata: tuple[MetadataEntry, ...] = ()
     tower: tuple[LogicalTensor, ...] = ()
+    diffusion: Found | None = None
 
     @property
     def has_vocabulary(self) -> bool:
@@ -90,7 +93,7 @@ class GgufModel:
             self,
             notes=(*self.notes, *filter(None, [tower.remark])),
             left_out={name: reason for name, reason in self.left_out.items() if name not in held},
-            tower_metadata=tuple(_entry(key, value) for key, value in tower.writer.kv_data[0].items()),
+            tower_metadata=tuple(metadata_entry(key, value) for key, value in tower.writer.kv_data[0].items()),
             tower=tower.tensors,
         )
 
@@ -105,13 +108,13 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
     writer = gguf_package().GGUFWriter(None, architecture)
     rows = _rows(tensors)
     vocabulary = read_vocabulary(checkpoint.storage, rows=rows)
-    _add_general(checkpoint, tensors, writer, name=model_name(name, vocabulary))
+    add_general(checkpoint, tensors, writer, name=model_name(name, vocabulary))
     add_hyper_parameters(settings, writer, tensors)
     writer.kv_data[0].update(of_rope.kv_data[0])
     missed = add_vocabulary(checkpoint.storage, settings.values, writer, vocabulary=vocabulary)
     # The package finds templates in the order in which a folder lists them.
     values = sorted(writer.kv_data[0].items(), key=lambda item: item[0] if item[0].startswith(TEMPLATES) else "")
-    metadata = tuple(_entry(key, value) for key, value in values)
+    metadata = tuple(metadata_entry(key, value) for key, value in values)
     return GgufModel(
         architecture=architecture,
         metadata=metadata,
@@ -187,7 +190,7 @@ def _notes(
         )
 
 
-def _entry(key: str, value: Any) -> MetadataEntry:
+def metadata_entry(key: str, value: Any) -> MetadataEntry:
     """The entry of a GGUFValue of the gguf package."""
     types = gguf_package().GGUFValueType
     if value.type != types.ARRAY:
@@ -198,7 +201,7 @@ def _entry(key: str, value: Any) -> MetadataEntry:
     return MetadataEntry(key, items, int(value.type), int(value.sub_type or types.get_type(items[0])))
 
 
-def _add_general(checkpoint: Checkpoint, tensors: tuple[LogicalTensor, ...], writer: Any, *, name: str | None) -> None:
+def add_general(checkpoint: Checkpoint, tensors: tuple[LogicalTensor, ...], writer: Any, *, name: str | None) -> None:
     """Write what the file says of the model: its name, size, licence and languages."""
     writer.add_type(gguf_package().GGUFType.MODEL)
     if name:

@@ -134,7 +134,11 @@ def make_card(
     }
     parts = [
         _head(
-            manifest, before, names, library=_library(target, model), target_tags=() if target is None else target.tags
+            manifest,
+            before,
+            names,
+            library=_library(target, model),
+            target_tags=() if target is None else target.tags_of(manifest.made_by),
         ),
         f"# {words(_title(names, target, manifest))}",
         *text.opening(inspection, names.base_model),
