@@ -7,11 +7,11 @@ weights of all-MiniLM-L6-v2 whose rows 256 divides, on Gaussian weights and on S
 freedom; without importances, and with the same random ones on both sides. Types that llama.cpp makes with importances
 only get the same for all columns from it. Rates are those of Gaussian weights.
 
-`models`: each model as a BF16 file is quantized by llama_model_quantize; ours are exported from the same weights
-(--source), with the second moments of text or without, and from masters. llama.cpp computes all of them,
-on the CPU; divergences are from the original in transformers, in float32. Both sides store the same types in the same
-tensors, so files have the same size. The importance matrix of llama.cpp's quantizer is made of the same moments; types
-that it makes with one only have no figure without. --types measures some again.
+`models`: each model as a BF16 file is quantized by llama_model_quantize; ours are exported from the same weights,
+with the second moments of text or without, and from masters. llama.cpp computes all of them, on the CPU; divergences
+are from the original in transformers, in float32. Both sides store the same types in the same tensors, so files have
+the same size. The importance matrix of llama.cpp's quantizer is made of the same moments; types that it makes with one
+only have no figure without. --types measures some again.
 """
 
 from __future__ import annotations
@@ -206,11 +206,10 @@ def model_rows(bench: Bench, types: tuple[str, ...], ways: tuple[str, ...]) -> I
     """A row for the BF16 file, and for each type and way to make it."""
     plain = next((bench.work / "plain").glob("*.gguf"))
     yield {"model": bench.model.name, "type": "BF16", "what": "ours"} | bench.figures(plain)
+    text, work = bench.work / "calibration.txt", bench.work / "importances"
+    known = importances(bench.model, text, work) if THEIRS_WITH_DATA in ways else []
     for name in types:
-        for what, held in (
-            (THEIRS, []),
-            (THEIRS_WITH_DATA, importances(bench.model, bench.work / "calibration.txt", bench.work / "importances")),
-        ):
+        for what, held in ((THEIRS, []), (THEIRS_WITH_DATA, known)):
             if what not in ways:
                 continue
             out = bench.work / "theirs.gguf"
@@ -301,10 +300,11 @@ def _rate_table(rows: list[Document]) -> str:
     lines = []
     for row in rows:
         if row["weights"] == "Gaussian":
-            cells = []
+            cells: list[str | None] = []
             for threads in (1, THREADS):
-                ours, theirs = row["rates"][f"ours_{threads}"], row["rates"][f"theirs_{threads}"]
-                cells += [f"{ours / 1e6:.0f}", f"{theirs / 1e6:.3g}", f"{ours / theirs:.1f}"]
+                ours, theirs = row["rates"].get(f"ours_{threads}"), row["rates"].get(f"theirs_{threads}")
+                known = ours and theirs  # rates of earlier bytes are left out
+                cells += [f"{ours / 1e6:.0f}", f"{theirs / 1e6:.3g}", f"{ours / theirs:.1f}"] if known else [None] * 3
             lines.append([row["type"], "yes" if row["importance"] else "no", *cells])
     return table(header, lines)
 

@@ -281,13 +281,19 @@ def keep_rates(
 ) -> None:
     """Give the rows of a part the rates of an earlier document, and state with what these were measured.
 
-    For machines that are not quiet: errors do not depend on what else they do.
+    For machines that are not quiet: errors do not depend on what else they do. Rates of a codec that makes other bytes
+    now are left out.
     """
+    from digests import digest  # after whatever is timed; see above
+
+    about = {name: earlier[name] for name in ("machine", "settings")}
+    about = earlier.get(RATES) or about | {MEASURED_WITH: dict(statements(earlier[part]))}
+    present = {name: stated for name, stated in about[MEASURED_WITH].items() if stated == digest(name)}
     known = {key(row): row[field] for row in earlier[part]}
     for row in document[part]:
-        row[field] = known.get(key(row), row[field])
-    about = {name: earlier[name] for name in ("machine", "settings")}
-    document[RATES] = earlier.get(RATES) or about | {MEASURED_WITH: dict(statements(earlier[part]))}
+        kept = known.get(key(row), row[field])
+        row[field] = kept if row[MEASURED_WITH].keys() <= present.keys() else dict.fromkeys(kept)
+    document[RATES] = about | {MEASURED_WITH: present}
 
 
 def stale_lines(document: Document) -> list[str]:

@@ -65,7 +65,7 @@ def finished_tensors(out: Path) -> set[str]:
 
 def start(command: list[str], out: Path, report: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
     """Start the command. Its output goes nowhere by default: nobody would read the pipe of a killed process."""
-    return subprocess.Popen([*command[:-1], str(out), *command[-1].split()], stdout=report, text=True)
+    return subprocess.Popen([*command, str(out)], stdout=report, text=True)
 
 
 def wait_for_journal(process: subprocess.Popen[str], out: Path, more_than_bytes: int = 0) -> None:
@@ -239,7 +239,7 @@ def main() -> None:
         source = folder / "source"
         made = [str(source), "--total", options.size, "--largest", options.largest, "--shard", "300MB"]
         subprocess.run([*SYNTHETIC, *made], check=True, stdout=sys.stderr)
-        command = [*PQWEIGHTS, "quantize", str(source), f"--json --max-shard-size {options.max_shard_size}"]
+        command = [*PQWEIGHTS, "quantize", str(source), "--json", "--max-shard-size", options.max_shard_size]
         run_to_the_end(command, folder / "warm-up")  # compiles, and brings the source into the page cache
         shutil.rmtree(folder / "warm-up")
         whole = undisturbed_run(command, folder / "undisturbed")

@@ -8,10 +8,15 @@ Each model is measured beside the original by the protocol of `pqweights eval` (
 top-1 agreement. Activation-aware scales are searched on the tokens that follow, anew for each bit width; masters are
 calibrated on the same tokens, or on a sample of the model itself.
 
+The ablation has the rows of the table in arXiv:2603.29078 v1 (absmax, rotation alone, levels alone, both:
+benchmarks/ablation.py), the least-squares norm, enlarged weights where a width has them, activation-aware scales, and
+INT4 made from the master or straight from the original. *Share* is the share of the gain of rotation and levels over
+absmax that a row gains, if that gain is above twice its standard error.
+
 Peers (benchmarks/peers.py) quantize every weight that a master quantizes, embeddings and lm_head included, in their own
 layout; what they decode to is evaluated in float32 on the same windows. Bits per weight count everything that they
 store for those weights; relative MSE is ||W - W'||^2 / ||W||^2 over them. With --only, a document in --out keeps its
-rows of the other parts.
+rows of the other parts, and of the ablation those of widths other than --bits.
 """
 
 from __future__ import annotations
@@ -22,12 +27,12 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
 import peers
-from ablation import CALIBRATION_TOKENS, Ablation
+from ablation import ABSMAX, BOTH, STEPS, quantizers
 from harness import Cell, Document, argument_parser, machine, measured_with, now, publish, table
 from safetensors.numpy import save_file
 
@@ -36,8 +41,9 @@ from pqweights.calibrate.collecting import HELD_BACK_OF
 from pqweights.calibrate.options import TextOptions
 from pqweights.calibrate.sample import WINDOW
 from pqweights.calibrate.scale_search import FEWEST_WINDOWS
-from pqweights.checkpoint.source import Checkpoint, open_local
+from pqweights.checkpoint.source import open_local
 from pqweights.convert.task import usable_cores
+from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.formats.lloyd_max import LloydMax
 from pqweights.formats.trellis import Trellis
 from pqweights.planning import fit
@@ -49,7 +55,7 @@ from pqweights.results.inspect import inspect
 from pqweights.runtime.evaluation import choose_windows
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import Model, open_model
-from pqweights.runtime.protocol import Scores, TextWindows, compare
+from pqweights.runtime.protocol import Scores, TextWindows, compare, perplexity_change
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.targets.master import rate_planner
 
@@ -88,6 +94,10 @@ CALIBRATED_RATES = (2.125, 3.125, 4.125)
 ON_TEXT = "text"
 STATES = 8
 CALIBRATIONS = ((SELF, STATES), (ON_TEXT, STATES), (SELF, 64), (SELF, 256))
+CALIBRATION_TOKENS = 16384  # of AWQ
+LEAST_SQUARES_NORM = "+ least-squares norm"
+# How INT4 in groups of 128 is rounded: --qparams, and its name in a row.
+RULES: dict[Literal["minmax", "best"], str] = {"minmax": "torchao's min-max", "best": "least squares"}
 MASTERS, TRELLIS, VARIANTS, CALIBRATED = "masters", "trellis", "variants", "calibrated"
 ABLATION, OTHERS = "ablation", "peers"
 
@@ -98,7 +108,6 @@ class Bench:
 
     model: the folder of the original.
     base: the original, opened.
-    text: the whole text.
     ids: the tokens that are evaluated on, the first of the text.
     rest: the tokens that follow them, for calibration.
     windows: how the tokens are cut.
@@ -109,7 +118,6 @@ class Bench:
 
     model: Path
     base: Model
-    text: str
     ids: Ids
     rest: Ids
     windows: TextWindows
@@ -122,10 +130,14 @@ class Bench:
         """The text for calibration."""
         return str(load_tokenizer(self.model).decode(self.rest.tolist()))
 
+    def scores(self, folder: Path | None = None) -> Scores:
+        """The scores of a folder beside the original; without one, of the original."""
+        model, reference = (self.base, None) if folder is None else (open_model(folder), self.base)
+        return compare(model, reference, ids=self.ids, windows=self.windows)
+
     def measures(self, folder: Path | None = None) -> dict[str, Any]:
         """The measured fields of the row of a folder; without one, of the original."""
-        model, reference = (self.base, None) if folder is None else (open_model(folder), self.base)
-        return measures(compare(model, reference, ids=self.ids, windows=self.windows))
+        return measures(self.scores(folder))
 
     def settings(self) -> dict[str, Any]:
         """The text and the windows, for the document."""
@@ -235,26 +247,31 @@ def calibrated_masters(bench: Bench) -> Iterator[dict[str, Any]]:
             on = text if sample == ON_TEXT else sample
             pqweights.quantize(bench.model, out, recipe, calibrate=on, threads=usable_cores(), overwrite=True)
             what = f"calibrated {bits:g}, {sample}, {states} states"
-            yield {"sample": sample, "states": states} | of_master(bench, out, what, bits)
+            yield {"sample": sample, "states": states} | sized(bench, out, what, bits) | bench.measures(out)
 
 
 def master(bench: Bench, recipe: Recipe, what: str, *, awq: bool = False) -> dict[str, Any]:
     """The row of a master whose codes are not calibrated. awq: whether input channels are scaled"""
+    out = quantized(bench, recipe, awq=awq)
+    return sized(bench, out, what, recipe.bits) | bench.measures(out)
+
+
+def quantized(bench: Bench, recipe: Recipe, *, awq: bool = False) -> Path:
+    """Make a master whose codes are not calibrated."""
     out, text = bench.work / "master", bench.work / "calibration.txt"
     text.write_text(bench.calibration, encoding="utf-8")
     scaled: dict[str, Any] = {"awq": text, "calibration_tokens": CALIBRATION_TOKENS} if awq else {}
     pqweights.quantize(bench.model, out, recipe, overwrite=True, **scaled)
-    return of_master(bench, out, what, recipe.bits)
+    return out
 
 
-def of_master(bench: Bench, out: Path, what: str, bits: float) -> dict[str, Any]:
-    """The row of a folder."""
+def sized(bench: Bench, out: Path, what: str, bits: float | None) -> dict[str, Any]:
+    """The fields of the row of a master or an export that no text is needed for."""
     return {
         "what": what,
         "bits": bits,
         "bits_per_weight": inspect(out).totals.bits_per_weight,
         "relative_mse": relative_mse(bench.model, out).master.relative_mse,
-        **bench.measures(out),
     }
 
 
@@ -262,18 +279,15 @@ def others(bench: Bench) -> Iterator[dict[str, Any]]:
     """The rows of every peer that is installed."""
     quantizers, _, missing = peers.load_quantizers()
     bench.absent.update(missing)
-    checkpoint = open_local(bench.model)
     for quantizer in quantizers:
         if quantizer.name in PEERS:
-            folder = bench.work / "peer"
-            sizes = write_peer(checkpoint, quantizer, folder)
-            for name in ("config.json", *(name for name in checkpoint.companions if "/" not in name)):
-                (folder / name).write_bytes((bench.model / name).read_bytes())
+            folder, sizes = write_peer(bench, quantizer)
             yield {"what": quantizer.name, "bits": None, **sizes, **bench.measures(folder)}
 
 
-def write_peer(checkpoint: Checkpoint, quantizer: peers.Quantizer, folder: Path) -> dict[str, float]:
-    """Write the weights as a peer decodes them; returns bits per weight and relative MSE."""
+def write_peer(bench: Bench, quantizer: peers.Quantizer) -> tuple[Path, dict[str, float]]:
+    """Write the weights as a peer decodes them; returns the folder, with bits per weight and relative MSE."""
+    checkpoint, folder = open_local(bench.model), bench.work / "peer"
     plan = rate_planner(checkpoint, load_recipe("q5")).planned({})
     chosen = {tensor.name for tensor in plan if tensor.action == QUANTIZE}
     stored = weights = 0
@@ -291,36 +305,58 @@ def write_peer(checkpoint: Checkpoint, quantizer: peers.Quantizer, folder: Path)
         tensors[tensor.name] = np.ascontiguousarray(values)
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return {"bits_per_weight": stored / weights, "relative_mse": error / energy}
+    for name in ("config.json", *(name for name in checkpoint.companions if "/" not in name)):
+        (folder / name).write_bytes((bench.model / name).read_bytes())
+    return folder, {"bits_per_weight": stored / weights, "relative_mse": error / energy}
 
 
 def ablation(bench: Bench) -> Iterator[dict[str, Any]]:
-    """The rows of benchmarks/ablation.py; without AWQ if too few tokens are left to calibrate on."""
+    """The rows of what each step of the method is worth; without AWQ if too few tokens are left to calibrate on."""
+    yield {"what": "original", "bits": None, "bits_per_weight": None, "relative_mse": None} | bench.measures()
+    for bits in bench.widths:
+        rows = [(row, bench.scores(folder)) for row, folder in ablated(bench, bits)]
+        losses = {row["what"]: scores.losses for row, scores in rows}
+        gain = perplexity_change(losses[ABSMAX], losses[BOTH])
+        for row, scores in rows:
+            share = None
+            if row["what"] != ABSMAX and gain.standard_error and gain.value > 2 * gain.standard_error:
+                share = perplexity_change(losses[ABSMAX], scores.losses).value / gain.value
+            yield row | {"share": share} | measures(scores)
+    for row, folder in integers(bench, bench.model, "INT4 from the original", None):
+        yield row | bench.measures(folder)
+
+
+def ablated(bench: Bench, bits: int) -> Iterator[tuple[dict[str, Any], Path]]:
+    """What is compared at a bit width, each in a folder that exists until the next is asked for."""
+    for quantizer in quantizers(bits):
+        folder, sizes = write_peer(bench, quantizer)
+        yield {"what": quantizer.name, "bits": bits} | sizes, folder
+    recipe = load_recipe(f"q{bits}")
+    with mock.patch.object(LloydMax, "gained", ()):
+        out = quantized(bench, recipe)
+    yield sized(bench, out, LEAST_SQUARES_NORM, bits), out
+    if bits in LloydMax.gained:
+        out = quantized(bench, recipe)
+        yield sized(bench, out, f"+ {ENLARGED}", bits), out
+    yield from integers(bench, out, "+ INT4 on top", bits)
     needed = HELD_BACK_OF * FEWEST_WINDOWS * WINDOW
-    scaled = len(bench.rest) >= needed
-    if not scaled:
+    if len(bench.rest) < needed:
         bench.absent["AWQ"] = f"needs {needed} tokens after those of --max-tokens, found {len(bench.rest)}"
-    asked = Ablation(
-        source=bench.model,
-        original=bench.base,
-        recipe=load_recipe("q5"),
-        widths=bench.widths,
-        ids=bench.ids,
-        windows=bench.windows,
-        calibration=bench.calibration if scaled else None,
-        work=bench.work,
-        threads=usable_cores(),
-        absent=bench.absent,
-    )
-    for row in asked.rows():
-        yield {
-            "what": row.name,
-            "bits": row.bits,
-            "bits_per_weight": row.bits_per_weight,
-            "relative_mse": row.relative_mse,
-            "share": row.share,
-            **measures(row.scores),
-        }
+        return
+    out = quantized(bench, recipe, awq=True)
+    yield sized(bench, out, "+ AWQ", bits), out
+
+
+def integers(bench: Bench, source: Path, what: str, bits: int | None) -> Iterator[tuple[dict[str, Any], Path]]:
+    """torchao's INT4 of a folder in groups of 128, by each rule."""
+    out = bench.work / "int4"
+    for rule, name in RULES.items():
+        try:
+            pqweights.export(source, out, "torchao", packing="plain", group_size=128, qparams=rule, overwrite=True)
+        except (ExportError, MissingDependencyError) as error:
+            bench.absent["INT4"] = str(error)
+            return
+        yield sized(bench, out, f"{what}, {name}", bits), out
 
 
 PARTS = {
@@ -335,12 +371,10 @@ PARTS = {
 
 def open_bench(model: Path, options: Any, work: Path) -> Bench:
     """A model with its text, cut into what is evaluated on and what is calibrated on."""
-    text = read_text(options.text or model / "eval.txt")
-    ids = tokenize(model, text)
+    ids = tokenize(model, read_text(options.text or model / "eval.txt"))
     return Bench(
         model=model,
-        base=open_model(model),
-        text=text,
+        base=remembering(open_model(model)),
         ids=ids[: options.max_tokens],
         rest=ids[options.max_tokens :][:CALIBRATION_TOKENS],
         windows=choose_windows([read_folder(model)], TextOptions(window=options.window, stride=options.stride)),
@@ -362,23 +396,28 @@ def rows_of(bench: Bench, parts: list[str]) -> Iterator[dict[str, Any]]:
 
 def codecs_of(row: Document) -> list[str]:
     """What a row is about, by the names of digests.CODECS; nothing of originals and peers."""
-    if row["part"] == OTHERS or row["what"] == "original":
+    if row["part"] == OTHERS or row["what"] == "original" or row["what"] in STEPS:
         return []
     if row["part"] == CALIBRATED:
         return ["columns"]
     if row["what"].startswith(("trellis", "fit")):
         return ["trellis"]
-    return [f"q{row['bits']}"] if row["bits"] else ["torchao int4"]
+    integer = ["torchao int4"] if "INT4" in row["what"] else []
+    return ([f"q{row['bits']}"] if row["bits"] else []) + integer
 
 
 def carried_over(options: Any, models: Iterable[str]) -> Document:
-    """What stays of an earlier document: rows of parts and models that this run does not measure, and its settings."""
+    """What stays of an earlier document: rows that this run does not measure, and its settings."""
     path = None if options.out is None else options.out / "quality.json"
     if path is None or not path.is_file():
         return {"settings": {}, "rows": [], "absent": {}}
     earlier: Document = json.loads(path.read_text())
-    rows = [row for row in earlier["rows"] if row["part"] not in options.only or row["model"] not in models]
-    return {**earlier, "rows": rows}
+
+    def stays(row: Document) -> bool:
+        other_width = row["part"] == ABLATION and row["bits"] not in (None, *options.bits)
+        return other_width or row["part"] not in options.only or row["model"] not in models
+
+    return {**earlier, "rows": [row for row in earlier["rows"] if stays(row)]}
 
 
 def number(value: float | None, form: str) -> Cell:
@@ -453,7 +492,8 @@ def sections(document: Document) -> dict[str, str]:
             if part == CALIBRATED:
                 shown = table(CALIBRATED_HEADER, calibrated_lines(document, model, rows))
             elif part == ABLATION:
-                lines = [[row["bits"], *cells(row), number(row["share"], ".1%")] for row in rows]
+                rows.sort(key=lambda row: (row["what"] != "original", -(row["bits"] or 0)))
+                lines = [[row["bits"], *cells(row), number(row.get("share"), ".1%")] for row in rows]
                 shown = table(["bits", *HEADER, "share of the gain"], lines)
             else:
                 shown = table(HEADER, [cells(row) for row in rows])

@@ -8,10 +8,13 @@ pqweights imported in each, and the cluster ended.
 Every result is compared with that of the plain command once, by the sha256 of all files. Commands on one core are
 bound to it.
 CPU seconds per byte are those of the plain command, less those of the small checkpoint, over the difference in bytes.
+--costs measures them alone, and keeps the rest of the document in --out.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import shutil
 import statistics
 import subprocess
@@ -27,7 +30,9 @@ from harness import (
     argument_parser,
     folder_bytes,
     machine,
+    machine_line,
     make_source,
+    measured_with,
     median_of,
     now,
     publish,
@@ -81,13 +86,13 @@ def command(mode: Mode, source: Path, out: Path, shard: str, recipe: str = SCALA
     return [*mode.prefix, *PQWEIGHTS, *quantize, *mode.options]
 
 
-def measure(folder: Path, source_bytes: int, source: Path, recipe: str, *, shards: int, rounds: int) -> list[dict]:
-    """The rows of one checkpoint and recipe, one per mode."""
+def measure(folder: Path, source_bytes: int, source: Path, *, shards: int, rounds: int) -> list[dict]:
+    """The rows of one checkpoint, one per mode."""
     out = folder / "out"
     shard = f"{max(1, round(source_bytes * RESULT_SHARE / shards / 1e6))}MB"
     found, results = 0, {}
     for mode in MODES:  # also brings everything into the page cache
-        quantize = command(mode, source, out, shard, recipe)
+        quantize = command(mode, source, out, shard)
         subprocess.run(quantize, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         results[mode.name] = digests(out)
         found = len(list(out.glob("*.safetensors")))
@@ -95,10 +100,10 @@ def measure(folder: Path, source_bytes: int, source: Path, recipe: str, *, shard
     runs: dict[str, list[Run]] = {mode.name: [] for mode in MODES}
     for _ in range(rounds):
         for mode in MODES:
-            runs[mode.name].append(run_command(command(mode, source, out, shard, recipe), [source], out))
+            runs[mode.name].append(run_command(command(mode, source, out, shard), [source], out))
     return [
         {
-            "recipe": recipe,
+            "recipe": SCALAR,
             "bytes": source_bytes,
             "shards": found,
             "mode": mode.name,
@@ -194,8 +199,31 @@ def sections(document: Document) -> dict[str, str]:
     ]
     return {
         "ray-scaling": table(header, lines),
-        "ray-costs": table(["recipe", "GB", "CPU seconds per GB of source", "result of the source"], costs),
+        "ray-costs": table(["recipe", "GB", "CPU seconds per GB of source", "result of the source"], costs)
+        + f"\n\n{machine_line({'machine': document['costs_machine']})}",
     } | paper_cluster.sections(document)
+
+
+def costs(folder: Path, options: argparse.Namespace) -> dict:
+    """What a byte costs, with the machine that it was measured on."""
+    start = now()
+    sizes = {SCALAR: options.cost_size, TRELLIS: options.trellis_size}
+    rows = [cost(folder, recipe, size, options.rounds) for recipe, size in sizes.items()]
+    return {"costs": rows, "costs_machine": machine(start), **measured_with(("q5", "trellis"))}
+
+
+def overheads(folder: Path, options: argparse.Namespace) -> dict:
+    """What the engine adds."""
+    start, rows, small = now(), [], folder / "small"
+    small_bytes = make_source(small, SMALL, SMALL_LARGEST)
+    started = starts(measure(folder, small_bytes, small, shards=12, rounds=max(5, options.rounds)))
+    for count in options.gigabytes:
+        source = folder / "source"
+        source_bytes = make_source(source, f"{round(count * 1000)}MB", f"{max(2, round(count * 1000 / 48))}MB")
+        rows += measure(folder, source_bytes, source, shards=options.shards, rounds=options.rounds)
+        shutil.rmtree(source)
+    settings = {"dtype": "BF16", "rounds": options.rounds}
+    return {"machine": machine(start), "settings": settings, "starts": started, "rows": rows}
 
 
 def main() -> None:
@@ -206,27 +234,16 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=16, help="about how many shards a result has")
     parser.add_argument("--cost-size", default="1GB", help="checkpoint of which CPU seconds are counted")
     parser.add_argument("--trellis-size", default="100MB", help="the same with the trellis codec")
+    parser.add_argument("--costs", action="store_true", help="measure only what a byte costs")
     options = parser.parse_args()
-    start, rows = now(), []
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
-        folder = Path(work)
-        small = folder / "small"
-        small_bytes = make_source(small, SMALL, SMALL_LARGEST)
-        started = starts(measure(folder, small_bytes, small, SCALAR, shards=12, rounds=max(5, options.rounds)))
-        for count in options.gigabytes:
-            source = folder / "source"
-            source_bytes = make_source(source, f"{round(count * 1000)}MB", f"{max(2, round(count * 1000 / 48))}MB")
-            for recipe in (SCALAR, TRELLIS):
-                rows += measure(folder, source_bytes, source, recipe, shards=options.shards, rounds=options.rounds)
-            shutil.rmtree(source)
-        costs = [
-            cost(folder, recipe, size, options.rounds)
-            for recipe, size in ((SCALAR, options.cost_size), (TRELLIS, options.trellis_size))
-        ]
-    settings = {"dtype": "BF16", "rounds": options.rounds}
-    document = {"machine": machine(start), "settings": settings, "starts": started, "rows": rows, "costs": costs}
-    publish("ray_scaling", document, sections(document), options, ("q5", "trellis"))
-    if not all(row["identical"] for row in rows):
+        if options.costs:
+            known = json.loads((options.out / "ray_scaling.json").read_text())
+        else:
+            known = overheads(Path(work), options)
+        document = known | costs(Path(work), options)
+    publish("ray_scaling", document, sections(document), options, None)
+    if not all(row["identical"] for row in document["rows"]):
         raise SystemExit(1)
 
 

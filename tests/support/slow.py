@@ -13,6 +13,7 @@ EXHAUSTIVE = "tries many values or cases; others of its module try some"
 
 # Modules, and test functions: MODULE::FUNCTION. Paths are relative to tests/.
 SLOW = {
+    "test_benchmarks.py::test_benchmarks_can_be_imported_and_run_on_the_smallest_input": MODELS,
     "gguf/test_gguf_alone.py": EXHAUSTIVE,
     "targets/test_carried_codes.py": EXHAUSTIVE,
     "calibrate/test_changing_calibrations.py": MODELS,
