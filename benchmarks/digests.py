@@ -130,7 +130,7 @@ def rounded(*formats: PackedFormat) -> Pieces:
             made = [rule.enlarged(groups) for groups in made]
         for groups in made:
             pieces = replace(how, rule=rule).pieces(NAME, SHAPE, first_row=0, groups=groups)
-            yield from (piece.stored_name.encode() + piece.data.tobytes() for piece in pieces)
+            yield from (stored_name.encode() + data.tobytes() for stored_name, _, data in pieces)
 
 
 def gguf(kind: str) -> Pieces:

@@ -34,10 +34,8 @@ from pqweights.planning.options import (
     MemoryOptions,
     QuantizeOptions,
     RebuildOptions,
-    SourceOptions,
     located,
     path_of,
-    shard_bytes,
 )
 from pqweights.results.inspect import Inspection
 from pqweights.results.inspect import inspect as inspect_folder
@@ -59,7 +57,7 @@ if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
     from pqweights.runtime.generation import Generation
 
-Opening = TypeVar("Opening", QuantizeOptions, SourceOptions)
+Opening = TypeVar("Opening", QuantizeOptions, ExportOptions)
 
 
 def plan(
@@ -305,8 +303,7 @@ def export(
 
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
-    arguments = locals()
-    options, opening = ExportOptions.of(arguments), SourceOptions.of(arguments)
+    options = ExportOptions.of(locals())
     settings_of(get_target(target), options)  # refuses wrong values before anything is fetched
     if ray is not None and calibrate is not None:
         raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
@@ -314,41 +311,38 @@ def export(
         raise OptionError("`push`: files are sent by one machine; leave out `ray` or `push`")
     if private and push is None:
         raise OptionError("`private`: says how `push` creates a repository; give `push`, or leave it out")
-    most_bytes = None if max_shard_size is None else shard_bytes(max_shard_size)
     given, store = located("source", source), open_store(located("out", out))
     if push is not None and store.is_elsewhere:
         raise OptionError("`push`: expected a folder on this machine as OUT")
     with (
         _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run,
-        _exported(given, store, target, options, opening, most_bytes, run) as (conversion, checked),
+        _exported(given, store, target, options, run) as (conversion, checked),
     ):
         if push is None:
             return convert(conversion, store, checked)
-        from pqweights.publish.options import PushOptions
-        from pqweights.publish.push import begin_sending
-        from pqweights.publish.push import push as push_folder
+        return _sent(push, conversion, store, checked, HubOptions(token=token, tell=tell), private=private)
 
-        hub, read = HubOptions(token=token, tell=tell), conversion.checkpoint.storage
-        read.frees = min(1, read.frees)
-        sending = begin_sending(push, hub, conversion.manifest, private=private)
-        report = convert(conversion, replace(store, sending=sending), checked)
-        pushed = push_folder(
-            store.path, push, hub, options=PushOptions(threads=threads, private=private), sent=sending.files
-        )
-        return replace(report, pushed=pushed)
+
+def _sent(
+    repository: str, conversion: Conversion, store: Store, run: RunOptions, hub: HubOptions, *, private: bool
+) -> RewriteReport:
+    """Make a result, and send each of its files to a repository once it is whole. private: see `export`"""
+    from pqweights.publish.options import PushOptions
+    from pqweights.publish.push import begin_sending, push
+
+    read = conversion.checkpoint.storage
+    read.frees = min(1, read.frees)
+    sending = begin_sending(repository, hub, conversion.manifest, private=private)
+    report = convert(conversion, replace(store, sending=sending), run)
+    options = PushOptions(threads=run.threads, private=private)
+    return replace(report, pushed=push(store.path, repository, hub, options=options, sent=sending.files))
 
 
 @contextlib.contextmanager
 def _exported(
-    source: str | Path,
-    store: Store,
-    target: str,
-    options: ExportOptions,
-    opening: SourceOptions,
-    most_bytes: int | None,
-    run: RunOptions,
+    source: str | Path, store: Store, target: str, options: ExportOptions, run: RunOptions
 ) -> Iterator[tuple[Conversion, RunOptions]]:
-    """Learn what options ask for, and yield what is to be made of it. most_bytes: of a file"""
+    """Learn what options ask for, and yield what is to be made of it."""
     to = get_target(target)
     options = to.with_recipe(options)
     known: SampledInputs | None = None
@@ -356,14 +350,12 @@ def _exported(
         if options.calibrate is not None:
             from pqweights.calibrate.sampled_inputs import inputs_of
 
-            folder, opening = _fetched(source, opening, run)
+            folder, options = _fetched(source, options, run)
             store.check_apart(folder)
-            local = SourceOptions(
-                adapter=opening.adapter, leave_out=opening.leave_out, allow_pickle=opening.allow_pickle
-            )
+            local = replace(options, revision=None, include_files=(), low_disk=False)
             known = kept.enter_context(inputs_of(folder, open_exported(folder, local)[0], store, options, run.threads))
             run = replace(run, check=known.check_source)
-        opened = open_exported(source, opening)
+        opened = open_exported(source, options)
         inputs: KnownInputs | None = known
         if known is not None and settings_of(to, options).recipe.size is not None:
             options = replace(options, sensitivity=known.sensitivity(store, overwrite=run.overwrite))
@@ -371,10 +363,7 @@ def _exported(
             from pqweights.calibrate.imatrix import FileInputs
 
             inputs = FileInputs.of(file, opened[0])
-        conversion = plan_export(
-            source, opened, store, target, options=options, max_shard_bytes=most_bytes, run=run, inputs=inputs
-        )
-        yield conversion, run
+        yield plan_export(source, opened, store, target, options=options, run=run, inputs=inputs), run
         if known is not None and (file := path_of(options.save_imatrix)) is not None:
             from pqweights.calibrate.imatrix import write_imatrix
 
@@ -495,10 +484,10 @@ def _as_stated(
     manifest: Manifest, source: str | Path, store: Store, given: RebuildOptions, run: RunOptions, show: Progress
 ) -> contextlib.AbstractContextManager[tuple[Conversion, RunOptions]]:
     """Return what makes a result as its manifest states it."""
-    options, opening = options_of(manifest, source, given)
+    options = options_of(manifest, source, given)
     if isinstance(options, QuantizeOptions):
         return _quantized(source, store, options, run, show)
-    return _exported(source, store, str(manifest.made_by["target"]), options, opening, manifest.max_shard_bytes, run)
+    return _exported(source, store, str(manifest.made_by["target"]), options, run)
 
 
 def inspect(

@@ -21,7 +21,6 @@ from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.file import MAGIC, open_gguf
 from pqweights.checkpoint.gguf.model import (
     ALIGNMENT,
-    FilePart,
     GgufTensor,
     MetadataEntry,
     encode_header,
@@ -224,7 +223,7 @@ def write_imatrix(path: Path, inputs: KnownInputs, checkpoint: Checkpoint, sampl
         MetadataEntry("imatrix.chunk_size", tokens // windows, int(types.UINT32)),
     ]
     listed = [GgufTensor(name, values.shape, "F32", values.nbytes) for name, values in stored.items()]
-    header = encode_header(metadata, listed, FilePart(0, 1, len(listed)))
+    header = encode_header(metadata, listed)
     padded = (values.tobytes() + bytes(-values.nbytes % ALIGNMENT) for values in stored.values())
     write_whole(path.parent, path, [header, *padded])
 

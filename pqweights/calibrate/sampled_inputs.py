@@ -37,7 +37,7 @@ from pqweights.errors import SourceError
 from pqweights.planning.calibration import states_bytes
 from pqweights.planning.choice import DEFAULT_RECIPE
 from pqweights.planning.inputs import InputVector, WeightInputs
-from pqweights.planning.options import SampleOptions, path_of
+from pqweights.planning.options import ExportOptions, path_of
 from pqweights.planning.recipe import load_recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.storage import Store
@@ -52,7 +52,7 @@ READING = "reading the sample"  # as users are told
 
 @contextmanager
 def inputs_of(
-    source: Path, checkpoint: Checkpoint, out: Store, options: SampleOptions, threads: int
+    source: Path, checkpoint: Checkpoint, out: Store, options: ExportOptions, threads: int
 ) -> Iterator[SampledInputs]:
     """Yield the inputs of the weights of a checkpoint, on a sample that is taken when they are first needed.
 

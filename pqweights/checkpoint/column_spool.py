@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +27,6 @@ STRIP_BYTES = 1 << 23
 Bytes = npt.NDArray[np.uint8]
 
 
-class _Columns(NamedTuple):
-    """Some columns. offset: where they begin in each row. width: in bytes. place: where they begin in the spool."""
-
-    offset: int
-    width: int
-    place: int
-
-
 class ColumnSpool:
     """The columns of one tensor."""
 
@@ -43,7 +35,7 @@ class ColumnSpool:
         self._folder = folder
         self._lock = threading.Lock()
         self._file: IO[bytes] | None = None
-        self._parts: list[_Columns] = []
+        self._parts: list[tuple[int, int, int]] = []  # offset in each row, bytes in each row, offset in the file
         self._rows = 0
 
     def __del__(self) -> None:
@@ -60,7 +52,7 @@ class ColumnSpool:
             if self._file is None:
                 self._file = tempfile.SpooledTemporaryFile(SPOOLED_BYTES, dir=str(self._folder))  # noqa: SIM115
             self._rows, width = columns.shape
-            self._parts.append(_Columns(offset, width, self._file.tell()))
+            self._parts.append((offset, width, self._file.tell()))
             self._file.write(columns.data)
 
     def take_rows(self) -> Iterator[tuple[int, Bytes]]:
@@ -70,15 +62,15 @@ class ColumnSpool:
         """
         if self._file is None:
             return
-        parts, row_bytes = sorted(self._parts), sum(part.width for part in self._parts)
+        parts, row_bytes = sorted(self._parts), sum(width for _, width, _ in self._parts)
         with self._file as file:
             step = max(1, STRIP_BYTES // row_bytes)
             for first in range(0, self._rows, step):
                 rows = min(step, self._rows - first)
                 strip = np.empty((rows, row_bytes), dtype=np.uint8)
                 with disk_errors(self._folder):
-                    for part in parts:
-                        file.seek(part.place + first * part.width)
-                        columns = np.frombuffer(file.read(rows * part.width), dtype=np.uint8)
-                        strip[:, part.offset : part.offset + part.width] = columns.reshape(rows, part.width)
+                    for offset, width, begin in parts:
+                        file.seek(begin + first * width)
+                        columns = np.frombuffer(file.read(rows * width), dtype=np.uint8)
+                        strip[:, offset : offset + width] = columns.reshape(rows, width)
                 yield first * row_bytes, strip.reshape(-1)

@@ -16,7 +16,6 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
 
 from pqweights.checkpoint.names import (
     CARD_FILE,
@@ -120,13 +119,6 @@ REASONS = {
 }
 
 
-class Companions(NamedTuple):
-    """The files of a checkpoint beside its weights: those that are copied along, and why the others are not."""
-
-    copied: tuple[str, ...]
-    left_out: dict[str, str]
-
-
 def check_links(broken: Iterable[str], outside_links: Iterable[str]) -> None:
     """Raise SourceError for a link of a checkpoint to a file that is not there, or that may not lie elsewhere."""
     for name in broken:
@@ -142,8 +134,8 @@ def companions(
     include: Sequence[str] = (),
     *,
     outside_links: Collection[str] = (),
-) -> Companions:
-    """Tell which files of a checkpoint are copied.
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return which files of a checkpoint are copied beside its weights, and why each of the others is not.
 
     files: all files, by their paths in the folder
     weight_files: those that hold the weights that are read
@@ -176,7 +168,7 @@ def companions(
             f"`include_files` {min(unused)}: matches no file that could be copied; expected a path in the folder of "
             "the source, or a pattern such as 'data/*' (weights at the top are never copied)"
         )
-    return Companions(tuple(copied), left_out)
+    return tuple(copied), left_out
 
 
 def is_weight_file(name: str) -> bool:

@@ -283,14 +283,14 @@ class _Reader:
         image = NativeImage(storage, parts)
         by_name = {part.tensor.name: part for part in parts}
         try:
-            found = quantized.logical_tensors(
+            tensors, left_out, _ = quantized.logical_tensors(
                 image, {name: part.tensor for name, part in by_name.items()}, {"quantization_config": self._source}
             )
         except SourceError as error:
             raise _damaged(f"source: {error}") from None
-        if found.left_out:
-            raise _damaged(f"{min(found.left_out)!r} is not part of a weight, and not in kept")
-        return [self._native(storage, of, [by_name[part.name] for part in of.parts]) for of in found.tensors]
+        if left_out:
+            raise _damaged(f"{min(left_out)!r} is not part of a weight, and not in kept")
+        return [self._native(storage, of, [by_name[part.name] for part in of.parts]) for of in tensors]
 
     def _native_parts(self, stored: Mapping[str, StoredTensor]) -> list[NativePart]:
         """Return the stored tensors of the source that these are, one after the other."""

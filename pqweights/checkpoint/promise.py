@@ -66,28 +66,22 @@ class Pair(NamedTuple):
         )
 
 
-class CheckedConfig(NamedTuple):
-    """A configuration with what the tensors show to be otherwise.
+def checked_config(
+    storage: Storage, tensors: Sequence[LogicalTensor], config: Config | None
+) -> tuple[Config | None, Remarks, tuple[Pair, ...]]:
+    """Return the configuration with what the tensors show to be otherwise, remarks on that, and what is not proven yet.
 
-    unproven: those that were compared in places alone, as the files are elsewhere
+    Of files that are elsewhere, the last are those that were compared in places alone.
     """
-
-    config: Config | None
-    remarks: Remarks
-    unproven: tuple[Pair, ...] = ()
-
-
-def checked_config(storage: Storage, tensors: Sequence[LogicalTensor], config: Config | None) -> CheckedConfig:
-    """Return the configuration with what the tensors show to be otherwise."""
     if config is None:
-        return CheckedConfig(None, ())
+        return None, (), ()
     is_elsewhere = storage.local_folder() is None
     pairs = [] if all(tied is False for tied in _ties(config)) else _pairs_to_be_same(tensors, config)
     differing = [pair for pair in pairs if not same_values(pair, everywhere=not is_elsewhere)]
     unproven = [pair for pair in pairs if is_elsewhere and pair not in differing and not _places(pair).are_all]
     changed, remarks = with_differing(config, differing)
     shapes = {t.name: t.shape for t in tensors if not is_leftover(t.name, t.dtype, t.shape)}
-    return CheckedConfig(changed, (*remarks, *differences(shapes, changed)), tuple(unproven))
+    return changed, (*remarks, *differences(shapes, changed)), tuple(unproven)
 
 
 def _pairs_to_be_same(tensors: Sequence[LogicalTensor], config: Mapping[str, Any]) -> list[Pair]:

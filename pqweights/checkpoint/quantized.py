@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from pqweights.checkpoint.config import quantization_settings
 from pqweights.checkpoint.foreign import refuse_codes, refuse_foreign, refuse_method
@@ -27,16 +27,10 @@ from pqweights.models.traits import Trait
 NOT_A_WEIGHT = "a scale for activations in 8 bits, which a model with decoded weights does not have"
 
 
-class ModelTensors(NamedTuple):
-    """The logical tensors of a source, by name the reason why others are none, and what users are told."""
-
-    tensors: list[LogicalTensor]
-    left_out: dict[str, str]
-    remarks: tuple[str, ...] = ()
-
-
-def logical_tensors(storage: ByteReads, stored: dict[str, StoredTensor], config: dict[str, Any] | None) -> ModelTensors:
-    """Return the logical tensors of a source checkpoint.
+def logical_tensors(
+    storage: ByteReads, stored: dict[str, StoredTensor], config: dict[str, Any] | None
+) -> tuple[list[LogicalTensor], dict[str, str], list[str]]:
+    """Return the logical tensors of a source checkpoint, by name the reason why others are none, and remarks for users.
 
     Raises SourceError for a quantization that cannot be decoded, and for scales that are missing or have a wrong shape.
     """
@@ -63,7 +57,7 @@ def logical_tensors(storage: ByteReads, stored: dict[str, StoredTensor], config:
     refuse_codes(stored[name] for name in rest)
     tensors += [PlainTensor.of(storage, stored[name]) for name in rest]
     _check_names([tensor.name for tensor in tensors])
-    return ModelTensors(tensors, left_out, tuple(_casts(tensors)))
+    return tensors, left_out, [*_casts(tensors)]
 
 
 def _casts(tensors: Iterable[LogicalTensor]) -> Iterator[str]:

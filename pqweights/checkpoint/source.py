@@ -261,7 +261,7 @@ def others_of_model(storage: Storage, file: str) -> tuple[str, ...]:
         weights = ()
         if CONFIG_FILE not in names:
             return ()
-    of_model = {CONFIG_FILE, INDEX_FILE, *weights, *companions(names, ()).copied}
+    of_model = {CONFIG_FILE, INDEX_FILE, *weights, *companions(names, ())[0]}
     return tuple(name for name in names if name in of_model and name != file)
 
 
@@ -298,7 +298,7 @@ def open_checkpoint(
     weight_files = weights.names
     check_adapter_files(storage, weight_files)
     stored, copies = stored_tensors(storage, weight_files)
-    misplaced = {} if weights.index is None else check_tensors(weights.index, stored)
+    misplaced = {} if weights.index is None else check_tensors(weights.index, weights.weight_map, stored)
     check_layers(config or {}, stored)
     is_master, remarks = config is not None and master.is_master(config), list[str]()
     if not is_master:
@@ -306,31 +306,32 @@ def open_checkpoint(
         stored, of_embeddings = with_embeddings(stored, config)
         remarks += [*of_names, *of_embeddings]
     if config is not None and is_master:
-        model = quantized.ModelTensors(master.logical_tensors(storage, stored, config), {})
+        tensors, no_weights = master.logical_tensors(storage, stored, config), dict[str, str]()
     else:
-        model = quantized.logical_tensors(storage, stored, config)
+        tensors, no_weights, casts = quantized.logical_tensors(storage, stored, config)
+        remarks += casts
     order = {name: number for number, name in enumerate(weight_files)}
 
     def place(tensor: LogicalTensor) -> tuple[int, int, str]:
         first = tensor.parts[0]
         return order[first.file], first.offset, tensor.name
 
-    beside = companions(files, weight_files, include, outside_links=storage.outside_links)
-    coded = frozenset(tensor.name for tensor in model.tensors if isinstance(tensor, EncodedTensor))
-    checked = checked_config(storage, model.tensors, config)
+    copied, left_out = companions(files, weight_files, include, outside_links=storage.outside_links)
+    coded = frozenset(tensor.name for tensor in tensors if isinstance(tensor, EncodedTensor))
+    config, differing, unproven = checked_config(storage, tensors, config)
     return Checkpoint(
         storage=storage,
-        config=checked.config,
+        config=config,
         stored=tuple(stored.values()),
-        tensors=tuple(sorted(model.tensors, key=place)),
+        tensors=tuple(sorted(tensors, key=place)),
         weight_files=weight_files,
-        companions=beside.copied,
-        left_out=beside.left_out | weights.unlike | misplaced | copies,
+        companions=copied,
+        left_out=left_out | weights.unlike | misplaced | copies,
         is_master=is_master,
-        left_out_tensors=model.left_out,
+        left_out_tensors=no_weights,
         weights=coded if is_master else frozenset(),
-        remarks=(*remarks, *model.remarks, *checked.remarks),
-        unproven=checked.unproven,
+        remarks=(*remarks, *differing),
+        unproven=unproven,
     )
 
 
@@ -364,8 +365,8 @@ def needed_files(storage: Storage) -> tuple[str, ...]:
         return tuple(name for name in (MANIFEST_FILE, *listed, *gguf) if name in files)
     weights = find_weight_files(storage, allow_pickle=False, single_file=False)
     weight_files = weights.names
-    others = (CONFIG_FILE, MANIFEST_FILE, *([weights.index.file] if weights.index is not None else []))
-    copied = companions(files, weight_files).copied if listed is None else listed
+    others = (CONFIG_FILE, MANIFEST_FILE, *([] if weights.index is None else [weights.index]))
+    copied = companions(files, weight_files)[0] if listed is None else listed
     wanted = [name for name in dict.fromkeys((*others, *copied)) if name in files and name not in weight_files]
     return (*wanted, *weight_files)
 

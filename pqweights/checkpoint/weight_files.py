@@ -61,24 +61,17 @@ Span = tuple[int, int]  # first byte, last byte + 1
 
 
 @dataclass(frozen=True)
-class Index:
-    """The index of a checkpoint. weight_map: for each tensor, the file that holds it."""
-
-    file: str
-    weight_map: dict[str, str]
-
-
-@dataclass(frozen=True)
 class WeightFiles:
     """The files that hold the weights.
 
     names: of these files
-    index: the index that names them, if one does
+    index, weight_map: the index that names them, if one does, and for each tensor the file that holds it by that
     unlike: what lies beside them and does not fit them, each with the reason
     """
 
     names: tuple[str, ...]
-    index: Index | None = None
+    index: str | None = None
+    weight_map: dict[str, str] = field(default_factory=dict)
     unlike: dict[str, str] = field(default_factory=dict)
 
 
@@ -130,14 +123,14 @@ def _named_files(storage: Storage, index: str, suffixes: tuple[str, ...]) -> Wei
 
     Raises SourceError if there is no such set, or more than one.
     """
-    files, read = read_index(storage, index, suffixes)
+    files, weight_map = read_index(storage, index, suffixes)
     absent = [name for name in files if name not in storage.files()]
     if not absent:
-        return WeightFiles(files, read)
+        return WeightFiles(files, index, weight_map)
     here = [name for name in storage.files() if "/" not in name and name.endswith(suffixes)]
     complete = [of for of in numbered_sets(here) if of.is_of_model and of.absent is None]
     if not complete:
-        raise _missing(read, absent[0])
+        raise _missing(index, weight_map, absent[0])
     only = _only(complete, index)
     stale = f"it names {absent[0]}, which is not there; read were all {len(only.files)} parts of {only.name}"
     return WeightFiles(only.files, unlike={index: stale})
@@ -217,22 +210,25 @@ def _only(sets: list[NumberedSet], index: str) -> NumberedSet:
     )
 
 
-def indexed_files(storage: Storage, index: str, suffixes: tuple[str, ...]) -> tuple[tuple[str, ...], Index]:
-    """Read an index, and return the weight files that it names; they must exist and have one of the suffixes."""
-    files, read = read_index(storage, index, suffixes)
+def indexed_files(storage: Storage, index: str, suffixes: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Read an index, as read_index does; the weight files that it names must exist."""
+    files, weight_map = read_index(storage, index, suffixes)
     for name in files:
         if name not in storage.files():
-            raise _missing(read, name)
-    return files, read
+            raise _missing(index, weight_map, name)
+    return files, weight_map
 
 
-def _missing(index: Index, file: str) -> SourceError:
-    tensor = next(tensor for tensor, of in index.weight_map.items() if of == file)
-    return SourceError(f"{file}: missing; {index.file} places {tensor!r} in it: fetch it")
+def _missing(index: str, weight_map: dict[str, str], file: str) -> SourceError:
+    tensor = next(tensor for tensor, of in weight_map.items() if of == file)
+    return SourceError(f"{file}: missing; {index} places {tensor!r} in it: fetch it")
 
 
-def read_index(storage: Storage, index: str, suffixes: tuple[str, ...]) -> tuple[tuple[str, ...], Index]:
-    """Read an index, and return the weight files that it names; they must have one of the suffixes."""
+def read_index(storage: Storage, index: str, suffixes: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Read an index, and return the weight files that it names, and for each tensor the file that holds it.
+
+    The files must have one of the suffixes.
+    """
     weight_map = read_json_object(storage, index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{index}: expected a weight_map of tensor names to files, found none")
@@ -248,7 +244,7 @@ def read_index(storage: Storage, index: str, suffixes: tuple[str, ...]) -> tuple
     for name, tensor in first_tensors.items():
         if not name.endswith(suffixes):
             raise SourceError(f"{index}: tensor {tensor!r} is placed in {name!r}; expected a {suffixes[0]} file")
-    return tuple(sorted(first_tensors)), Index(index, weight_map)
+    return tuple(sorted(first_tensors)), weight_map
 
 
 def check_index(folder: Path, stored: dict[str, StoredTensor]) -> None:
@@ -259,25 +255,25 @@ def check_index(folder: Path, stored: dict[str, StoredTensor]) -> None:
     files = sorted({tensor.file for tensor in stored.values()})
     if SINGLE_FILE not in files and (folder / INDEX_FILE).is_file():
         storage = Storage(folder, only=[INDEX_FILE, *files])
-        check_tensors(indexed_files(storage, INDEX_FILE, (".safetensors",))[1], stored)
+        check_tensors(INDEX_FILE, indexed_files(storage, INDEX_FILE, (".safetensors",))[1], stored)
 
 
-def check_tensors(index: Index, stored: dict[str, StoredTensor]) -> dict[str, str]:
+def check_tensors(index: str, weight_map: dict[str, str], stored: dict[str, StoredTensor]) -> dict[str, str]:
     """Return the index with the reason if it places a tensor in another file than that which holds it, else nothing.
 
     Raises SourceError if it names a tensor that is in none of its files.
     """
     misplaced = ""
-    for name, file in index.weight_map.items():
+    for name, file in weight_map.items():
         tensor = stored.get(name)
         if tensor is None:
             raise SourceError(
-                f"{file}: expected the tensor {name!r}, which {index.file} places there, found no such tensor in any "
-                f"file that it names; fetch them again, or remove {index.file} if the files are a whole model"
+                f"{file}: expected the tensor {name!r}, which {index} places there, found no such tensor in any "
+                f"file that it names; fetch them again, or remove {index} if the files are a whole model"
             )
         if tensor.file != file:
             misplaced = misplaced or f"it places {name!r} in {file}, and {tensor.file} holds it; read was what is there"
-    return {index.file: misplaced} if misplaced else {}
+    return {index: misplaced} if misplaced else {}
 
 
 # --- pickled files ---

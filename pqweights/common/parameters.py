@@ -84,7 +84,7 @@ class Options:
         for name in (name for name in known if name in given):
             needs, excludes = known[name].needs, known[name].excludes
             if needs is not None and not given & {*needs[0]}:
-                wanted = " or ".join(f"`{other}`" for other in needs[0])
+                wanted = " or ".join(f"`{other}`" for other in needs[0] if other in known)
                 raise OptionError(f"`{name}`: expected {wanted} as well, {needs[1]}")
             others, why = excludes or ((), "")
             for other in filter(given.__contains__, others):  # in this order: that of sets differs by process

@@ -24,7 +24,7 @@ from pqweights.planning.fit import Fit
 from pqweights.planning.plan import (
     Container,
     Plan,
-    SafetensorsFolders,
+    Safetensors,
     ShardPlan,
     TensorPlan,
     in_making_order,
@@ -100,6 +100,7 @@ class Conversion:
     def manifest(self) -> Manifest:
         """What the manifest will state, without what is measured."""
         plan, adapters = self.plan, [adapter.describe() for adapter in self.checkpoint.adapters]
+        by_folder = plan.container.by_folder if isinstance(plan.container, Safetensors) else {}
         return Manifest(
             kind=self.kind,
             made_by=self.made_by | ({"adapters": adapters} if adapters else {}),
@@ -109,7 +110,7 @@ class Conversion:
             origin=self.checkpoint.storage.origin,
             metadata=plan.container.metadata,
             container=plan.container.to_json(),
-            folders=plan.container.by_folder if isinstance(plan.container, SafetensorsFolders) else {},
+            folders={folder: of for folder, of in by_folder.items() if folder},
             left_out=plan.left_out_tensors,
             remarks=plan.remarks,
             model=self.model,

@@ -36,7 +36,6 @@ from pqweights.planning.plan import (
     GgufFile,
     GgufFiles,
     Safetensors,
-    SafetensorsFolders,
     ShardPlan,
     TensorPlan,
 )
@@ -111,7 +110,7 @@ class Manifest:
     origin: the Hub repository that is read, with its commit; None for a local folder
     metadata: the `__metadata__` of the safetensors files
     container: what there is to say of another format of the files (Container.to_json)
-    folders: of a result in several folders, the `__metadata__` of the files of each (SafetensorsFolders)
+    folders: of a result in several folders, the `__metadata__` of the files of each (Safetensors)
     left_out: tensors that are not carried over, each with the reason
     remarks: where the files and config.json of the source do not say the same (Checkpoint.remarks)
     model: what is known of the original model (checkpoint.config.model_facts)
@@ -238,7 +237,7 @@ def container_of(manifest: Manifest) -> Container:
     """Return the format of the files of a finished result. Raises MasterError if the manifest does not describe one."""
     if manifest.container:
         return _container(as_document(manifest.container, _Container, damaged))
-    return SafetensorsFolders(manifest.folders) if manifest.folders else Safetensors(manifest.metadata)
+    return Safetensors(manifest.folders or {"": manifest.metadata})
 
 
 def manifest_beside(manifest: Manifest) -> str:

@@ -250,19 +250,6 @@ def _packed(numbers: npt.NDArray[Any], dtype: str, bits: int) -> Bytes:
     return pack_bits(np.ascontiguousarray(numbers), bits).reshape(len(numbers), -1)
 
 
-class StoredPiece(NamedTuple):
-    """Bytes of a stored tensor.
-
-    stored_name: the stored tensor
-    offset: where the data goes, in bytes from the start of the tensor; for columns, from the start of each of its rows
-    data: u8, contiguous; [rows of the stored tensor, bytes] for columns
-    """
-
-    stored_name: str
-    offset: int
-    data: Bytes
-
-
 @dataclass(frozen=True)
 class PackedFormat:
     """How a weight is stored: the numbers, and where they lie. That of a source and that of an export are compared.
@@ -314,8 +301,12 @@ class PackedFormat:
         parts = (part for part in self.layout if part.by_columns)
         return sum(byte_count(part.dtype, part.stored_shape(shape, self.rule)) for part in parts)
 
-    def pieces(self, name: str, shape: Shape, *, first_row: int, groups: Groups) -> list[StoredPiece]:
-        """Return the stored bytes of consecutive rows of a weight, which begin at `first_row`."""
+    def pieces(self, name: str, shape: Shape, *, first_row: int, groups: Groups) -> list[tuple[str, int, Bytes]]:
+        """Return the stored bytes of consecutive rows of a weight, which begin at `first_row`.
+
+        For each stored tensor, its name, where the bytes go from its start, and these, u8 and contiguous; of columns,
+        where they go from the start of each of its rows, and [rows of the stored tensor, bytes].
+        """
         result = []
         for part in self.layout:
             if not part.once or first_row == 0:
@@ -323,7 +314,7 @@ class PackedFormat:
                 above = part.stored_shape((first_row, shape[-1]), self.rule)
                 before = 0 if part.once else byte_count(part.dtype, above)
                 offset = before // len(data) if part.by_columns else before
-                result.append(StoredPiece(part.stored_name(name), offset, data))
+                result.append((part.stored_name(name), offset, data))
         return result
 
 

@@ -72,7 +72,7 @@ def _model_name(name: str, value: Any) -> str:
 
 @options
 class RecipeOptions(Options):
-    """A recipe, and what to change in it. None and empty values change nothing."""
+    """A recipe, what to change in it, and on which tokens a model is calibrated. None and () change nothing."""
 
     recipe: StrPath | Recipe | None = option(_recipe, default=None)
     codec: str | None = None
@@ -82,17 +82,11 @@ class RecipeOptions(Options):
     set_format: Any = option(checks.formats_by_pattern, default=None)  # from FormatsByPattern to pairs of texts
     target_size: int | str | None = option(checks.size, default=None)
     target_bpw: float | None = None
-
-
-@options
-class SampleOptions(Options):
-    """On which tokens a model is calibrated."""
-
     calibrate: StrPath | None = option(checks.location, default=None)
     calibration_tokens: int = option(
-        default=DEFAULT_SAMPLE_TOKENS, least=FEWEST_SAMPLE_TOKENS, needs=(("calibrate",), "which reads them")
+        default=DEFAULT_SAMPLE_TOKENS, least=FEWEST_SAMPLE_TOKENS, needs=(("calibrate", "awq"), "for the sample")
     )
-    save_sample: StrPath | None = option(checks.location, default=None, needs=(("calibrate",), "which takes it"))
+    save_sample: StrPath | None = option(checks.location, default=None, needs=(("calibrate", "awq"), "for the sample"))
 
 
 @options
@@ -107,17 +101,13 @@ class SourceOptions(HubOptions):
 
 
 @options
-class QuantizeOptions(RecipeOptions, SampleOptions, SourceOptions):
+class QuantizeOptions(RecipeOptions, SourceOptions):
     """How a source is opened and quantized."""
 
     strict: bool = False
     awq: StrPath | None = option(
         checks.location, default=None, excludes=(("calibrate",), "the calibration scales channels itself")
     )
-    calibration_tokens: int = option(
-        default=DEFAULT_SAMPLE_TOKENS, least=FEWEST_SAMPLE_TOKENS, needs=(("calibrate", "awq"), "which reads them")
-    )
-    save_sample: StrPath | None = option(checks.location, default=None, needs=(("calibrate", "awq"), "which take it"))
     rate: str = option(default=BY_MODEL, choices=(BY_MODEL, BY_TENSOR), needs=(("calibrate",), "which shares them"))
     lossless: bool = option(
         default=False,
@@ -129,12 +119,7 @@ class QuantizeOptions(RecipeOptions, SampleOptions, SourceOptions):
             "it stores the numbers of the source as they are",
         ),
     )
-    max_shard_size: int | str = option(checks.size, default=DEFAULT_MAX_SHARD_SIZE)
-
-    @property
-    def max_shard_bytes(self) -> int:
-        """The maximum size of an output file in bytes."""
-        return shard_bytes(self.max_shard_size)
+    max_shard_size: int = option(checks.size, default=DEFAULT_MAX_SHARD_SIZE)
 
 
 @options
@@ -156,8 +141,8 @@ class MemoryOptions(Options):
 
 
 @options
-class ExportOptions(RecipeOptions, SampleOptions):
-    """The options that a user may give for an export; each target takes some. None stands for the target's default."""
+class ExportOptions(RecipeOptions, SourceOptions):
+    """How a source is opened and exported; each target takes some of these. None stands for the target's default."""
 
     bits: Any = option(_widths, default=None)  # a whole number, or a text of several with commas between them
     group_size: int | None = None
@@ -175,14 +160,12 @@ class ExportOptions(RecipeOptions, SampleOptions):
         checks.location, default=None, excludes=(("calibrate",), "which measures importances itself")
     )
     save_imatrix: StrPath | None = option(checks.location, default=None, needs=(("calibrate",), "which measures them"))
-    sensitivity: Sensitivity | None = option(
-        checks.anything, default=None
-    )  # measured, if `calibrate` and a size are given
+    sensitivity: Sensitivity | None = option(checks.anything, default=None)  # measured, for `calibrate` and a size
+    max_shard_size: int | None = option(checks.size, default=None)
 
 
-def shard_bytes(max_shard_size: int | str) -> int:
-    """Return the data bytes after which a new output file begins."""
-    return checks.size("max_shard_size", max_shard_size)
+# The options of every export, whatever the target.
+OF_ALL_TARGETS = {*SourceOptions.__dataclass_fields__, "max_shard_size"}
 
 
 def located(name: str, given: StrPath) -> str | Path:

@@ -408,37 +408,18 @@ GGUF = "gguf"
 
 @dataclass(frozen=True)
 class Safetensors:
-    """Files of safetensors with an index. metadata: their `__metadata__`."""
+    """Files of safetensors with an index, or folders of such files of the same tensors in several formats.
 
-    metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
-
-    folders = ("",)  # those with an index, a configuration and copied files
-
-    def shards(self, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
-        """Return the files; the header of each follows from its tensors."""
-        return tuple(_shards(tensors, cuts([tensor.bytes for tensor in tensors], max_shard_bytes), self.metadata))
-
-    @property
-    def index_files(self) -> tuple[str, ...]:
-        """The names of the indexes."""
-        return (INDEX_FILE,)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return nothing: a manifest says nothing of the usual format but its metadata."""
-        return {}
-
-
-@dataclass(frozen=True)
-class SafetensorsFolders:
-    """Folders of safetensors, each with an index, of the same tensors in several formats.
-
-    by_folder: the `__metadata__` of the files of each folder, by its name with a slash; in a plan, names of tensors
-        begin with it, which the files themselves do not have
+    by_folder: the `__metadata__` of the files of each folder, by its name with a slash, or "" if there is one alone; in
+        a plan, names of tensors begin with it, which the files themselves do not have
     """
 
-    by_folder: dict[str, dict[str, str]]
+    by_folder: dict[str, dict[str, str]] = field(default_factory=lambda: {"": DEFAULT_METADATA})
 
-    metadata = DEFAULT_METADATA
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The `__metadata__` of files that lie in no folder of their own."""
+        return self.by_folder.get("", DEFAULT_METADATA)
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -565,6 +546,4 @@ class GgufFiles:
         return {"format": GGUF, "name": self.name, "alignment": self.alignment, "files": files}
 
 
-Container = (
-    Safetensors | SafetensorsFolders | GgufFiles
-)  # the format of a result's files: how they are named, begin and hold tensors
+Container = Safetensors | GgufFiles  # the format of a result's files: how they are named, begin and hold tensors

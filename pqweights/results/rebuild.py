@@ -41,10 +41,8 @@ class Rebuilt:
         return {"ok": self.ok, "differences": list(self.differences)} | self.report.to_json()
 
 
-def options_of(
-    manifest: Manifest, source: str | Path, given: RebuildOptions
-) -> tuple[QuantizeOptions | ExportOptions, SourceOptions]:
-    """Return the options with which a result is made again, and those with which its source is opened.
+def options_of(manifest: Manifest, source: str | Path, given: RebuildOptions) -> QuantizeOptions | ExportOptions:
+    """Return the options with which a result is made again.
 
     Raises MasterError for a manifest that does not say it as this version does, OptionError for a sample that is
     missing.
@@ -55,24 +53,22 @@ def options_of(
         raise MasterError(f"{MANIFEST_FILE}: does not say how the result was made: {error!r}"[:200]) from None
 
 
-def _options_of(
-    manifest: Manifest, source: str | Path, given: RebuildOptions
-) -> tuple[QuantizeOptions | ExportOptions, SourceOptions]:
+def _options_of(manifest: Manifest, source: str | Path, given: RebuildOptions) -> QuantizeOptions | ExportOptions:
     opening: dict[str, Any] = {field.name: getattr(given, field.name) for field in fields(SourceOptions)}
     if given.revision is None and manifest.origin is not None and repository_id(str(source)) == manifest.origin.id:
         opening["revision"] = manifest.origin.revision
     mark = "--leave-out "
     patterns = (reason.removeprefix(mark) for reason in manifest.left_out.values() if reason.startswith(mark))
-    opening["leave_out"] = [*dict.fromkeys(patterns)]
+    opening |= {"leave_out": [*dict.fromkeys(patterns)], "max_shard_size": manifest.max_shard_bytes}
     if manifest.kind == MASTER:
-        return _quantize_options(manifest, opening, given), SourceOptions(**opening)
-    return _export_options(manifest, given), SourceOptions(**opening)
+        return _quantize_options(manifest, opening, given)
+    return replace(_export_options(manifest, given), **opening)
 
 
 def _quantize_options(manifest: Manifest, opening: dict[str, Any], given: RebuildOptions) -> QuantizeOptions:
     if given.type is not None:
         raise OptionError("`type`: chooses among GGUF files, and the result is a master")
-    made_by, opening = manifest.made_by, opening | {"max_shard_size": manifest.max_shard_bytes}
+    made_by = manifest.made_by
     if made_by["recipe"].get("codec") == Native.codec:
         return QuantizeOptions(lossless=True, **opening)
     sample: dict[str, Any] = {}

@@ -10,7 +10,7 @@ import functools
 import os
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pqweights.checkpoint.gguf.file import open_gguf
 from pqweights.errors import SourceError
@@ -43,16 +43,9 @@ class LlamaLog:
         return cause.partition(": ")[2][:LONGEST_LINE] if cause.startswith("llama_") else cause[:LONGEST_LINE]
 
 
-class Library(NamedTuple):
-    """The functions of llama.cpp by their names, and its log."""
-
-    functions: Any
-    log: LlamaLog
-
-
 @functools.cache
-def library() -> Library:
-    """Load llama.cpp.
+def library() -> tuple[Any, LlamaLog]:
+    """Load llama.cpp, and return its functions by their names, and its log.
 
     Raises MissingDependencyError if llama-cpp-python is not installed, SourceError if its library cannot be loaded.
     """
@@ -60,7 +53,7 @@ def library() -> Library:
         functions = package("llama_cpp.llama_cpp", "llama", "a GGUF file")
     log = LlamaLog(functions)
     functions.llama_backend_init()
-    return Library(functions, log)
+    return functions, log
 
 
 def load(path: Path, *, vocabulary_only: bool = False) -> Any:
@@ -90,7 +83,7 @@ class GgufTokenizer:
         Raises SourceError if the file has none, or llama.cpp does not know it, and what library() raises.
         """
         contents = open_gguf(path)
-        self._llama = library().functions
+        self._llama, _ = library()
         model = load(contents.path, vocabulary_only=True)
         weakref.finalize(self, self._llama.llama_model_free, model)
         self._vocabulary = self._llama.llama_model_get_vocab(model)

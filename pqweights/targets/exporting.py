@@ -69,7 +69,6 @@ def plan_export(
     target: str,
     *,
     options: ExportOptions = ExportOptions(),
-    max_shard_bytes: int | None = None,
     run: RunOptions = RunOptions(),
     inputs: KnownInputs | None = None,
 ) -> Conversion:
@@ -78,7 +77,6 @@ def plan_export(
     source: where it lies
     opened: see open_exported
     target: a key of EXPORTS, or of ALIASES
-    max_shard_bytes: after how many bytes of data a new file begins; None for what is usual for the target
     run: how to show progress of what is read before
     inputs: what is known of the inputs of its weights
 
@@ -97,7 +95,7 @@ def plan_export(
         manifest=manifest,
         inputs=inputs,
         rounding=GPTQ if compensated == {True} else PLAIN,
-        max_shard_bytes=max_shard_bytes or to.max_shard_bytes,
+        max_shard_bytes=options.max_shard_size or to.max_shard_bytes,
     )
     return replace(
         to.plan(exported, settings),

@@ -29,7 +29,6 @@ from pqweights.checkpoint.gguf.mixes import (
 )
 from pqweights.checkpoint.gguf.model import (
     ALIGNMENT,
-    FilePart,
     GgufModel,
     GgufTensor,
     MetadataEntry,
@@ -128,13 +127,13 @@ def _container(
         metadata = [*model.metadata, *_about_types(of.stated_mix)]
         for number, run in enumerate(runs):
             held = [_listed(of_type[index]) for index in run]
-            header = encode_header(metadata, held, FilePart(number, len(runs), count))
+            header = encode_header(metadata, held, number=number, parts=len(runs), tensors_of_all=count)
             name = gguf_name(stem, number, len(runs))
             files.append(GgufFile(name, FileHeader.of(header), len(run), number))
     if model.tower:
         about = [*model.tower_metadata, *_about_types(find_mix(TOWER_TYPE))]
         held = [_listed(planned) for planned in tensors[count * len(types) :]]
-        header = encode_header(about, held, FilePart(0, 1, len(held)))
+        header = encode_header(about, held)
         name = gguf_name(f"{TOWER_PREFIX}{base_name}-{TOWER_TYPE}", 0, 1)
         files.append(GgufFile(name, FileHeader.of(header), len(held), len(runs)))
     return GgufFiles(name=names_together(base_name, types), alignment=ALIGNMENT, files=tuple(files))

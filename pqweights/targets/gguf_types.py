@@ -19,7 +19,7 @@ from pqweights.checkpoint.gguf.mixes import (
     layers_with_values,
     may_be_quantized,
 )
-from pqweights.checkpoint.gguf.model import ALIGNMENT, FilePart, GgufModel, GgufTensor, encode_header
+from pqweights.checkpoint.gguf.model import ALIGNMENT, GgufModel, GgufTensor, encode_header
 from pqweights.checkpoint.gguf.towers import PLAIN as PLAIN_IN_TOWERS
 from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.readers import LogicalTensor
@@ -226,7 +226,7 @@ def _within(
     stored = {t.name: type_bytes(chosen[t.name].type, t.shape) for t in model.tensors}
     # The header does not depend on the types.
     tensors = [GgufTensor(t.name, t.shape, chosen[t.name].type, stored[t.name]) for t in model.tensors]
-    header = encode_header(model.metadata, tensors, FilePart(0, 1, len(tensors)))
+    header = encode_header(model.metadata, tensors)
     overhead = RESERVED_BYTES + len(header) + ALIGNMENT * len(tensors)
     overhead += sum(stored.values()) - sum(stored[tensor.name] for tensor in free)
     by_name, layers = {t.name: t for t in free}, Layers.of(checkpoint, {t.name: (*sources_of(t), t)[0] for t in free})

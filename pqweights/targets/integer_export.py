@@ -33,7 +33,6 @@ from pqweights.planning.plan import (
     INTEGER,
     Container,
     Safetensors,
-    SafetensorsFolders,
     TensorPlan,
     format_of,
     stored_bytes,
@@ -78,10 +77,8 @@ def plan_integers(source: ExportSource, target: IntegerTarget) -> Conversion:
     read = read if assignment.companions is None else _with_companions(read, assignment.companions)
     tensors = [_planned(tensor, read, assignment) for tensor in read.tensors]
     most = source.max_shard_bytes
-    container: Container = Safetensors(assignment.metadata)
-    if assignment.parts:
-        container = SafetensorsFolders({folder: part.metadata for folder, part in parts.items()})
-    elif assignment.container is not None:
+    container: Container = Safetensors({folder: part.metadata for folder, part in parts.items()})
+    if assignment.container is not None:
         container = assignment.container(tensors, most)
     by_columns = sorted(how.column_bytes(tensor.shape) for tensor, how in assignment.rounded)
     return Conversion(

@@ -173,8 +173,9 @@ class IntegerJob:
                 f"tensor {self._tensor.name!r}: expected finite weights, and finite scales for them, found a NaN or an "
                 f"infinity in rows {first} to {first + count - 1}; {advice}"
             )
-        for piece in self._rounding.pieces(self._planned.name, self._planned.shape, first_row=first, groups=groups):
-            (sink.write if piece.data.ndim == 1 else sink.write_columns)(piece.stored_name, piece.offset, piece.data)
+        name, shape = self._planned.name, self._planned.shape
+        for stored_name, offset, data in self._rounding.pieces(name, shape, first_row=first, groups=groups):
+            (sink.write if data.ndim == 1 else sink.write_columns)(stored_name, offset, data)
         return groups.energies, groups.errors, is_carried, about
 
     def _carried_or_rounded(self, matrix: int, first: int, values: npt.NDArray[np.float32]) -> tuple[Groups, bool, Any]:

@@ -79,13 +79,13 @@ def plan_quantize(
         place_apart(source, checkpoint, out)
         model = model_facts(checkpoint.storage)
     if options.lossless:
-        return replace(plan_lossless(checkpoint, options.max_shard_bytes, run), model=model)
+        return replace(plan_lossless(checkpoint, options.max_shard_size, run), model=model)
     ready, awq, fitted = learned.ready, learned.awq, None
     # A size leaves room for scales of all matrices: the search is for the widths that are chosen.
     matrices = frozenset(tensor.name for tensor in checkpoint.tensors if len(tensor.shape) in (2, 3))
     planner = rate_planner(checkpoint, recipe, frozenset() if options.awq is None else matrices)
     if recipe.size is not None:
-        fitted = _fitted(checkpoint, recipe.size, planner, learned.sensitivity, options.max_shard_bytes)
+        fitted = _fitted(checkpoint, recipe.size, planner, learned.sensitivity, options.max_shard_size)
     if awq is not None:
         planner = rate_planner(checkpoint, recipe, awq.scaled)
     tensors = planner.planned({} if fitted is None else fitted.rates)
@@ -100,7 +100,7 @@ def plan_quantize(
         kind=MASTER,
         made_by={"recipe": recipe.to_json()} | stated,
         checkpoint=checkpoint,
-        plan=make_plan(checkpoint, tensors, Safetensors(), options.max_shard_bytes),
+        plan=make_plan(checkpoint, tensors, Safetensors(), options.max_shard_size),
         encode=partial(encode, effort=recipe.effort, awq=awq, ready=ready),
         configs={CONFIG_FILE: master_config},
         reads=reads,

@@ -20,8 +20,8 @@ from pqweights.planning.choice import choose_recipe
 from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.options import LLAMA_CPP as LLAMA_CPP
 from pqweights.planning.options import MLX as MLX
+from pqweights.planning.options import OF_ALL_TARGETS, ExportOptions
 from pqweights.planning.options import TRANSFORMERS as TRANSFORMERS
-from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, stored_bytes
 from pqweights.targets.loading import LoadableModel
 
@@ -88,7 +88,7 @@ class ExportTarget(Generic[Settings]):
     name: its key in EXPORTS
     runtime: what loads it, one of the runtimes above
     tags: the tags of its card, the first of which is the format: see `tags_of`
-    options: the fields of ExportOptions that it takes; the manifest of an export states them under the same names
+    options: the fields of ExportOptions that it takes beside OF_ALL_TARGETS; manifests state them under the same names
     read_options: checks the values of those options, and returns what `plan` takes;
         raises OptionError for a value that the target does not have
     plan: returns the conversion; raises ExportError for a model that the target cannot store
@@ -125,7 +125,8 @@ class ExportTarget(Generic[Settings]):
 
         Raises OptionError for an option that the target does not take, RecipeError for what is wrong in a file.
         """
-        for name in (field.name for field in fields(ExportOptions) if field.name in options.given):
+        given = options.given - OF_ALL_TARGETS
+        for name in (field.name for field in fields(ExportOptions) if field.name in given):
             if name not in self.options:
                 raise OptionError(f"`{name}`: the target {self.name} does not take this option")
         if "recipe" not in self.options:

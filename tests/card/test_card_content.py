@@ -98,7 +98,7 @@ def test_figures_match_the_manifest(master: Path) -> None:
     assert "| `norm` | 2 | 256 | BF16 | kept | normalisation |" in lines
     assert hashlib.sha256((master / "pqweights.json").read_bytes()).hexdigest() in text
     assert manifest.source_fingerprint in text
-    for shard in Safetensors(manifest.metadata).shards(manifest.tensors, manifest.max_shard_bytes):
+    for shard in Safetensors({"": manifest.metadata}).shards(manifest.tensors, manifest.max_shard_bytes):
         assert f"| `{shard.file}` | {(master / shard.file).stat().st_size} |" in lines
 
 

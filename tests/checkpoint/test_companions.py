@@ -46,24 +46,22 @@ STRAY = """
 
 @pytest.mark.parametrize("name", [*READ_BY_TRANSFORMERS.split(), *READ_BY_OTHERS.split(), *LICENCES.split()])
 def test_files_that_loading_needs_are_copied(name: str) -> None:
-    found = companions([name], ())
-    assert found.copied == (() if name == CONFIG_FILE else (name,)) and not found.left_out
+    assert companions([name], ()) == (() if name == CONFIG_FILE else (name,), {})
 
 
 @pytest.mark.parametrize("name", STRAY.split())
 def test_stray_files_are_left_out_by_name(name: str) -> None:
-    found = companions([name], ())
-    assert not found.copied and found.left_out.keys() == {name}
+    copied, left_out = companions([name], ())
+    assert not copied and left_out.keys() == {name}
 
 
 @pytest.mark.parametrize("name", ["README.md", "pqweights.json", "pqweights-eval.json"])
 def test_files_about_the_source_are_left_out(name: str) -> None:
-    assert companions([name], ()).left_out.keys() == {name}
+    assert companions([name], ())[1].keys() == {name}
 
 
 def test_files_of_the_result_itself_are_neither_copied_nor_named() -> None:
-    found = companions([CONFIG_FILE, INDEX_FILE, "weights.safetensors"], ["weights.safetensors"])
-    assert found.copied == () and found.left_out == {}
+    assert companions([CONFIG_FILE, INDEX_FILE, "weights.safetensors"], ["weights.safetensors"]) == ((), {})
 
 
 @pytest.mark.parametrize(
@@ -78,9 +76,9 @@ def test_files_of_the_result_itself_are_neither_copied_nor_named() -> None:
 )
 def test_included_files_are_copied(pattern: str, copied: set[str]) -> None:
     files = ["README.md", "all.parquet", "data/deep/x.csv", "data/train.parquet", "data/weights.bin", "other.bin"]
-    found = companions(files, (), [pattern])
-    assert set(found.copied) == copied
-    assert found.left_out.keys() == set(files) - copied
+    found, left_out = companions(files, (), [pattern])
+    assert set(found) == copied
+    assert left_out.keys() == set(files) - copied
 
 
 @pytest.mark.parametrize("pattern", ["nothing*", "pytorch_model.bin", "README.md", "config.json", "*.safetensors"])

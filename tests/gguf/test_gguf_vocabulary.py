@@ -319,7 +319,7 @@ def named_ends(folder: Path) -> dict[str, int]:
 
 def llama_ends(file: Path) -> set[int]:
     """The tokens at which llama.cpp ends a text or a turn."""
-    functions = llama_library.library().functions
+    functions = llama_library.library()[0]
     model = llama_library.load(file, vocabulary_only=True)
     vocabulary = functions.llama_model_get_vocab(model)
     tokens = range(functions.llama_vocab_n_tokens(vocabulary))

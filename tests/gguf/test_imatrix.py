@@ -110,7 +110,7 @@ def test_what_a_sample_gave_is_written_and_read_again(model: Path, tmp_path: Pat
 def _quantize_with_llama_cpp(model: Path, reader: Any, tmp_path: Path) -> None:
     """Have llama.cpp make a type that it makes with importances only."""
     exported(model, tmp_path / "f32", kind="f32")
-    library = llama_library.library().functions
+    library = llama_library.library()[0]
     by_name = {tensor.name: np.array(tensor.data, dtype=np.float32) for tensor in reader.tensors}
     names = [name.removesuffix(".in_sum2") for name in by_name if name.endswith(".in_sum2")]
     data = (library.llama_model_imatrix_data * (len(names) + 1))()

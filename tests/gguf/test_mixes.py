@@ -105,14 +105,14 @@ def importances(library: Any, path: Path) -> tuple[Any, list[Any]]:
 
 def without_quantizing(path: Path, settings: Any) -> tuple[dict[str, str], bool]:
     """The type that llama.cpp would give each tensor of a file, and whether it would want an importance matrix."""
-    library, lines = llama_library.library(), []
+    (functions, log), lines = llama_library.library(), []
     settings.dry_run = True
-    note = library.functions.llama_log_callback(lambda level, text, data: lines.append(text.decode()))
-    library.functions.llama_log_set(note, ctypes.c_void_p(0))
+    note = functions.llama_log_callback(lambda level, text, data: lines.append(text.decode()))
+    functions.llama_log_set(note, ctypes.c_void_p(0))
     try:
-        assert library.functions.llama_model_quantize(str(path).encode(), b"nowhere", ctypes.byref(settings)) == 0
+        assert functions.llama_model_quantize(str(path).encode(), b"nowhere", ctypes.byref(settings)) == 0
     finally:
-        library.functions.llama_log_set(library.log._callback, ctypes.c_void_p(0))
+        functions.llama_log_set(log._callback, ctypes.c_void_p(0))
     log = "".join(lines)
     told = re.findall(r"\] +(\S+) +- \[.*?type = +(\w+), size = .*?MiB(?: -> .*?\((\w+)\))?", log)
     return {name: (after or before).upper() for name, before, after in told}, "will require an imatrix" in log
@@ -121,7 +121,7 @@ def without_quantizing(path: Path, settings: Any) -> tuple[dict[str, str], bool]
 @pytest.mark.parametrize(("name", "imatrix"), [("17 layers", False), *((name, True) for name in MODELS)])
 def test_types_are_those_of_llama_cpp(name, imatrix, tmp_path):
     """Of all matrices in all mixes, with an importance matrix or without."""
-    model, folder, library = MODELS[name], tmp_path, llama_library.library().functions
+    model, folder, library = MODELS[name], tmp_path, llama_library.library()[0]
     llama(folder / "plain.gguf", **model)
     shape = Shape(
         layers=model["layers"],
@@ -158,7 +158,7 @@ def test_types_in_layers_of_several_kinds_are_those_of_llama_cpp(name, tmp_path)
     case = gguf_cases.CASES[name]
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 256)
     gguf_cases.saved(dataclasses.replace(case, settings=case.settings | sizes), tmp_path)
-    plain, out, library = write_gguf(tmp_path), tmp_path / "quantized.gguf", llama_library.library().functions
+    plain, out, library = write_gguf(tmp_path), tmp_path / "quantized.gguf", llama_library.library()[0]
     model = converted(tmp_path)
     for mix in (MIXES[name] for name in ("Q4_K_M", "Q3_K_M")):
         settings = library.llama_model_quantize_default_params()

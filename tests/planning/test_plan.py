@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pqweights.checkpoint.header import TensorSpec, build_header, parse_header
 from pqweights.checkpoint.storage import Storage
 from pqweights.common.dtypes import DTYPE_BITS
-from pqweights.planning.plan import DEFAULT_METADATA, KEEP, Plan, Safetensors, TensorPlan, stored_bytes
+from pqweights.planning.plan import KEEP, Plan, Safetensors, TensorPlan, stored_bytes
 from pqweights.planning.recipe import load_recipe
 
 SHARD_BYTES = 20_000
@@ -159,7 +159,7 @@ def test_shards_are_aligned_in_order_and_within_the_limit(
         if dtype == "BF16":  # a pair that must stay together, as codes and norms
             stored = (TensorSpec(f"{name}_codes", "U8", tuple(shape)), TensorSpec(f"{name}_norms", "F16", tuple(shape)))
         tensors.append(TensorPlan(name, tuple(shape), dtype, "", KEEP, None, None, "", stored_bytes(stored), stored))
-    shards = Safetensors(DEFAULT_METADATA).shards(tensors, max_shard_bytes)
+    shards = Safetensors().shards(tensors, max_shard_bytes)
     assert [place for shard in shards for place in shard.tensors] == list(range(len(tensors)))
     for number, shard in enumerate(shards, start=1):
         assert shard.file == f"model-{number:05d}-of-{len(shards):05d}.safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from pqweights.convert.conversion import Conversion
 from pqweights.convert.convert import convert
 from pqweights.convert.scales import AwqScales
 from pqweights.convert.task import RewriteReport, RunOptions
-from pqweights.planning.options import ExportOptions, QuantizeOptions, SourceOptions
+from pqweights.planning.options import ExportOptions, QuantizeOptions
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.publish import card
@@ -55,9 +55,13 @@ def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> Conver
 def export(
     source: Path, out: str | Path, target: str, options: ExportOptions = ExportOptions(), **keywords: Any
 ) -> RewriteReport:
-    opening, run, store = options_of(SourceOptions, keywords), options_of(RunOptions, keywords), open_store(out)
-    opened = exporting.open_exported(source, opening)
-    planned = exporting.plan_export(source, opened, store, target, options=options, run=run, **keywords)
+    run, store = options_of(RunOptions, keywords), open_store(out)
+    if "max_shard_bytes" in keywords:
+        keywords["max_shard_size"] = keywords.pop("max_shard_bytes")
+    inputs = keywords.pop("inputs", None)
+    options = replace(options, **keywords)
+    opened = exporting.open_exported(source, options)
+    planned = exporting.plan_export(source, opened, store, target, options=options, run=run, inputs=inputs)
     return convert(planned, store, run)
 
 

@@ -21,7 +21,7 @@ from hostile.masters import MAKE
 from pqweights.checkpoint import quantized
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.config_schema import check_layers, checked_config
-from pqweights.checkpoint.gguf.model import FilePart, encode_header, gguf_model
+from pqweights.checkpoint.gguf.model import encode_header, gguf_model
 from pqweights.checkpoint.gguf.sources import MODEL_TYPES
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE
@@ -164,17 +164,17 @@ def use_config(changed: Any, tensors: list[StoredTensor], rng: Random) -> None:
     checked_config(changed, CONFIG_FILE)
     names = {tensor.name: tensor for tensor in tensors}
     check_layers(changed, names)
-    found = quantized.logical_tensors(storage, names, changed)
-    edited_config(changed, model_dtype(changed, found.tensors), old_dtype="BF16", tensors=found.tensors)
+    of_model, _, _ = quantized.logical_tensors(storage, names, changed)
+    edited_config(changed, model_dtype(changed, of_model), old_dtype="BF16", tensors=of_model)
     context_bytes(changed, 4096)
     most_context(changed)
     checkpoint = Checkpoint(
-        storage=storage, config=changed, stored=tuple(tensors), tensors=tuple(found.tensors), weight_files=(),
+        storage=storage, config=changed, stored=tuple(tensors), tensors=tuple(of_model), weight_files=(),
         companions=(), left_out={}, is_master=False,
     )  # fmt: skip
     with contextlib.suppress(PqweightsError):
         model = without_tokenizer(checkpoint)
-        encode_header(model.metadata, (), FilePart(0, 1, 0))
+        encode_header(model.metadata, ())
     if rng.random() < 0.02:
         with tempfile.TemporaryDirectory() as name:
             (Path(name) / CONFIG_FILE).write_text(json.dumps(changed))
@@ -416,7 +416,7 @@ def read_gguf(content: bytes, beside: dict[str, Any] | None, rng: Random) -> Non
         for companion in source.companions:
             read_file(source.storage, companion)
         read_all(source)
-        encode_header(gguf_model(source, name=None).metadata, (), FilePart(0, 1, 0))
+        encode_header(gguf_model(source, name=None).metadata, ())
 
 
 @functools.cache
@@ -558,7 +558,7 @@ def tokenizer(rng: Random) -> None:
         companions=tuple(files), left_out={}, is_master=False,
     )  # fmt: skip
     model = gguf_model(checkpoint, name=None)
-    encode_header(model.metadata, (), FilePart(0, 1, 0))
+    encode_header(model.metadata, ())
 
 
 KINDS: dict[str, Callable[[Random], None]] = {

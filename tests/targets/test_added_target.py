@@ -39,7 +39,7 @@ def read_options(options: ExportOptions) -> str:
 
 def plan(source: ExportSource, label: str) -> Conversion:
     """BF16 shards with a label."""
-    made, container = bf16.plan(source, "bf16"), Safetensors({**DEFAULT_METADATA, LABEL_KEY: label})
+    made, container = bf16.plan(source, "bf16"), Safetensors({"": {**DEFAULT_METADATA, LABEL_KEY: label}})
     labelled = make_plan(made.checkpoint, made.plan.tensors, container, source.max_shard_bytes)
     return replace(made, made_by={"target": NAME, "mode": label}, plan=labelled)
 

@@ -58,12 +58,12 @@ def stored(how: PackedFormat, values: Array) -> tuple[dict[str, Tensor], Array]:
         groups = rule.quantize(rows.reshape(-1))
         assert isinstance(groups, Groups)
         decoded[first : first + len(rows)] = rule.decode(groups).reshape(rows.shape)
-        for piece in how.pieces(NAME, shape, first_row=first, groups=groups):
-            assert piece.data.flags.c_contiguous
-            tensor = raw[piece.stored_name]
-            if piece.data.ndim == 2:
-                tensor = tensor.reshape(len(piece.data), -1)
-            tensor[..., piece.offset : piece.offset + piece.data.shape[-1]] = piece.data
+        for stored_name, offset, data in how.pieces(NAME, shape, first_row=first, groups=groups):
+            assert data.flags.c_contiguous
+            tensor = raw[stored_name]
+            if data.ndim == 2:
+                tensor = tensor.reshape(len(data), -1)
+            tensor[..., offset : offset + data.shape[-1]] = data
     views = {name: raw[name].view(VIEWS[spec.dtype]).reshape(spec.shape) for name, spec in specs.items()}
     return {name: (spec.dtype, views[name]) for name, spec in specs.items()}, decoded
 
@@ -126,4 +126,4 @@ def test_bytes_that_wait_on_the_disk_are_those_that_come_by_columns(layout: str)
     how, values = rounding(layout, 4, symmetric=layout == "gptq"), weights(96)
     groups = how.rule.quantize(values.reshape(-1))
     pieces = how.pieces(NAME, values.shape, first_row=0, groups=groups)
-    assert how.column_bytes(values.shape) == sum(piece.data.size for piece in pieces if piece.data.ndim == 2)
+    assert how.column_bytes(values.shape) == sum(data.size for _, _, data in pieces if data.ndim == 2)

@@ -264,32 +264,33 @@ class GgufTensor(NamedTuple):
     byte_count: int
 
 
-class FilePart(NamedTuple):
-    """Which file this is, of how many, and how many tensors all of them have."""
-
-    number: int
-    parts: int
-    tensors: int
-
-
-def encode_header(metadata: Sequence[MetadataEntry], tensors: Sequence[GgufTensor], part: FilePart) -> bytes:
+def encode_header(
+    metadata: Sequence[MetadataEntry],
+    tensors: Sequence[GgufTensor],
+    *,
+    number: int = 0,
+    parts: int = 1,
+    tensors_of_all: int = 0,
+) -> bytes:
     """Return the bytes before the data of a file, padded to ALIGNMENT.
 
     metadata: all but what says which part this is; a file of several has it only in the first
+    number, parts: which file this is, of how many
+    tensors_of_all: of several files, how many tensors they have together
     """
     gguf = gguf_package()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "header"
         writer = gguf.GGUFWriter(path, "")
         writer.kv_data[0].clear()
-        for entry in metadata if part.number == 0 else ():
+        for entry in metadata if number == 0 else ():
             items = None if entry.item_type is None else gguf.GGUFValueType(entry.item_type)
             writer.add_key_value(entry.key, entry.value, gguf.GGUFValueType(entry.value_type), items)
-        if part.parts > 1:
+        if parts > 1:
             split, types = gguf.Keys.Split, gguf.GGUFValueType
-            writer.add_key_value(split.LLM_KV_SPLIT_NO, part.number, types.UINT16)
-            writer.add_key_value(split.LLM_KV_SPLIT_COUNT, part.parts, types.UINT16)
-            writer.add_key_value(split.LLM_KV_SPLIT_TENSORS_COUNT, part.tensors, types.INT32)
+            writer.add_key_value(split.LLM_KV_SPLIT_NO, number, types.UINT16)
+            writer.add_key_value(split.LLM_KV_SPLIT_COUNT, parts, types.UINT16)
+            writer.add_key_value(split.LLM_KV_SPLIT_TENSORS_COUNT, tensors_of_all, types.INT32)
         for tensor in tensors:
             type_number = gguf.GGMLQuantizationType[tensor.type]
             writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.byte_count, type_number)

@@ -93,7 +93,7 @@ def open_any(
 def needed_of_gguf(storage: Storage, file: str) -> list[str]:
     """Return what must be fetched of a GGUF model that lies elsewhere: all parts of it first. file: see below"""
     parts = gguf_in(storage, file).files
-    beside = companions(storage.files(), parts).copied
+    beside, _ = companions(storage.files(), parts)
     return [*parts, *(name for name in (CONFIG_FILE, *beside) if name in storage.files())]
 
 
@@ -133,23 +133,23 @@ def open_gguf_source(stored_in: Storage, file: str = "", include: Sequence[str] 
     stored = {tensor.name: _stored(tensor) for tensor in contents.tensors}
     tensors, left_out = _model_tensors(storage, contents, stored, config)
     tensors = [SourceTensor.of(tensor.name, tensor) for tensor in tensors]
-    checked = checked_config(storage, tensors, config)
-    if checked.config == config and (head := tied_head(tensors, config)) is not None:
+    checked, differing, _ = checked_config(storage, tensors, config)
+    if checked == config and (head := tied_head(tensors, config)) is not None:
         tensors = [tensor for tensor in tensors if tensor.name != head]
         left_out[head] = "the same as the embeddings"
-    copied = companions(storage.files(), contents.files, include, outside_links=storage.outside_links)
+    copied, not_copied = companions(storage.files(), contents.files, include, outside_links=storage.outside_links)
     order = {name: number for number, name in enumerate(contents.files)}
     text = Checkpoint(
         storage=storage,
-        config=checked.config,
+        config=checked,
         stored=tuple(stored.values()),
         tensors=tuple(sorted(tensors, key=lambda t: (order[t.parts[0].file], t.parts[0].offset, t.name))),
         weight_files=contents.files,
-        companions=copied.copied,
-        left_out=copied.left_out,
+        companions=copied,
+        left_out=not_copied,
         is_master=False,
         left_out_tensors=left_out,
-        remarks=(*filter(None, remarks), *checked.remarks),
+        remarks=(*filter(None, remarks), *differing),
     )
     beside_it = tower_beside(storage)
     return text if beside_it is None else _with_tower(text, opened, beside_it, include)
@@ -206,23 +206,23 @@ def _as_one(
         PROCESSOR: json.dumps(processor_of(contents), indent=2).encode(),
     }
     storage = text.storage.with_made(made, {CONFIG_FILE})
-    checked = checked_config(storage, tensors, config)
+    checked, differing, _ = checked_config(storage, tensors, config)
     files = (*text.weight_files, *contents.files)
-    others = companions(storage.files(), files, include, outside_links=storage.outside_links)
+    copied, not_copied = companions(storage.files(), files, include, outside_links=storage.outside_links)
     remark = f"{contents.path.name} is read as the tower of {text.weight_files[0]}: a {whole.model_type}"
     if PROCESSOR not in text.storage.files():
         remark += f"; of what prepares images, {PROCESSOR} has only what the file says"
     return replace(
         text,
         storage=storage,
-        config=checked.config,
+        config=checked,
         stored=(*text.stored, *stored.values()),
         tensors=tensors,
         weight_files=files,
-        companions=others.copied,
-        left_out=others.left_out,
+        companions=copied,
+        left_out=not_copied,
         left_out_tensors=text.left_out_tensors | dict.fromkeys(stored.keys() & {BREAK}, "a row of the embeddings"),
-        remarks=(remark, *(said for said in text.remarks if not said.startswith(opened.path.name)), *checked.remarks),
+        remarks=(remark, *(said for said in text.remarks if not said.startswith(opened.path.name)), *differing),
     )
 
 
