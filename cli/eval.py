@@ -66,7 +66,7 @@ def command(
         given = [name for name in (text, dataset) if name is not None]
         if len(given) > 1 or not (given or has_text) or dataset not in (None, WIKITEXT):
             raise OptionError(f"expected either `text` or `dataset` {WIKITEXT}")
-        asked = EvaluationOptions(
+        evaluation = EvaluationOptions(
             dtype=dtype,
             device=device,
             packed=packed,
@@ -84,11 +84,11 @@ def command(
         fetched = _fetched(models, options.hub(revision, token))
         base = None if reference is None else options.fetched(reference, options.hub(None, token))
         words = wikitext() if dataset is not None else read_text(text) if text is not None else None
-        asked = replace(asked, reference=base and base.path)
+        evaluation = replace(evaluation, reference=base and base.path)
         paths = [(path, model) for model in fetched for path in models_in(model.path)]
         places = [None if no_record or kv_cache or model.origin else find_place(path) for path, model in paths]
         with output.progress("evaluating", unit="steps") as progress:
-            done = evaluate([path for path, _ in paths], words, asked, progress=progress)
+            done = evaluate([path for path, _ in paths], words, evaluation, progress=progress)
         names = dict(zip((*models, str(reference)), (*fetched, base), strict=True))
         _show(done.renamed({str(model.path): name for name, model in names.items() if model and model.origin}), json)
         if save_reference is not None:

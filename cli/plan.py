@@ -89,7 +89,7 @@ def command(
 
 
 def show_plan(
-    asked: Mapping[str, Any],
+    given: Mapping[str, Any],
     *,
     out: Store | None = None,
     summary: bool | None = None,
@@ -98,7 +98,7 @@ def show_plan(
 ) -> None:
     """Make a plan and print it.
 
-    asked: what `plan` or `quantize` was given
+    given: what `plan` or `quantize` was given
     out: where the result is to be written, if that is known
     summary: whether to summarize the tensors; None to choose by their number
     html: where to write a page
@@ -107,23 +107,23 @@ def show_plan(
     from pqweights.api import planned
     from pqweights.convert.task import thread_count
 
-    quantizing, room = QuantizeOptions.of(asked), MemoryOptions.of(asked)
-    count = thread_count(asked.get("threads"))
+    quantizing, room = QuantizeOptions.of(given), MemoryOptions.of(given)
+    count = thread_count(given.get("threads"))
     with output.progress("measuring", unit="steps") as progress:
         progress.status("reading the weights" if quantizing.lossless else "reading the headers")
-        made = planned(asked["source"], quantizing, count, out, memory=room, progress=progress)
+        made = planned(given["source"], quantizing, count, out, memory=room, progress=progress)
     warn_if_nothing_is_quantized(made.plan.totals)
     for warning in (*made.plan.remarks, *(() if made.memory is None else made.memory.warnings)):
         output.warn(warning)
     if html is not None:
         from pqweights.results.page import plan_page
 
-        output.write_page(html, plan_page(asked["source"].rstrip("/").rpartition("/")[2], made))
+        output.write_page(html, plan_page(given["source"].rstrip("/").rpartition("/")[2], made))
     if json:
         output.print_json_pieces(piece.decode() for piece in made.to_pieces())
         return
     if made.memory is not None:
-        memory.show(made.memory, asked)
+        memory.show(made.memory, given)
         return
     output.show(*_plan_lines(made, summary), *(["", *fit_lines(made.fit)] if made.fit else []))
 

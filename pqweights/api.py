@@ -122,13 +122,13 @@ def planned(
     out: where the result is to be written; by default a local folder
     progress: called with the steps of a measurement that are done, those in all, and the next one
     """
-    recipe, found = choose_recipe(options.recipe, options), Learned()
+    recipe, known = choose_recipe(options.recipe, options), Learned()
     if measures(recipe, options):
         from pqweights.calibrate.learning import learned_for_plan
 
         check_calibration(options)
-        found = learned_for_plan(source, recipe, options, threads, progress)
-    return report_plan(source, recipe, options, threads, out, memory=memory, learned=found)
+        known = learned_for_plan(source, recipe, options, threads, progress)
+    return report_plan(source, recipe, options, threads, out, memory=memory, learned=known)
 
 
 def quantize(
@@ -413,9 +413,9 @@ def verify(
     show, count = progress or no_progress, thread_count(threads)
     access = HubOptions(revision=revision, token=token, tell=tell)
     result = find_result(located("folder", folder), access, ours=True, progress=show)
-    found = verify_folder(result.where, threads=count, beside=result.not_fetched, progress=show)
+    verified = verify_folder(result.where, threads=count, beside=result.not_fetched, progress=show)
     if source is None:
-        return found
+        return verified
     manifest = read_manifest(result.where)
     learning = calibration_progress or no_progress
     with (
@@ -424,7 +424,7 @@ def verify(
         _as_stated(manifest, located("source", source), store, options, run, learning) as (conversion, checked),
     ):
         again = made_again(conversion, store, checked)
-    return replace(found, problems=(*found.problems, *differences(manifest, again)))
+    return replace(verified, problems=(*verified.problems, *differences(manifest, again)))
 
 
 def rebuild(

@@ -129,9 +129,9 @@ def _defaults(text: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     head, rotated = _whole(text, "head_dim", 128), _whole(text, "rotary_dim", 0)
     if model_type == "minimax_m2" and head and rotated:
         share = rotated / head
-    turned, still = _whole(text, "qk_rope_head_dim", 64), _whole(text, "qk_nope_head_dim", 64)
-    if model_type == "mistral4" and not _object(text, "rope_scaling") and turned:
-        share = turned / (turned + still)
+    rotary, plain = _whole(text, "qk_rope_head_dim", 64), _whole(text, "qk_nope_head_dim", 64)
+    if model_type == "mistral4" and not _object(text, "rope_scaling") and rotary:
+        share = rotary / (rotary + plain)
     result = {"rope_theta": known.BASES.get(model_type, DEFAULT_BASE) if base is None else base}
     return result if share is None else result | {"partial_rotary_factor": share}
 
@@ -244,8 +244,8 @@ def frequencies(parameters: Mapping[str, Any], rotated: int, *, length: int, mos
     if kind == "llama3":
         return Frequencies(plain / llama3_divisors(parameters, plain), 1.0)
     if kind == "proportional":
-        turned = int(parameters.get("partial_rotary_factor", 1.0) * rotated // 2)
-        return Frequencies(np.where(np.arange(rotated // 2) < turned, plain, 0) / parameters.get("factor", 1.0), 1.0)
+        kept = int(parameters.get("partial_rotary_factor", 1.0) * rotated // 2)
+        return Frequencies(np.where(np.arange(rotated // 2) < kept, plain, 0) / parameters.get("factor", 1.0), 1.0)
     return Frequencies(plain, 1.0)
 
 
@@ -320,9 +320,9 @@ def layer_types(config: Mapping[str, Any]) -> list[str] | None:
         return [SLIDING if window and (n + 1) % 2 and n < first else FULL for n in range(count)]
     if model_type == "smollm3":  # layers without rotary embeddings have the window
         window = _window(text, model_type)
-        return [SLIDING if window is not None and not turned else FULL for turned in _turned(text, count)]
+        return [SLIDING if window is not None and not has_rope else FULL for has_rope in _rope_of_layers(text, count)]
     if model_type == "llama4_text":
-        return [CHUNKED if turned else FULL for turned in _turned(text, count)]
+        return [CHUNKED if has_rope else FULL for has_rope in _rope_of_layers(text, count)]
     if model_type in ("modernbert", "modernbert-decoder"):
         period = _whole(text, "global_attn_every_n_layers", 3)
         return [SLIDING if n % period else FULL for n in range(count)] if period else None
@@ -403,7 +403,7 @@ def rotated_layers(config: Mapping[str, Any]) -> list[bool] | None:
     """Return for each layer whether it has rotary embeddings; None for types whose layers do not differ in it."""
     text, model_type = text_config(config), model_type_of(config)
     if model_type in LISTED:
-        return [bool(turned) for turned in _turned(text, _count(text, model_type))]
+        return [bool(has_rope) for has_rope in _rope_of_layers(text, _count(text, model_type))]
     kinds = layer_types(config)
     if kinds is None or not has_trait(model_type, Trait.ROTATES_WINDOWS_ONLY):
         return None
@@ -411,9 +411,9 @@ def rotated_layers(config: Mapping[str, Any]) -> list[bool] | None:
     return [every or kind == SLIDING for kind in kinds]
 
 
-def _turned(text: Mapping[str, Any], count: int) -> list[Any]:
+def _rope_of_layers(text: Mapping[str, Any], count: int) -> list[Any]:
     """Return which layers have rotary embeddings, where not all have."""
-    every, turned = _whole(text, "no_rope_layer_interval", 4), text.get("no_rope_layers")
-    if not isinstance(turned, list) or len(turned) < count:
+    every, stated = _whole(text, "no_rope_layer_interval", 4), text.get("no_rope_layers")
+    if not isinstance(stated, list) or len(stated) < count:
         return [(n + 1) % every if every else 1 for n in range(count)]
-    return turned[:count]
+    return stated[:count]

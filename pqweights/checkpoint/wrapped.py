@@ -113,9 +113,9 @@ def _owner(names: Iterable[str]) -> str:
 def _refuse_adapters(storage: Storage, stored: Mapping[str, StoredTensor]) -> None:
     """Raise SourceError for the matrices of an adapter, and for weights that one was put around."""
     for name in stored:
-        found = ANY_ADAPTER.search(name)
-        if found is not None:
-            method = next(method for method, names in ADAPTERS.items() if re.fullmatch(names, found[1]))
+        match = ANY_ADAPTER.search(name)
+        if match is not None:
+            method = next(method for method, names in ADAPTERS.items() if re.fullmatch(names, match[1]))
             raise SourceError(f"{stored[name].file}: tensor {name!r}: {_not_a_model(storage, method)}")
 
 

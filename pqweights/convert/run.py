@@ -221,8 +221,8 @@ class Run:
         states = {}
         for shard, size in self.shards.items():
             is_waiting = self.name(shard) in below
-            found = below[self.name(shard)] if is_waiting else published.get(shard)
-            states[shard] = is_waiting, shard in marked and found is not None and found.byte_count == size
+            state = below[self.name(shard)] if is_waiting else published.get(shard)
+            states[shard] = is_waiting, shard in marked and state is not None and state.byte_count == size
         return states
 
     def _mark(self, shard: str) -> ShardMark | None:

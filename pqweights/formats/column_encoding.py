@@ -100,10 +100,10 @@ def encode_columns(
         map_in_threads(encode_group, alone, threads)
         if rest := groups[len(alone) :]:
             parts[rest.start] = job.encode(slice(rest.start, None), threads)
-        found = [parts[start] for start in sorted(parts)]
-        for strip, superblocks in zip(strips, (own for encoded, _ in found for own in encoded), strict=True):
+        encoded_parts = [parts[start] for start in sorted(parts)]
+        for strip, superblocks in zip(strips, (own for encoded, _ in encoded_parts for own in encoded), strict=True):
             strip += superblocks
-        plain, damped = np.concatenate([squares for _, squares in found], axis=1)
+        plain, damped = np.concatenate([squares for _, squares in encoded_parts], axis=1)
         errors += float(plain.sum())
         weighed += float(gradients @ (damped - factor.damping * plain))
     codes = ColumnCodes(

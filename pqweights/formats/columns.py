@@ -120,8 +120,8 @@ class ColumnCut(NamedTuple):
         if wrong.any():
             index = tuple(np.argwhere(wrong)[0].tolist())
             return f"expected {HEADER_BYTES} to {most[index]} bytes, found {lengths[index]} at {list(index)}"
-        found = int(lengths.sum(dtype=np.int64))
-        return None if found == total else f"expected lengths whose sum is {total} bytes, found {found}"
+        stated = int(lengths.sum(dtype=np.int64))
+        return None if stated == total else f"expected lengths whose sum is {total} bytes, found {stated}"
 
 
 def bits_of(cut: ColumnCut, total: int) -> float:

@@ -64,12 +64,12 @@ def config_groups(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def schemes(settings: Mapping[str, Any]) -> list[tuple[int, int | None]]:
     """Return the widths of codes of compressed-tensors with the sizes of groups, None for a whole row, each once."""
-    found = []
+    widths = []
     for weights in (group["weights"] for group in config_groups(settings)):
         size = weights.get("group_size")
         if weights.get("type", "int") == "int":
-            found.append((weights["num_bits"], size if isinstance(size, int) and size > 0 else None))
-    return list(dict.fromkeys(found))
+            widths.append((weights["num_bits"], size if isinstance(size, int) and size > 0 else None))
+    return list(dict.fromkeys(widths))
 
 
 def why_not(settings: Mapping[str, Any]) -> str | None:

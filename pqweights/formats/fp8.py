@@ -135,12 +135,12 @@ def _check_unscaled(tensor: StoredTensor, source: Source) -> None:
     others = itertools.chain(source.modules[name.rpartition(".")[0]], _scale_names(source))
     unknown = (of for of in others if module in of and of not in known and not is_of_activations(of, [name]))
     beside = name if module == name else f"{module}."
-    found = next((of for of in unknown if of.startswith(beside) or SCALE.search(of)), None)
-    if source.settings or found is not None:
+    scale = next((of for of in unknown if of.startswith(beside) or SCALE.search(of)), None)
+    if source.settings or scale is not None:
         expected = " or ".join(repr(scale) for scale in (f"{name}_scale_inv", f"{name}_scale"))
         raise SourceError(
             f"{tensor.file}: tensor {name!r} is {tensor.dtype} without its scales; expected {expected} in some shard, "
-            f"found {'neither' if found is None else f'{found!r}, which is not known as one'}"
+            f"found {'neither' if scale is None else f'{scale!r}, which is not known as one'}"
         )
 
 

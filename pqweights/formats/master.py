@@ -126,11 +126,11 @@ class MasterFormat:
         Raises ValueError for a value that no encoder writes; the message names its key.
         """
         checked = as_document({"bits": self.bits, **self.settings, **values}, type(self), ValueError)
-        found = {key: getattr(checked, key) for key in self.settings}
+        settings = {key: getattr(checked, key) for key in self.settings}
         for key, choices in self.choices.items():
-            if found[key] not in choices:
-                raise ValueError(f"{key}: expected {' or '.join(map(str, choices))}, found {found[key]!r}")
-        return replace(self, **found)
+            if settings[key] not in choices:
+                raise ValueError(f"{key}: expected {' or '.join(map(str, choices))}, found {settings[key]!r}")
+        return replace(self, **settings)
 
     def tables(self) -> Any:
         """Return what decoding needs besides settings and stored tensors, as JSON for the master; None for nothing."""

@@ -83,15 +83,15 @@ def with_gain(type_name: str, blocks: Groups, products: Products | None = None) 
     if type_name not in FACTORS:
         return blocks
     energies, left = blocks.energies, blocks.energies - blocks.errors
-    found = products or Products(energies, left, left, left)
-    held = np.isfinite(energies) & (found.weighed_products > 0)
+    sums = products or Products(energies, left, left, left)
+    held = np.isfinite(energies) & (sums.weighed_products > 0)
     gains = np.ones(len(energies))
-    np.divide(found.weighed_energies, found.weighed_products, out=gains, where=held)
+    np.divide(sums.weighed_energies, sums.weighed_products, out=gains, where=held)
     np.clip(gains, 1.0, LARGEST_GAIN, out=gains)
     data = blocks.codes.copy()
     for at in FACTORS[type_name]:
         _enlarge(data, at, gains, spread=type_name == "IQ1_M")
-    errors = energies - 2 * gains * found.products + gains * gains * found.squares
+    errors = energies - 2 * gains * sums.products + gains * gains * sums.squares
     return replace(blocks, codes=data, errors=np.where(held, errors, blocks.errors))
 
 

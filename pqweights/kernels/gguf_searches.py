@@ -52,11 +52,11 @@ def _affine(last_code: int, ranges: Points, weighted_ranges: Points = (), factor
     """
 
     def starts(ranges: Points) -> Points:
-        found: list[Numbers] = []
+        numbers: list[Numbers] = []
         for share, cut in ranges:
             shorter = share * (1 - cut / last_code)
-            found += [(share, shorter), (shorter, share), ((share + shorter) / 2, (share + shorter) / 2)]
-        return tuple(found)
+            numbers += [(share, shorter), (shorter, share), ((share + shorter) / 2, (share + shorter) / 2)]
+        return tuple(numbers)
 
     weighted_starts = starts(weighted_ranges or ranges)
     return Search(kernel="encode_gguf_affine", starts=starts(ranges), weighted_starts=weighted_starts, factors=factors)

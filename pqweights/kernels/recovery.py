@@ -32,17 +32,17 @@ def recover_blocks(type_name: str, values: Floats, dtype: str) -> tuple[npt.NDAr
     kind = BLOCK_TYPES[type_name]
     blocks = values.size // kind.block_size
     data = np.zeros((blocks, kind.block_bytes), dtype=np.uint8)
-    found = np.empty(blocks, dtype=np.uint8)
+    recovered = np.empty(blocks, dtype=np.uint8)
     native.call(
         "recover_blocks",
         kind.number,
         native.array(values, np.float32, blocks * kind.block_size),
         native.array(data, np.uint8, data.size, written=True),
-        native.array(found, np.uint8, blocks, written=True),
+        native.array(recovered, np.uint8, blocks, written=True),
         blocks,
         VALUE_DTYPES[dtype],
     )
-    return data, found.view(np.bool_)
+    return data, recovered.view(np.bool_)
 
 
 def recover_groups(rule: GroupRule, values: Floats, dtype: str) -> tuple[Groups, Truths]:
@@ -55,16 +55,16 @@ def recover_groups(rule: GroupRule, values: Floats, dtype: str) -> tuple[Groups,
     assert rule.group_size <= MOST_WEIGHTS and rule.rows == 1
     groups, size = values.size // rule.group_size, rule.group_size
     codes, (scales, offsets) = np.zeros((groups, size), dtype=np.uint8), np.zeros((2, groups), dtype=np.float32)
-    found = np.empty(groups, dtype=np.uint8)
+    recovered = np.empty(groups, dtype=np.uint8)
     native.call(
         "recover_groups",
         native.array(values, np.float32, groups * size),
         native.array(codes, np.uint8, groups * size, written=True),
         native.array(scales, np.float32, groups, written=True),
         native.array(offsets, np.float32, groups, written=True),
-        native.array(found, np.uint8, groups, written=True),
+        native.array(recovered, np.uint8, groups, written=True),
         *(groups, size, rule.bits, KINDS[rule.kind], rule.middle),
         *(VALUE_DTYPES[rule.scale_dtype], VALUE_DTYPES[dtype]),
     )
     none = np.zeros(groups)
-    return Groups(codes=codes, scales=scales, offsets=offsets, energies=none, errors=none), found.view(np.bool_)
+    return Groups(codes=codes, scales=scales, offsets=offsets, energies=none, errors=none), recovered.view(np.bool_)

@@ -127,18 +127,18 @@ def _settings(target: str, options: dict[str, Any]) -> Any:
     return get_target(target).settings(ExportOptions(**options | {"rounding": None, "name": None}))
 
 
-def differences(stated: Manifest, found: Manifest, *, some: bool = False) -> list[str]:
+def differences(stated: Manifest, again: Manifest, *, some: bool = False) -> list[str]:
     """Return what a result that was made again does not have as its manifest states it, and what may explain that.
 
     some: whether it has some of the files alone
     """
-    different = list(_differences(stated, found, some=some))
-    return [*different, *_explained(stated, found)] if different else []
+    different = list(_differences(stated, again, some=some))
+    return [*different, *_explained(stated, again)] if different else []
 
 
-def _differences(stated: Manifest, found: Manifest, *, some: bool) -> Iterator[str]:
-    theirs, ours = ({shard.file: shard for shard in shards_of(each)} for each in (stated, found))
-    digests = [{name: of for record in each.records for name, of in record.digests.items()} for each in (stated, found)]
+def _differences(stated: Manifest, again: Manifest, *, some: bool) -> Iterator[str]:
+    theirs, ours = ({shard.file: shard for shard in shards_of(each)} for each in (stated, again))
+    digests = [{name: of for record in each.records for name, of in record.digests.items()} for each in (stated, again)]
     for name in sorted(ours.keys() - theirs.keys()):
         yield f"{name}: is not in the manifest"
     for name, shard in theirs.items():
@@ -153,25 +153,25 @@ def _differences(stated: Manifest, found: Manifest, *, some: bool) -> Iterator[s
         for before, after in zip(shard.stored, made.stored, strict=True):
             if digests[0][before.name] != digests[1][after.name]:
                 yield f"{name}: tensor {after.name!r}: other bytes"
-    for name in sorted({*stated.files, *found.files}):
-        if name not in found.files:
+    for name in sorted({*stated.files, *again.files}):
+        if name not in again.files:
             if not some:
                 yield f"{name}: was not made"
         elif name not in stated.files and not some:
             yield f"{name}: is not in the manifest"
-        elif name in stated.files and stated.files[name] != found.files[name]:
+        elif name in stated.files and stated.files[name] != again.files[name]:
             yield f"{name}: other bytes"
 
 
-def _explained(stated: Manifest, found: Manifest) -> Iterator[str]:
+def _explained(stated: Manifest, again: Manifest) -> Iterator[str]:
     """Yield what may explain differences: another source, other options, another version."""
-    if stated.source_fingerprint != found.source_fingerprint:
+    if stated.source_fingerprint != again.source_fingerprint:
         yield "the source is not the one that the manifest states: the fingerprint of its weights is another"
-    for key in sorted({*stated.made_by, *found.made_by}):
-        if stated.decisive.made_by.get(key) != found.decisive.made_by.get(key):
+    for key in sorted({*stated.made_by, *again.made_by}):
+        if stated.decisive.made_by.get(key) != again.decisive.made_by.get(key):
             yield f"{MANIFEST_FILE}: states another `{key}`"
-    if stated.same_bytes_since != found.same_bytes_since:
-        yield f"the result has the bytes of version {stated.same_bytes_since}, not those of {found.same_bytes_since}"
+    if stated.same_bytes_since != again.same_bytes_since:
+        yield f"the result has the bytes of version {stated.same_bytes_since}, not those of {again.same_bytes_since}"
 
 
 def _recipe(stated: dict[str, Any]) -> Recipe:

@@ -337,7 +337,7 @@ def _of_saved(saved: SavedReference, text: str | None, options: EvaluationOption
         )
     tokens = len(saved.encoded.ids)
     has_other_tokens = options.max_tokens not in (None, tokens)
-    for name, asked, stated, differs in (
+    for name, given, stated, differs in (
         ("window", options.window, facts.window, options.window not in (None, facts.window)),
         ("stride", options.stride, facts.stride, options.stride not in (None, facts.stride)),
         ("max_tokens", options.max_tokens, tokens, has_other_tokens),
@@ -345,7 +345,7 @@ def _of_saved(saved: SavedReference, text: str | None, options: EvaluationOption
         ("no_bos", True, facts.bos is None, options.no_bos and facts.bos is not None),
     ):
         if differs:
-            raise EvaluationError(f"`{name}` {asked}: {path} was saved with {stated}; leave it out")
+            raise EvaluationError(f"`{name}` {given}: {path} was saved with {stated}; leave it out")
     return saved.text, replace(
         options,
         window=facts.window,

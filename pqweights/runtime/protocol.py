@@ -286,21 +286,21 @@ def _score(
     result = _Tokens(losses, np.zeros(tokens), np.ones(tokens, dtype=np.bool_))
 
     def rows(first: int) -> None:
-        place = slice(first, min(first + step, tokens))
+        span = slice(first, min(first + step, tokens))
         probabilities = [
-            _log_softmax(one[place], f"the window from token {start} on: the {name}'s")
+            _log_softmax(one[span], f"the window from token {start} on: the {name}'s")
             for one, name in zip(logits, ("model", "reference"), strict=False)
         ]
         for row, one in enumerate(probabilities):
-            result.losses[row, place] = -one[np.arange(len(one)), chosen[place]]
+            result.losses[row, span] = -one[np.arange(len(one)), chosen[span]]
         if len(probabilities) == 2:
-            result.agreements[place] = probabilities[0].argmax(axis=1) == probabilities[1].argmax(axis=1)
-            result.divergences[place] = _kl(*probabilities)
+            result.agreements[span] = probabilities[0].argmax(axis=1) == probabilities[1].argmax(axis=1)
+            result.divergences[span] = _kl(*probabilities)
         if saved is not None:
-            result.agreements[place] = saved.part(place).agreements(probabilities[0])
-            result.divergences[place] = saved.part(place).divergences(probabilities[0])
+            result.agreements[span] = saved.part(span).agreements(probabilities[0])
+            result.divergences[span] = saved.part(span).divergences(probabilities[0])
         if keep is not None:
-            keep(first, probabilities[-1], chosen[place])
+            keep(first, probabilities[-1], chosen[span])
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         for _ in pool.map(rows, range(0, tokens, step)):

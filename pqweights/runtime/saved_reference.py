@@ -229,9 +229,9 @@ class SavedReference:
         rows = {name: lengths.get(name, 0) for name in ("losses", "tokens", "text")}
         expected = {spec.name: spec for spec in _specs(self.facts, *rows.values())}
         for name in expected.keys() | self._places.keys():
-            spec, found = expected.get(name), self._places.get(name)
-            if spec is None or found is None or (spec.dtype, spec.shape) != (found.dtype, found.shape):
-                raise self._damaged(f"tensor {name[:80]!r}: expected {spec}, found {found}")
+            spec, held = expected.get(name), self._places.get(name)
+            if spec is None or held is None or (spec.dtype, spec.shape) != (held.dtype, held.shape):
+                raise self._damaged(f"tensor {name[:80]!r}: expected {spec}, found {held}")
 
     def _damaged(self, problem: str) -> EvaluationError:
         return EvaluationError(f"{self.path}: not a reference that eval --save-reference wrote: {problem}")

@@ -112,8 +112,8 @@ def parse_location(given: str | Path) -> Path | RepositoryName | Address:
     """
     if isinstance(given, Path):
         return _with_two_slashes(given)
-    found = _SCHEME.match(given)
-    scheme = found[1].lower() if found else ""
+    match = _SCHEME.match(given)
+    scheme = match[1].lower() if match else ""
     if scheme == "hf":
         rest, file = given[len(HUB_PREFIX) :].removeprefix("models/").rstrip("/"), ""
         if (match := _FILE.fullmatch(rest)) is not None and is_inside(match["file"]):
@@ -127,8 +127,8 @@ def parse_location(given: str | Path) -> Path | RepositoryName | Address:
             return _of_page(given, parts.path)
     if scheme in _LOCAL:
         return _local_path(given)
-    if found:
-        return _address(scheme, given[found.end() :])
+    if match:
+        return _address(scheme, given[match.end() :])
     id = given.rstrip("/")
     if is_repository_id(id) and not Path(given).exists():
         return RepositoryName(id)

@@ -104,10 +104,10 @@ class RemoteFolder(Remote):
 
     def journal_line(self) -> bytes | None:
         """Return the first line of the journal that an unfinished run into this folder left, see unfinished.py."""
-        journal, found = f"{WORK_FOLDER}/{JOURNAL_FILE}", self.files(WORK_FOLDER)
-        if journal not in found:
-            return b"" if found else None
-        return self.read(journal, 0, min(found[journal].byte_count, MOST_FIRST_LINE_BYTES)).partition(b"\n")[0] or b"\n"
+        journal, files = f"{WORK_FOLDER}/{JOURNAL_FILE}", self.files(WORK_FOLDER)
+        if journal not in files:
+            return b"" if files else None
+        return self.read(journal, 0, min(files[journal].byte_count, MOST_FIRST_LINE_BYTES)).partition(b"\n")[0] or b"\n"
 
     def files(self, below: str = "", *, recursive: bool = True) -> dict[str, FileState]:
         """List all files, by their path from this folder, in sorted order; an empty dict if there is no such folder.
@@ -122,7 +122,7 @@ class RemoteFolder(Remote):
         listed = self._request(
             "read", below, lambda: self._system.find(self._path(below), maxdepth=depth, detail=True), optional=True
         )
-        found = {}
+        files = {}
         for path, info in (listed or {}).items():
             if not str(path).strip("/").startswith(root.strip("/") + "/"):
                 continue  # something else whose name begins alike
@@ -130,8 +130,8 @@ class RemoteFolder(Remote):
             inner = name.removeprefix(below).strip("/")
             is_file = info.get("type") == "file" and not str(path).endswith("/") and str(path) != root
             if is_file and inner and not any(part.startswith(".") for part in inner.split("/")):
-                found[name] = _state(info)
-        return dict(sorted(found.items()))
+                files[name] = _state(info)
+        return dict(sorted(files.items()))
 
     def state(self, name: str) -> FileState | None:
         """Return the size and the stamp of a file; None if it is not there."""
@@ -157,8 +157,8 @@ class RemoteFolder(Remote):
 
     def read_whole(self, name: str) -> bytes | None:
         """Return the content of a small file; None if it is not there."""
-        found = self.state(name)
-        return None if found is None else self.read(name, 0, found.byte_count)
+        state = self.state(name)
+        return None if state is None else self.read(name, 0, state.byte_count)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file; it is there with all of its content, or not at all."""
@@ -193,15 +193,15 @@ class RemoteFolder(Remote):
 
         Raises StorageError also if neither is there.
         """
-        found, there = self.state(source), self.state(target)
-        if found is None:
+        state, there = self.state(source), self.state(target)
+        if state is None:
             if there is None:
                 raise StorageError(f"{self.address / source}: expected this file, to rename it, found none")
             return
-        options = {"block": COPY_PART_BYTES} if self._is_s3 and found.byte_count > SINGLE_COPY_BYTES else {}
+        options = {"block": COPY_PART_BYTES} if self._is_s3 and state.byte_count > SINGLE_COPY_BYTES else {}
         paths = self._path(source), self._path(target)
         self._request("write", source, lambda: self._system.cp_file(*paths, **options), in_parts=True)
-        self._check_size(target, found.byte_count)
+        self._check_size(target, state.byte_count)
         self.remove([source])
 
     def remove(self, names: Iterable[str]) -> None:
@@ -211,9 +211,9 @@ class RemoteFolder(Remote):
 
     def _check_size(self, name: str, expected: int) -> None:
         """Raise StorageError unless a file that was written has its size."""
-        found = self.state(name)
-        if found is None or found.byte_count != expected:
-            size = "no such file" if found is None else f"{found.byte_count} bytes"
+        state = self.state(name)
+        if state is None or state.byte_count != expected:
+            size = "no such file" if state is None else f"{state.byte_count} bytes"
             raise StorageError(
                 f"{self.address / name}: expected {expected} bytes after they were written, found {size}: run the same "
                 "command again"

@@ -34,22 +34,22 @@ def make_private(folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        found, around = folder.lstat(), folder.parent.stat()
+        status, around = folder.lstat(), folder.parent.stat()
         # Whoever has the folder around it could replace it anyhow; so could those who may write there, as all may on
         # disks that know no users.
         shared = 0 if around.st_mode & stat.S_ISVTX else around.st_mode
         problems = (
-            ("a link", stat.S_ISLNK(found.st_mode)),
-            ("a file", not stat.S_ISDIR(found.st_mode)),
-            ("one of another user", found.st_uid not in (os.geteuid(), around.st_uid)),
-            ("one to which others may write", found.st_mode & ~shared & 0o022),
+            ("a link", stat.S_ISLNK(status.st_mode)),
+            ("a file", not stat.S_ISDIR(status.st_mode)),
+            ("one of another user", status.st_uid not in (os.geteuid(), around.st_uid)),
+            ("one to which others may write", status.st_mode & ~shared & 0o022),
         )
         if problem := next((what for what, is_so in problems if is_so), None):
             raise OutputError(
                 f"{folder}: expected a folder of your own, in which pqweights keeps unfinished work, found {problem}; "
                 "remove it, or choose another place"
             )
-        if found.st_mode & 0o077:
+        if status.st_mode & 0o077:
             folder.chmod(0o700)
 
 

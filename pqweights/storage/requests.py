@@ -182,7 +182,7 @@ def read_range(
 
 def expected_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions by which the clients that are loaded tell of failed requests."""
-    found: list[type[Exception]] = [OSError, Truncated]
+    kinds: list[type[Exception]] = [OSError, Truncated]
     for module, names in (
         ("httpx2", ("HTTPError",)),
         ("botocore.exceptions", ("BotoCoreError", "ClientError")),
@@ -193,8 +193,8 @@ def expected_errors() -> tuple[type[Exception], ...]:
         ("azure.core.exceptions", ("AzureError",)),
     ):
         loaded = sys.modules.get(module)
-        found += [getattr(loaded, name) for name in names if hasattr(loaded, name)]
-    return tuple(found)
+        kinds += [getattr(loaded, name) for name in names if hasattr(loaded, name)]
+    return tuple(kinds)
 
 
 def status_and_code(error: Exception) -> tuple[int, str]:
@@ -208,9 +208,9 @@ def status_and_code(error: Exception) -> tuple[int, str]:
     # Not of the cause: aiohttp calls a body that was cut a 400.
     for source in (getattr(error, "response", None), error):
         for name in ("status_code", "status", "code"):
-            found = getattr(source, name, None)
-            if isinstance(found, int) and 100 <= found < 600:
-                return found, ""
+            status = getattr(source, name, None)
+            if isinstance(status, int) and 100 <= status < 600:
+                return status, ""
     return 0, ""
 
 

@@ -129,14 +129,12 @@ def test_keys_are_turned_back_to_what_they_were_before_rope(name):
         net(torch.full((1, 12), 7), past_key_values=cache)
     number, layer = next((n, each) for n, each in enumerate(cache.layers) if each in cache.packed_layers)
     keys = layer.states[0].window
-    turning = bases(net)[number].turning
-    assert (turning is None) == (name == "cohere2")
-    back = keys if turning is None else turning.turned(keys, 0, -1)
+    rope = bases(net)[number].rope
+    assert (rope is None) == (name == "cohere2")
+    back = keys if rope is None else rope.applied(keys, 0, -1)
     assert each_near(back, back[:, :, :1], F32_SUM, F32_MATRIX * float(keys.abs().max()))
-    if turning is not None:
-        assert each_near(
-            turning.turned(back[:, :, 5:], 5, 1), keys[:, :, 5:], F32_SUM, F32_SUM * float(keys.abs().max())
-        )
+    if rope is not None:
+        assert each_near(rope.applied(back[:, :, 5:], 5, 1), keys[:, :, 5:], F32_SUM, F32_SUM * float(keys.abs().max()))
 
 
 # --- bits ---

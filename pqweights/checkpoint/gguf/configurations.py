@@ -274,8 +274,8 @@ def solve(size: Size, result: Any, values: dict[str, Any]) -> None:
     elif len(unknown) == 1:
         (key,) = unknown
         least, next_one = (_computed(size, {**values, key: number}) for number in (0, 1))
-        if next_one != least and (found := (result - least) / (next_one - least)).denominator == 1:
-            values[key] = int(found)
+        if next_one != least and (solution := (result - least) / (next_one - least)).denominator == 1:
+            values[key] = int(solution)
 
 
 def _computed(size: Size, values: Mapping[str, Any]) -> Fraction:
@@ -331,9 +331,9 @@ def _state_layers(contents: GgufContents, architecture: Architecture, values: di
 
 def _kind(held: set[str], architecture: Architecture) -> str:
     """Return the kind of a layer. held: the names of its tensors"""
-    found = next((kind for name, kind in KINDS.items() if name in held and kind in architecture.layer_types), FULL)
-    sparse = f"{found} moe"
-    return sparse if sparse in architecture.layer_types and "ffn_gate_inp.weight" in held else found
+    attention = next((kind for name, kind in KINDS.items() if name in held and kind in architecture.layer_types), FULL)
+    sparse = f"{attention} moe"
+    return sparse if sparse in architecture.layer_types and "ffn_gate_inp.weight" in held else attention
 
 
 def _state_optional(architecture: Architecture, model: ModelDescription, values: dict[str, Any]) -> None:
@@ -417,21 +417,21 @@ def check_configuration(
     factors = add_rope(settings, writer)
     prefix = f"{contents.architecture}."
     written = {key.removeprefix(prefix): value.value for key, value in writer.kv_data[0].items() if prefix in key}
-    stated = [key.removeprefix(prefix) for key in contents.metadata if key.startswith(prefix)]
+    keys = [key.removeprefix(prefix) for key in contents.metadata if key.startswith(prefix)]
     layers = settings.number("block_count")
-    for key in dict.fromkeys((*written, *stated)):
-        found, said = None if (value := _value(contents, key)) == "none" else value, written.get(key)
-        if isinstance(said, list) and isinstance(found, list) and len(said) == layers:
-            found = found[:layers]  # some list layers that predict further tokens, and have none
+    for key in dict.fromkeys((*written, *keys)):
+        in_file, expected = None if (value := _value(contents, key)) == "none" else value, written.get(key)
+        if isinstance(expected, list) and isinstance(in_file, list) and len(expected) == layers:
+            in_file = in_file[:layers]  # some list layers that predict further tokens, and have none
         if (
             key in SAY_NOTHING
-            or _is_unread(key, found, settings, contents)
-            or same_value(*(TAKEN_AS.get(key) if value is None else value for value in (said, found)))
-            or (found is None and _assumed(key, said, settings, contents))
+            or _is_unread(key, in_file, settings, contents)
+            or same_value(*(TAKEN_AS.get(key) if value is None else value for value in (expected, in_file)))
+            or (in_file is None and _assumed(key, expected, settings, contents))
         ):
             continue
         raise ExportError(
-            f"{prefix}{key} is {found!r:.80}, and the model of that architecture has {written.get(key)!r:.80}"
+            f"{prefix}{key} is {in_file!r:.80}, and the model of that architecture has {written.get(key)!r:.80}"
         )
     for name, values in factors.items():
         if name in {tensor.name for tensor in contents.tensors} and not np.allclose(values_of(name), values, rtol=1e-5):
@@ -440,20 +440,20 @@ def check_configuration(
             )
 
 
-def same_value(written: Any, found: Any) -> bool:
+def same_value(written: Any, stated: Any) -> bool:
     """Whether a file that has one value has the other as far as float32 and the absence of nothing tell."""
-    if isinstance(written, list) or isinstance(found, list):
-        count = len(written if isinstance(written, list) else found)
+    if isinstance(written, list) or isinstance(stated, list):
+        count = len(written if isinstance(written, list) else stated)
         if not count:
-            return not (written or found)  # an empty list says nothing of a size
-        pairs = [value if isinstance(value, list) else [value] * count for value in (written, found)]
+            return not (written or stated)  # an empty list says nothing of a size
+        pairs = [value if isinstance(value, list) else [value] * count for value in (written, stated)]
         return len(pairs[0]) == len(pairs[1]) and all(map(same_value, *pairs))
-    if isinstance(written, float) and isinstance(found, float | int):
-        return bool(np.isclose(np.float32(written), np.float32(found), rtol=1e-6, atol=0))
-    return bool(written == found) or not (written or found)
+    if isinstance(written, float) and isinstance(stated, float | int):
+        return bool(np.isclose(np.float32(written), np.float32(stated), rtol=1e-6, atol=0))
+    return bool(written == stated) or not (written or stated)
 
 
-def _is_unread(key: str, found: Any, settings: Settings, contents: GgufContents) -> bool:
+def _is_unread(key: str, stated: Any, settings: Settings, contents: GgufContents) -> bool:
     """Whether llama.cpp does not read a key for an architecture, or it says what llama.cpp computes anyway."""
     architecture, layers = settings.architecture, settings.number("num_hidden_layers")
     if key in (key_of(of, contents.architecture) for of in architecture.settings if of.unread):
@@ -469,9 +469,9 @@ def _is_unread(key: str, found: Any, settings: Settings, contents: GgufContents)
         return bool(rope_parameters(settings)["rope_type"] == "default")
     if key == SPARSITY[0] and settings.get("sparse_layers"):
         sparse = settings.number("sparse_layers")
-        return same_value([SPARSITY[1]] * sparse + [-math.inf] * (layers - sparse), found)
+        return same_value([SPARSITY[1]] * sparse + [-math.inf] * (layers - sparse), stated)
     if key == "hidden_act":
-        return bool(found == settings.get("hidden_activation"))
+        return bool(stated == settings.get("hidden_activation"))
     return key.startswith("expert_") and not contents.number(f"{contents.architecture}.expert_count")
 
 

@@ -184,9 +184,9 @@ def _read_llama3(factors: npt.NDArray[np.float32], base: float, rotated: int) ->
         raise ExportError("the tensor rope_freqs.weight has other values than those of rope_type llama3")
     known: dict[str, Any] = {"rope_type": "llama3", "factor": float(np.round(factors.max(), 4)), "rope_theta": base}
     for low, high, length in _bounds(factors, known["factor"], base, rotated):
-        found = known | {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": length}
-        if np.allclose(_llama3_values(found, rotated), factors[: rotated // 2], rtol=1e-4):
-            return {key: value for key, value in found.items() if key != "rope_theta"}
+        llama3 = known | {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": length}
+        if np.allclose(_llama3_values(llama3, rotated), factors[: rotated // 2], rtol=1e-4):
+            return {key: value for key, value in llama3.items() if key != "rope_theta"}
     raise ExportError("the tensor rope_freqs.weight has other values than those of rope_type llama3")
 
 

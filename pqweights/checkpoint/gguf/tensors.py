@@ -158,9 +158,9 @@ def known_name(name: str, modules: Mapping[str, str]) -> str:
     module, dot, last = inner.rpartition(".")
     for of, rest in ((inner, ""), (module, dot + last)):
         matches = ((re.fullmatch(expression, of), known) for expression, known in modules.items())
-        for found, known in matches:
-            if found is not None:
-                return f"{begin}{found.expand(known)}{rest}"
+        for match, known in matches:
+            if match is not None:
+                return f"{begin}{match.expand(known)}{rest}"
     return name
 
 
@@ -171,9 +171,9 @@ def tensor_in_file(name: str, settings: Settings, names: Any) -> tuple[str, str,
     names: the TensorNameMap of the architecture
     """
     aliases = dict.fromkeys((name, re.sub(r"^backbone\.", "model.", name)))
-    found = filter(None, (names.get_type_and_name(alias, try_suffixes=SUFFIXES) for alias in aliases))
+    others = filter(None, (names.get_type_and_name(alias, try_suffixes=SUFFIXES) for alias in aliases))
     own = nextn_tensor(name) or _own_tensor(name, settings.architecture.tensors)
-    tensor_type, named = own or next(((of.name, named) for of, named in found), ("", ""))
+    tensor_type, named = own or next(((of.name, named) for of, named in others), ("", ""))
     return tensor_type, named, own is not None
 
 
@@ -182,7 +182,7 @@ def _own_tensor(name: str, tensors: Mapping[str, str]) -> tuple[str, str] | None
     match = LAYER.fullmatch(name)
     inner, block = (match[3], f"blk.{match[2]}.") if match else (name, "")
     matches = ((re.fullmatch(expression, inner), known) for expression, known in tensors.items())
-    own = next((found.expand(known) for found, known in matches if found), None)
+    own = next((match.expand(known) for match, known in matches if match), None)
     return (re.sub(r"\.(weight|bias)$", "", own).upper(), block + own) if own else None
 
 

@@ -62,11 +62,11 @@ class _Metadata:
 
     def items(self, key: str, kind: type | tuple[type, ...]) -> list[Any]:
         """Return the items of a list; none without it. Raises SourceError for items of another kind."""
-        found: list[Any] = self.of(key, MetadataList, [])
-        for item in found:
+        items: list[Any] = self.of(key, MetadataList, [])
+        for item in items:
             if not isinstance(item, kind):
                 raise self.refusal(key, f"expected other items, found {item!r:.60}")
-        return found
+        return items
 
     def refusal(self, key: str, why: str) -> SourceError:
         return SourceError(f"{self.file}: tokenizer.ggml.{key}: {why}: {ELSEWHERE}")

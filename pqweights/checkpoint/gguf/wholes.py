@@ -261,12 +261,14 @@ def _check(contents: GgufContents, config: dict[str, Any], tower: Tower, setting
     writer = gguf_package().GGUFWriter(None, ARCHITECTURE)
     add_hyper_parameters(tower, settings, writer, config, processor_of(contents))
     written = {key.removeprefix("clip."): value.value for key, value in writer.kv_data[0].items()}
-    stated = [key.removeprefix("clip.") for key in contents.metadata if key.startswith("clip.")]
-    for key in dict.fromkeys((*written, *stated)):
-        found, last = _value(contents, key), key.rpartition(".")[2]
-        found = TAKEN.get(key, {}).get(tower.projector) if found is None else found
-        if last not in SAY_NOTHING and not key.startswith("general.") and not same_value(written.get(key), found):
-            raise ExportError(f"clip.{key} is {found!r:.80}, and the tower of this model has {written.get(key)!r:.80}")
+    keys = [key.removeprefix("clip.") for key in contents.metadata if key.startswith("clip.")]
+    for key in dict.fromkeys((*written, *keys)):
+        in_file, last = _value(contents, key), key.rpartition(".")[2]
+        in_file = TAKEN.get(key, {}).get(tower.projector) if in_file is None else in_file
+        if last not in SAY_NOTHING and not key.startswith("general.") and not same_value(written.get(key), in_file):
+            raise ExportError(
+                f"clip.{key} is {in_file!r:.80}, and the tower of this model has {written.get(key)!r:.80}"
+            )
 
 
 def processor_of(contents: GgufContents) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pqweights.errors import OptionError
 from pqweights.models import has_trait
 from pqweights.models.traits import Trait
-from pqweights.runtime.kv.klt import LayerBases, StateBasis, Turning
+from pqweights.runtime.kv.klt import LayerBases, LayerRope, StateBasis
 from pqweights.runtime.kv.polar_rope import RopePairs
 from pqweights.runtime.kv.schemes import FULL, CachedModel
 
@@ -35,9 +35,9 @@ def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
                 f"KV cache klt: {model.config.model_type}: layer {number}: expected q_proj, k_proj, v_proj and o_proj, "
                 "from which the transform is made; take hadamard"
             )
-        turning = _turning(net, model, number, attentions[number][0])
+        rope = _rope(net, model, number, attentions[number][0])
         heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
-        result[number] = _layer_bases(*attentions[number], heads, turning)
+        result[number] = _layer_bases(*attentions[number], heads, rope)
     return result
 
 
@@ -57,7 +57,7 @@ def _output(attention: Any) -> Any:
     )
 
 
-def _layer_bases(attention: Any, parent: Any, heads: int, turning: Turning | None) -> LayerBases:
+def _layer_bases(attention: Any, parent: Any, heads: int, rope: LayerRope | None) -> LayerBases:
     """Return the bases of a layer. heads: those of keys, as the configuration says"""
     with torch.no_grad():
         size = attention.head_dim
@@ -76,7 +76,7 @@ def _layer_bases(attention: Any, parent: Any, heads: int, turning: Turning | Non
         of_keys = torch.einsum("hdi,hei->hde", key_heads, key_heads) * key_gain[:, None] * key_gain
         of_values = torch.einsum("hdi,hei->hde", value_heads, value_heads)
         of_outputs = torch.einsum("ihrd,ihre->hde", outputs, outputs)
-        return LayerBases(_basis(of_keys, of_queries), _basis(of_values, of_outputs), turning)
+        return LayerBases(_basis(of_keys, of_queries), _basis(of_values, of_outputs), rope)
 
 
 def _basis(covariance: Tensor, measure: Tensor) -> StateBasis:
@@ -87,11 +87,11 @@ def _basis(covariance: Tensor, measure: Tensor) -> StateBasis:
     values = values.clamp(min=0) / torch.where(mean > 0, mean, 1) + LEAST_SHARE
     root = vectors * values.sqrt()[:, None] @ vectors.transpose(-1, -2)
     inverse = vectors * values.rsqrt()[:, None] @ vectors.transpose(-1, -2)
-    variances, turned = torch.linalg.eigh(root @ covariance.double() @ root)
+    variances, vectors = torch.linalg.eigh(root @ covariance.double() @ root)
     mean = variances.mean(-1, keepdim=True)
     variances = variances.clamp(min=0) + torch.where(mean > 0, LEAST_SHARE * mean, 1)  # weights may be zero
-    synthesis = turned.transpose(-1, -2) @ inverse
-    return StateBasis((root @ turned).float(), synthesis.float(), variances.float())
+    synthesis = vectors.transpose(-1, -2) @ inverse
+    return StateBasis((root @ vectors).float(), synthesis.float(), variances.float())
 
 
 def _projections(attention: Any, heads: int) -> Iterator[Tensor]:
@@ -147,7 +147,7 @@ def _head_gain(attention: Any, name: str, size: int) -> Tensor:
     return _gain(norm, weight) if known else torch.ones(size, device=_weight(_output(attention)).device)
 
 
-def _turning(net: Any, model: CachedModel, number: int, attention: Any) -> Turning | None:
+def _rope(net: Any, model: CachedModel, number: int, attention: Any) -> LayerRope | None:
     """Return the angles of RoPE in a layer; None for a layer without it."""
     if model.pairs is None or not _is_rotated(model, number, attention):
         return None
@@ -159,7 +159,7 @@ def _turning(net: Any, model: CachedModel, number: int, attention: Any) -> Turni
     if frequencies is None or 2 * len(frequencies) > model.size:
         return None
     pairs = RopePairs(model.size, 2 * len(frequencies), model.pairs.interleaved)
-    return Turning(pairs, frequencies.detach().clone().cpu())
+    return LayerRope(pairs, frequencies.detach().clone().cpu())
 
 
 def _is_rotated(model: CachedModel, number: int, attention: Any) -> bool:

@@ -7,7 +7,7 @@ by what the output projection makes of it. The Karhunen-Loeve transform of the c
 coefficients of very different variance, most of which need few bits or none (reverse water-filling: Cover and Thomas,
 Elements of Information Theory, Theorem 10.3.3). No data is needed for it, and nothing has to be stored with a cache.
 
-Keys are turned back by the angles of RoPE first, because before RoPE they are alike at all positions. Mean and variance
+Keys are rotated back by the angles of RoPE first, since before RoPE they are alike at all positions. Mean and variance
 of the coefficients are those of the first tokens. Each vector has a factor of its own, and Lloyd-Max levels.
 """
 
@@ -64,8 +64,8 @@ def _angles(frequencies: tuple[float, ...], device: torch.device, positions: int
 
 
 @dataclass(frozen=True, eq=False)
-class Turning:
-    """The angles by which RoPE turns pairs of coordinates. frequencies: per token, [rotated / 2] f32"""
+class LayerRope:
+    """The angles by which RoPE rotates pairs of coordinates. frequencies: per token, [rotated / 2] f32"""
 
     pairs: RopePairs
     frequencies: Tensor
@@ -75,8 +75,8 @@ class Turning:
         return tuple(self.frequencies.tolist())
 
     @torch.no_grad()
-    def turned(self, states: Tensor, start: int, sign: int) -> Tensor:
-        """Turn states [..., tokens, size] of the tokens from `start` on by their angles, forward (1) or back (-1)."""
+    def applied(self, states: Tensor, start: int, sign: int) -> Tensor:
+        """Rotate states [..., tokens, size] of the tokens from `start` on by their angles, forward (1) or back (-1)."""
         end = start + states.shape[-2]
         positions = max(LEAST_POSITIONS, 1 << (end - 1).bit_length())
         cos, sin = (table[start:end] for table in _angles(self._known_frequencies, states.device, positions))
@@ -94,11 +94,11 @@ class Turning:
 
 @dataclass(frozen=True)
 class LayerBases:
-    """The bases of a layer. turning: the angles of RoPE; None without it"""
+    """The bases of a layer. rope: the angles of RoPE; None without it"""
 
     keys: StateBasis
     values: StateBasis
-    turning: Turning | None
+    rope: LayerRope | None
 
 
 class KarhunenLoeve(StateQuantizer):
@@ -106,13 +106,13 @@ class KarhunenLoeve(StateQuantizer):
 
     basis: of the layer's keys or values
     bits: of a coefficient on average, a multiple of 1/4
-    turning: the angles of RoPE for keys; None for values, and for models without RoPE
+    rope: the angles of RoPE for keys; None for values, and for models without RoPE
     """
 
     first = FIRST_TOKENS
 
-    def __init__(self, basis: StateBasis, bits: float, turning: Turning | None) -> None:
-        self._basis, self.bits, self._turning = basis, bits, turning
+    def __init__(self, basis: StateBasis, bits: float, rope: LayerRope | None) -> None:
+        self._basis, self.bits, self._rope = basis, bits, rope
 
     @torch.no_grad()
     def fit(self, states: Tensor, shared: Parts | None, start: int) -> Parts:
@@ -144,8 +144,8 @@ class KarhunenLoeve(StateQuantizer):
         columns = order[:, :, None].expand(-1, -1, analysis.shape[-1], -1)
         chosen = analysis.expand(len(order), -1, -1, -1).gather(3, columns) / spread[:, :, None]
         mean = shared["mean"].float().gather(-1, order) / spread
-        turned = states if self._turning is None else self._turning.turned(states, start, -1)
-        scaled = torch.baddbmm(mean.flatten(0, 1)[:, None], turned.flatten(0, 1), chosen.flatten(0, 1), beta=-1)
+        before_rope = states if self._rope is None else self._rope.applied(states, start, -1)
+        scaled = torch.baddbmm(mean.flatten(0, 1)[:, None], before_rope.flatten(0, 1), chosen.flatten(0, 1), beta=-1)
         scaled = scaled.unflatten(0, states.shape[:2])
         rms = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True) / math.sqrt(used)
         codes, reached = coded(scaled / torch.where(rms > 0, rms, 1), runs)
@@ -164,11 +164,11 @@ class KarhunenLoeve(StateQuantizer):
         mean = shared["mean"].float()[:, :, None] @ synthesis
         states = torch.baddbmm(mean.flatten(0, 1), scaled.flatten(0, 1), chosen.flatten(0, 1))
         states = states.unflatten(0, scaled.shape[:2])
-        return states if self._turning is None else self._turning.turned(states, start, 1)
+        return states if self._rope is None else self._rope.applied(states, start, 1)
 
     def _coefficients(self, states: Tensor, start: int) -> Tensor:
-        turned = states if self._turning is None else self._turning.turned(states, start, -1)
-        return turned @ self._basis.analysis.to(states.device)
+        before_rope = states if self._rope is None else self._rope.applied(states, start, -1)
+        return before_rope @ self._basis.analysis.to(states.device)
 
 
 def allocated(variances: Tensor, bits: float) -> list[int]:

@@ -54,8 +54,8 @@ def _dense(size: int) -> Doubles:
     """Return a random orthogonal matrix whose distribution has no preferred direction."""
     gaussian = np.random.Generator(np.random.PCG64(SEED)).standard_normal((size, size))
     q, r = np.linalg.qr(gaussian)
-    turned: Doubles = q * np.sign(np.diag(r))[None, :]
-    return turned
+    rotation: Doubles = q * np.sign(np.diag(r))[None, :]
+    return rotation
 
 
 # The mean is that of at least so many tokens.

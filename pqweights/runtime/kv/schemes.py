@@ -128,7 +128,7 @@ class Klt(Scheme):
     def quantizers(self, layer: LayerModel) -> tuple[StateQuantizer | None, StateQuantizer | None]:
         """Return what quantizes the keys of a layer, and its values; None if they stay as they are."""
         assert layer.bases is not None
-        keys = KarhunenLoeve(layer.bases.keys, self.keys or self.bits, layer.bases.turning)
+        keys = KarhunenLoeve(layer.bases.keys, self.keys or self.bits, layer.bases.rope)
         return keys, KarhunenLoeve(layer.bases.values, self.values or self.bits, None)
 
 
