@@ -12,52 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import transformers
-from calls import evaluate, export, quantize
+from calls import evaluate
 from closeness import ALIKE, F32_MATRIX, F32_SUM, approx
 from commands import invoke
-from families import ATTENTION, Family, build
+from evaluated import TEXT, evaluated, model_folder
 
 from pqweights.common.threads import listening
 from pqweights.errors import DeviceError, EvaluationError, MissingDependencyError, OptionError, SourceError
-from pqweights.planning.recipe import load_recipe
 from pqweights.runtime.models import open_model
 from pqweights.runtime.protocol import TextWindows, compare
 from pqweights.runtime.texts import tokenize, wikitext
 
-CONTEXT, VOCABULARY = 128, 512
-LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": 500,
-    "eos_token_id": 501,
-    "pad_token_id": None,
-    "initializer_range": 0.2,
-}
-TEXT = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0, 500, 300))
-
-
-def model_folder(folder: Path, **settings: Any) -> Path:
-    return build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA | settings, ATTENTION), folder)
-
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with source, its master q3, the BF16 export bf16 of that, and text.txt."""
-    folder = tmp_path_factory.mktemp("eval")
-    model_folder(folder / "source")
-    quantize(folder / "source", folder / "q3", load_recipe("q3"), threads=2)
-    export(folder / "q3", folder / "bf16", "bf16", threads=2)
-    (folder / "text.txt").write_text(TEXT)
-    return folder
+    return evaluated(tmp_path_factory, "eval")
 
 
 @pytest.fixture

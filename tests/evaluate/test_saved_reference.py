@@ -10,35 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from calls import evaluate, export, quantize
+from calls import evaluate
 from closeness import ESTIMATED, PARTS_OF_NAT, SAMPLE, STATED, approx
 from commands import invoke
-from families import ATTENTION, Family, build
+from evaluated import TEXT, evaluated, model_folder
 from safetensors.numpy import load_file, save_file
 
 from pqweights.errors import EvaluationError, SourceError
-from pqweights.planning.recipe import load_recipe
 from pqweights.results.evaluation_record import find_place, read_records
 from pqweights.runtime import evaluation
 from pqweights.runtime.models import Model, open_model
 from pqweights.runtime.protocol import Scores, TextWindows, compare
 from pqweights.runtime.saved_reference import METADATA_KEY, Facts, ReferenceWriter, SavedReference
 
-LLAMA = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "max_position_embeddings": 128,
-    "bos_token_id": 500,
-    "eos_token_id": 501,
-    "pad_token_id": None,
-    "initializer_range": 0.2,
-}
-TEXT = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0, 500, 300))
 WINDOWS = TextWindows(size=400, stride=400, score_first=True)
 
 
@@ -123,12 +107,8 @@ def test_impossible_tokens_of_the_reference_cost_nothing(tmp_path):
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """source, its master q3 and the master's BF16 export bf16; text.txt; and r.pqref of source on that."""
-    folder = tmp_path_factory.mktemp("saved")
-    build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA, ATTENTION), folder / "source")
-    quantize(folder / "source", folder / "q3", load_recipe("q3"), threads=2)
-    export(folder / "q3", folder / "bf16", "bf16", threads=2)
-    (folder / "text.txt").write_text(TEXT)
+    """What `evaluated` has, and r.pqref of source on text.txt."""
+    folder = evaluated(tmp_path_factory, "saved")
     options = ("--text", folder / "text.txt", "--max-tokens", 280, "--score-first")
     result = invoke("eval", folder / "source", *options, "--save-reference", folder / "r.pqref")
     assert result.exit_code == 0, result.stderr
@@ -192,7 +172,7 @@ def test_other_texts_windows_tokens_and_models_are_refused_by_name(work, tmp_pat
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(EvaluationError, match=r"other: its tokenizer splits the text into other tokens than .*r.pqref"):
         scores(other, reference=reference)
-    build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA | {"vocab_size": 640}, ATTENTION), tmp_path / "larger")
+    model_folder(tmp_path / "larger", vocab_size=640)
     with pytest.raises(EvaluationError, match=r"larger: .*640 tokens, that of the reference 512"):
         scores(tmp_path / "larger", reference=reference)
 

@@ -11,49 +11,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from calls import evaluate, export, quantize
+from calls import evaluate
 from commands import invoke
-from families import ATTENTION, Family, build
+from evaluated import TEXT, evaluated
 from helpers import folder_bytes
 from msgspec.structs import replace
 
 from pqweights.checkpoint.source import open_local
 from pqweights.common.documents import as_json
 from pqweights.errors import MasterError, OutputError
-from pqweights.planning.recipe import load_recipe
 from pqweights.results.evaluation_record import Figure, find_place, read_records, write_record
 from pqweights.results.verify import verify
 from pqweights.runtime.report import make_record
 
 FILE = "pqweights-eval.json"
-TEXT = " ".join(f"w{number}" for number in np.random.default_rng(8).integers(0, 500, 300))
-LLAMA = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "max_position_embeddings": 128,
-    "bos_token_id": 500,
-    "eos_token_id": 501,
-    "pad_token_id": None,
-    "initializer_range": 0.2,
-}
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """source, its master q3 and the master's BF16 export bf16; text.txt."""
-    folder = tmp_path_factory.mktemp("records")
-    build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA, ATTENTION), folder / "source")
-    quantize(folder / "source", folder / "q3", load_recipe("q3"), threads=2)
-    export(folder / "q3", folder / "bf16", "bf16", threads=2)
-    (folder / "text.txt").write_text(TEXT)
-    return folder
+    return evaluated(tmp_path_factory, "records")
 
 
 @pytest.fixture
