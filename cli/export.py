@@ -79,6 +79,7 @@ def command(
     max_shard_size: options.MaxExportedSize = None,
     push: options.Push = None,
     private: options.Private = False,
+    dry_run: options.DryRun = False,
     ray: options.Ray = None,
     threads: options.Threads = None,
     overwrite: options.Overwrite = False,
@@ -96,11 +97,11 @@ def command(
         from pqweights.storage import open_store
 
         with output.progress("exporting") as progress:
-            done = export(**options.given(ctx), progress=progress)
-        _show(done, source, str(open_store(out)), json=json)
+            done = export(**options.given(ctx), dry_run=dry_run, progress=progress)
+        _show(done, source, str(open_store(out)), dry_run=dry_run, json=json)
 
 
-def _show(done: RewriteReport, folder: str, out: str, *, json: bool) -> None:
+def _show(done: RewriteReport, folder: str, out: str, *, dry_run: bool, json: bool) -> None:
     for warning in done.warnings:
         output.warn(warning)
     if json:
@@ -108,7 +109,8 @@ def _show(done: RewriteReport, folder: str, out: str, *, json: bool) -> None:
         return
     if done.already_done:
         output.note(f"{out}: already holds this result; nothing was written")
-    output.summary(*_lines(done, folder, out))
+    show = output.show if dry_run else output.summary  # a dry run has nothing else to show
+    show(*_lines(done, folder, out))
     if done.pushed is not None:
         output.summary(*push_lines(done.pushed, dry_run=False))
 

@@ -17,7 +17,7 @@ from pqweights.common.parameters import HubOptions, StrPath, Tell, text
 from pqweights.common.threads import Progress, no_progress
 from pqweights.convert.again import made_again, unkept_store
 from pqweights.convert.conversion import Conversion
-from pqweights.convert.convert import convert
+from pqweights.convert.convert import convert, unmeasured
 from pqweights.convert.distributed.engine import engine_of
 from pqweights.convert.manifest import Manifest, parse_manifest, read_manifest
 from pqweights.convert.task import RewriteReport, RunOptions, thread_count
@@ -263,6 +263,7 @@ def export(
     max_shard_size: int | str | None = None,
     push: str | None = None,
     private: bool = False,
+    dry_run: bool = False,
     ray: str | None = None,
     threads: int | None = None,
     overwrite: bool = False,
@@ -281,6 +282,7 @@ def export(
     push: ORG/NAME on the Hub, to which each file is sent once it is whole, and removed here; with `low_disk`, the disk
         holds one file of the source and one of the result at a time, and the source is fetched once for each file
     private: with `push`: create the repository as private; one that exists must be private
+    dry_run: plan from headers alone, and write nothing; the report has all names and sizes, and no errors
     target: "bf16", "torchao", "mlx", "gguf" or "vllm"; each takes some of the options below
     bits, group_size: of integers: bits of a code, by default 4, and weights that share a scale, by default 128 or 64
     qparams: how scales and offsets are chosen: by least squares (best), or as the runtime's converter does (minmax)
@@ -312,6 +314,11 @@ def export(
     if private and push is None:
         raise OptionError("`private`: says how `push` creates a repository; give `push`, or leave it out")
     given, store = located("source", source), open_store(located("out", out))
+    if dry_run:
+        if calibrate is not None and _has_size(target, options):
+            raise OptionError("`dry_run`: the formats for a size depend on what `calibrate` measures; leave out one")
+        opened = open_exported(given, options)
+        return unmeasured(plan_export(given, opened, store, target, options=options))
     if push is not None and store.is_elsewhere:
         raise OptionError("`push`: expected a folder on this machine as OUT")
     with (
@@ -357,7 +364,7 @@ def _exported(
             run = replace(run, check=known.check_source)
         opened = open_exported(source, options)
         inputs: KnownInputs | None = known
-        if known is not None and settings_of(to, options).recipe.size is not None:
+        if known is not None and _has_size(target, options):
             options = replace(options, sensitivity=known.sensitivity(store, overwrite=run.overwrite))
         elif known is None and (file := path_of(options.imatrix)) is not None:
             from pqweights.calibrate.imatrix import FileInputs
@@ -369,6 +376,11 @@ def _exported(
 
             known.prepare(run.progress)
             write_imatrix(file, known, opened[0], str(options.calibrate))
+
+
+def _has_size(target: str, options: ExportOptions) -> bool:
+    """Whether formats are chosen for a size, which depends on how much each weight matters."""
+    return settings_of(get_target(target), options).recipe.size is not None
 
 
 def _fetched(source: str | Path, options: Opening, run: RunOptions) -> tuple[Path, Opening]:

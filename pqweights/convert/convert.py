@@ -87,6 +87,12 @@ def stated(conversion: Conversion, run: Run, records: tuple[TensorRecord, ...]) 
     return replace(conversion.manifest, source_fingerprint=fingerprint, records=records, files=files)
 
 
+def unmeasured(conversion: Conversion) -> RewriteReport:
+    """Return the report of a result that is planned, and not made."""
+    records = tuple(TensorRecord(name=tensor.name) for tensor in conversion.plan.tensors)
+    return _report(conversion, records, already_done=False, resumed=0)
+
+
 def _report(
     conversion: Conversion, records: tuple[TensorRecord, ...], *, already_done: bool, resumed: int
 ) -> RewriteReport:

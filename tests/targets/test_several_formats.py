@@ -76,6 +76,17 @@ def test_formats_in_one_run_equal_runs_of_their_own(several: str, of: str, base:
     done("verify", tmp_path / "out")
 
 
+@pytest.mark.parametrize("several", ["vllm", "mlx", "gguf"])
+def test_a_dry_run_shows_the_size_of_each_and_writes_nothing(several: str, base: Path, tmp_path: Path) -> None:
+    options = (FORMATS | {"gguf": {"type": "q4_0,q8_0"}})[several]
+    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    command = ("export", base / "source", tmp_path / "out", "--target", several, *flags)
+    planned = done(*command, "--dry-run").stdout.splitlines()
+    assert not (tmp_path / "out").exists()
+    made = [line.partition(", relative MSE")[0] for line in done(*command).stdout.splitlines()]
+    assert planned == made and sum("bits per parameter" in line for line in made) > 1
+
+
 def test_large_formats_are_cut_at_the_same_tensors(base: Path, tmp_path: Path) -> None:
     """Files of the largest format are those of a run of its own; the others hold the same tensors in as many files."""
     options = FORMATS["vllm"] | {"max_shard_size": SHARD}
@@ -135,6 +146,8 @@ def test_calibrated_formats_equal_runs_of_their_own(base: Path, tmp_path: Path) 
         "export", base / "source", tmp_path / "no", "-t", "vllm", "--format", "w4a16,fp8", "--calibrate", "self", code=2
     )
     assert "--calibrate" in line and not (tmp_path / "no").exists()
+    sized = ("-t", "vllm", "--target-bpw", 5, "--calibrate", "self", "--dry-run")
+    assert "--dry-run" in refused("export", base / "source", tmp_path / "no", *sized, code=2)
 
 
 @pytest.mark.parametrize(
