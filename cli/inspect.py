@@ -198,12 +198,14 @@ def _fact_lines(inspection: GgufInspection) -> list[str]:
 
 def _tokenizer(inspection: GgufInspection) -> str:
     facts = inspection.tokenizer
-    if facts.model is None:
+    if facts["model"] is None:
         return "none"
-    parts = [_value_text(facts.model) + ("" if facts.splitter is None else f" ({_value_text(facts.splitter)})")]
-    parts += [] if facts.tokens is None else [f"{facts.tokens} tokens"]
-    parts += [f"{what} {token}" for what, token in (("begin", facts.begin), ("end", facts.end)) if token is not None]
-    return ", ".join([*parts, "chat template" if facts.has_chat_template else "no chat template"])
+    parts = [
+        _value_text(facts["model"]) + ("" if facts["splitter"] is None else f" ({_value_text(facts['splitter'])})")
+    ]
+    parts += [] if facts["tokens"] is None else [f"{facts['tokens']} tokens"]
+    parts += [f"{what} {facts[what]}" for what in ("begin", "end") if facts[what] is not None]
+    return ", ".join([*parts, "chat template" if facts["has_chat_template"] else "no chat template"])
 
 
 def _value_text(value: MetadataValue) -> str:

@@ -78,7 +78,7 @@ def checked_config(
     is_elsewhere = storage.local_folder() is None
     pairs = [] if all(tied is False for tied in _ties(config)) else _pairs_to_be_same(tensors, config)
     differing = [pair for pair in pairs if not same_values(pair, everywhere=not is_elsewhere)]
-    unproven = [pair for pair in pairs if is_elsewhere and pair not in differing and not _places(pair).are_all]
+    unproven = [pair for pair in pairs if is_elsewhere and pair not in differing and _has_more_than_places(pair)]
     changed, remarks = with_differing(config, differing)
     shapes = {t.name: t.shape for t in tensors if not is_leftover(t.name, t.dtype, t.shape)}
     return changed, (*remarks, *differences(shapes, changed)), tuple(unproven)
@@ -154,25 +154,18 @@ def _ties(config: Mapping[str, Any]) -> list[Any]:
     return stated or [stated_or_default({}, text_model(config), TIED)]
 
 
-class _Places(NamedTuple):
-    """Where two tensors are compared first: `size` elements from each multiple of `step` on, read as `dtype`."""
-
-    dtype: str
-    size: int
-    step: int
-
-    @property
-    def are_all(self) -> bool:
-        """Whether there is nothing between them."""
-        return self.size == self.step
-
-
-def _places(pair: Pair) -> _Places:
+def _places(pair: Pair) -> tuple[str, int, int]:
+    """Return as which dtype two tensors are first compared, how many elements at each place, and how far apart."""
     one, other, _ = pair
     is_plain = isinstance(one, PlainTensor) and isinstance(other, PlainTensor) and one.dtype == other.dtype
     dtype = one.dtype if is_plain else "F32"
     size = PLACE_BYTES * 8 // DTYPE_BITS[dtype]
-    return _Places(dtype, size, max(size, -(-element_count(one) // PLACES)))
+    return dtype, size, max(size, -(-element_count(one) // PLACES))
+
+
+def _has_more_than_places(pair: Pair) -> bool:
+    _, size, step = _places(pair)
+    return size < step
 
 
 def same_values(pair: Pair, progress: Progress = no_progress, *, everywhere: bool = True) -> bool:
@@ -183,14 +176,14 @@ def same_values(pair: Pair, progress: Progress = no_progress, *, everywhere: boo
     one, other, _ = pair
     if one.shape != other.shape:
         return False
-    count, places = element_count(one), _places(pair)
-    for start in range(0, count, places.step):
-        length = min(places.size, count - start)
-        if _values(one, start, length, places.dtype) != _values(other, start, length, places.dtype):
+    count, (dtype, size, step) = element_count(one), _places(pair)
+    for start in range(0, count, step):
+        length = min(size, count - start)
+        if _values(one, start, length, dtype) != _values(other, start, length, dtype):
             return False
-    if not everywhere or places.are_all:
+    if not everywhere or size == step:
         return True
-    return _digest(one, places.dtype, progress, 0) == _digest(other, places.dtype, progress, 1)
+    return _digest(one, dtype, progress, 0) == _digest(other, dtype, progress, 1)
 
 
 def _digest(tensor: LogicalTensor, dtype: str, progress: Progress, number: int) -> bytes:

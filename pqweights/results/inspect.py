@@ -104,24 +104,6 @@ class TypeTotal(NamedTuple):
         return {**self._asdict(), "bits_per_weight": self.bits_per_weight}
 
 
-class GgufTokenizerFacts(NamedTuple):
-    """What the metadata say of the tokenizer.
-
-    model: its kind: gpt2 (byte-level BPE), llama (SentencePiece), ...; None without one
-    splitter: the rule that splits a text before it, if it has one
-    tokens: how many there are
-    begin, end: the tokens that begin and end a text
-    has_chat_template: whether it can write conversations
-    """
-
-    model: str | None
-    splitter: str | None
-    tokens: int | None
-    begin: int | None
-    end: int | None
-    has_chat_template: bool
-
-
 @dataclass(frozen=True, repr=False)
 class GgufInspection:
     """What a GGUF file holds, or all files of a split model."""
@@ -147,17 +129,24 @@ class GgufInspection:
         return {key.removeprefix(start): value for key, value in items if key.startswith(start)}
 
     @property
-    def tokenizer(self) -> GgufTokenizerFacts:
-        """The tokenizer."""
+    def tokenizer(self) -> dict[str, Any]:
+        """What the metadata say of the tokenizer.
+
+        model: its kind: gpt2 (byte-level BPE), llama (SentencePiece), ...; None without one
+        splitter: the rule that splits a text before it, if it has one
+        tokens: how many there are
+        begin, end: the tokens that begin and end a text
+        has_chat_template: whether it can write conversations
+        """
         contents = self.contents
-        return GgufTokenizerFacts(
-            model=contents.text("tokenizer.ggml.model"),
-            splitter=contents.text("tokenizer.ggml.pre"),
-            tokens=contents.vocabulary,
-            begin=contents.number("tokenizer.ggml.bos_token_id"),
-            end=contents.number("tokenizer.ggml.eos_token_id"),
-            has_chat_template=contents.text("tokenizer.chat_template") is not None,
-        )
+        return {
+            "model": contents.text("tokenizer.ggml.model"),
+            "splitter": contents.text("tokenizer.ggml.pre"),
+            "tokens": contents.vocabulary,
+            "begin": contents.number("tokenizer.ggml.bos_token_id"),
+            "end": contents.number("tokenizer.ggml.eos_token_id"),
+            "has_chat_template": contents.text("tokenizer.chat_template") is not None,
+        }
 
     @functools.cached_property
     def types(self) -> tuple[TypeTotal, ...]:
@@ -187,7 +176,7 @@ class GgufInspection:
             "architecture": contents.architecture,
             "name": self.name,
             "file_type": self.file_type,
-            "tokenizer": self.tokenizer._asdict(),
+            "tokenizer": self.tokenizer,
             "metadata": {key: _json_of(value) for key, value in contents.metadata.items()},
             "totals": totals | {"file_bytes": contents.file_bytes},
             "types": [total.to_json() for total in self.types],

@@ -88,13 +88,14 @@ class GgufModel:
             return replace(self, notes=(*self.notes, f"the tower for images is left out: {error}"))
         if tower is None:
             return self
-        held = {source.name for tensor in tower.tensors for source in sources_of(tensor)}
+        writer, tensors, remark = tower
+        held = {source.name for tensor in tensors for source in sources_of(tensor)}
         return replace(
             self,
-            notes=(*self.notes, *filter(None, [tower.remark])),
+            notes=(*self.notes, *filter(None, [remark])),
             left_out={name: reason for name, reason in self.left_out.items() if name not in held},
-            tower_metadata=tuple(metadata_entry(key, value) for key, value in tower.writer.kv_data[0].items()),
-            tower=tower.tensors,
+            tower_metadata=tuple(metadata_entry(key, value) for key, value in writer.kv_data[0].items()),
+            tower=tensors,
         )
 
 

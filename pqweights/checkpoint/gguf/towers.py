@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,21 +61,10 @@ BREAK = "[IMG_BREAK]"
 SUFFIX = re.compile(r"(.*)\.(weight|bias|(?:input|output)_(?:min|max))")
 
 
-class GgufTower(NamedTuple):
-    """A tower.
-
-    writer: a GGUFWriter with its metadata
-    tensors: under their names in the file
-    remark: what llama.cpp does otherwise, if anything
-    """
-
-    writer: Any
-    tensors: tuple[LogicalTensor, ...]
-    remark: str
-
-
-def gguf_tower(checkpoint: Checkpoint) -> GgufTower | None:
+def gguf_tower(checkpoint: Checkpoint) -> tuple[Any, tuple[LogicalTensor, ...], str] | None:
     """Return the tower of a checkpoint; None if it has none.
+
+    It is a GGUFWriter with its metadata, its tensors under their names in the file, and what llama.cpp does otherwise.
 
     Raises ExportError if llama.cpp would compute it otherwise, or something is missing.
     """
@@ -98,7 +87,7 @@ def gguf_tower(checkpoint: Checkpoint) -> GgufTower | None:
     tensors = [view for name, tensor in parts for view in views_of_tower(name, tensor, names, tower, settings)]
     if tower.breaks:
         tensors.append(_break(checkpoint))
-    return GgufTower(writer, tuple(tensors), tower.remark)
+    return writer, tuple(tensors), tower.remark
 
 
 def tower_settings(tower: Tower, vision: dict[str, Any], config: dict[str, Any]) -> Settings:

@@ -114,14 +114,8 @@ def _make_product(rows: Rows, dtype: torch.dtype) -> Product | None:
     )
 
 
-class _Last:
-    """The inputs that a thread prepared last; copied: as they were given, [rows, columns]."""
-
-    def __init__(self) -> None:
-        self.inputs, self.copied = PreparedInputs(), torch.empty(0, device="cpu")
-
-
-_of_thread = threading.local()
+# The inputs that each thread prepared last, and a copy of them as they were given, [rows, columns].
+_last = threading.local()
 _compare: Any = ctypes.CDLL(None).memcmp
 _compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
@@ -131,13 +125,13 @@ def _inputs(x: Tensor, basis: InputBasis) -> PreparedInputs:
 
     They are recognised by their contents: a tensor may have been changed in place since.
     """
-    last: _Last | None = getattr(_of_thread, "last", None)
-    if last is None:
-        last = _of_thread.last = _Last()
-    copied, inputs = last.copied, last.inputs
+    if not hasattr(_last, "inputs"):
+        _last.inputs, _last.copied = PreparedInputs(), torch.empty(0, device="cpu")
+    inputs: PreparedInputs = _last.inputs
+    copied = _last.copied
     alike = copied.shape == x.shape and copied.dtype == x.dtype and inputs.basis == basis
     if alike and not _compare(copied.data_ptr(), x.data_ptr(), x.nbytes):
         return inputs
     inputs.prepare(x, dtype=NAMES[x.dtype], basis=basis)
-    last.copied = x.detach().clone()
+    _last.copied = x.detach().clone()
     return inputs
