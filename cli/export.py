@@ -26,9 +26,7 @@ class Command(TyperCommand):
         from pqweights.targets import ALIASES, EXPORTS
 
         short = {name: f" (or {alias})" for alias, name in ALIASES.items()}
-        summaries = [
-            f"{name}{short.get(name, '')}: {target.summary}".replace("[", "\\[") for name, target in EXPORTS.items()
-        ]
+        summaries = [f"{name}{short.get(name, '')}: {summary}".replace("[", "\\[") for name, summary in EXPORTS.items()]
         self.help = "\n\n".join([(self.help or "").strip(), *summaries])
         super().format_help(ctx, formatter)
 

@@ -111,7 +111,7 @@ def section(name: str, command: Any) -> str:
     parts = [f"## {name}", f"    {usage}", text_of(command)]
     if name == "export":
         short = {name: f" or `{alias}`" for alias, name in ALIASES.items()}
-        targets = [(f"`{key}`{short.get(key, '')}", cell(target.summary)) for key, target in EXPORTS.items()]
+        targets = [(f"`{key}`{short.get(key, '')}", cell(summary)) for key, summary in EXPORTS.items()]
         parts.append(table(("target", "what it is"), targets))
     parts.append(table(("argument", "what it is"), [(f"`{p.metavar}`", cell(p.help or "")) for p in arguments]))
     rows = [(spelling(param), cell(param.help or ""), default_text(param)) for param in options]

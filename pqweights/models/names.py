@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from pqweights.common.dtypes import FLOAT_DTYPES, PACKED_DTYPES
 from pqweights.models import conventions
@@ -21,34 +20,37 @@ _NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 
 def role_name(name: str, dtype: str, shape: tuple[int, ...], model: ModelDescription = UNKNOWN) -> str:
     """Return the role of a tensor, one of planning.roles.ROLES."""
-    path = _Path.of(name)
+    *before, last = name.split(".")
+    is_weight = last == "weight"
+    path = before if is_weight else [*before, last]  # of its module, or its own
+    module = path[-1] if path else ""
     if (dtype not in FLOAT_DTYPES and dtype not in PACKED_DTYPES) or math.prod(shape) == 0:
         return "buffer"
     for expression, role in model.roles.items():
-        if re.fullmatch(expression, path.module):
+        if re.fullmatch(expression, module):
             return role
-    structural = _structural_role(path, shape)
+    structural = _structural_role(path, shape, is_weight=is_weight)
     if structural:
         return structural
     if is_behind(name, model.layers):
         return "mtp"
     for role, pattern in _PATH_PATTERNS:
-        if path.has(pattern):
+        if _has(path, pattern):
             return role
-    if conventions.ROUTER.fullmatch(path.module) or "router" in path.components:
+    if conventions.ROUTER.fullmatch(module) or "router" in path:
         return "router"
     # Deeper down, "output" is the end of a layer.
-    if conventions.LM_HEAD.fullmatch(path.module) and len(path.components) <= 2:
+    if conventions.LM_HEAD.fullmatch(module) and len(path) <= 2:
         return "lm_head"
-    if conventions.EMBEDDING.fullmatch(path.module):
+    if conventions.EMBEDDING.fullmatch(module):
         return "embedding"
-    if path.has(conventions.EXPERTS):
+    if _has(path, conventions.EXPERTS):
         return "expert"
-    if not path.is_weight and (len(shape) > 2 or min(shape) < 64):
+    if not is_weight and (len(shape) > 2 or min(shape) < 64):
         return "parameter"
-    if path.has(conventions.ATTENTION):
+    if _has(path, conventions.ATTENTION):
         return "attention"
-    return "mlp" if path.has(conventions.MLP) else "linear"
+    return "mlp" if _has(path, conventions.MLP) else "linear"
 
 
 def is_leftover(name: str, dtype: str, shape: tuple[int, ...]) -> bool:
@@ -87,47 +89,23 @@ def draft_layers(names: Iterable[str], layers: int | None) -> int:
     return max(numbers)
 
 
-def _structural_role(path: _Path, shape: tuple[int, ...]) -> str | None:
-    module = path.module
-    if path.last.endswith(("bias", "_bias_table")) or module.endswith("_bias"):
+def _structural_role(path: Sequence[str], shape: tuple[int, ...], *, is_weight: bool) -> str | None:
+    module = path[-1] if path else ""
+    if module.endswith("_bias") or (not is_weight and module.endswith(("bias", "_bias_table"))):
         return "bias"
-    if conventions.SSM_PARAMETERS.fullmatch(module) or (module == "x_proj" and path.has(conventions.MAMBA_PATH)):
+    if conventions.SSM_PARAMETERS.fullmatch(module) or (module == "x_proj" and _has(path, conventions.MAMBA_PATH)):
         return "ssm"
     if conventions.NORM.fullmatch(module):
         return "norm"
     if len(shape) < 2:
         return "vector"
-    if conventions.CONV.fullmatch(module) or len(shape) >= 4 or (path.is_weight and len(shape) == 3 and shape[-1] < 32):
+    if conventions.CONV.fullmatch(module) or len(shape) >= 4 or (is_weight and len(shape) == 3 and shape[-1] < 32):
         return "conv"
     return None
 
 
-@dataclass(frozen=True)
-class _Path:
-    """The name of a tensor, taken apart.
-
-    components: those of its module, or its own if the last one is not "weight"
-    last: its own last component
-    """
-
-    components: tuple[str, ...]
-    last: str
-
-    @staticmethod
-    def of(name: str) -> _Path:
-        *before, last = name.split(".")
-        return _Path(tuple(before) if last == "weight" else (*before, last), last)
-
-    @property
-    def module(self) -> str:
-        return self.components[-1] if self.components else ""
-
-    @property
-    def is_weight(self) -> bool:
-        return self.last == "weight"
-
-    def has(self, pattern: re.Pattern[str]) -> bool:
-        return any(pattern.fullmatch(component) for component in self.components)
+def _has(path: Sequence[str], pattern: re.Pattern[str]) -> bool:
+    return any(pattern.fullmatch(component) for component in path)
 
 
 def tower_of(name: str) -> str | None:

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, encode_header, in_file_order, stored_tensors
 from pqweights.checkpoint.names import INDEX_FILE, awq_name, shard_name
@@ -213,22 +213,6 @@ def cuts_together(results: Sequence[Sequence[TensorPlan]], max_shard_bytes: int)
     return cuts([max(planned.bytes for planned in alike) for alike in zip(*results, strict=True)], max_shard_bytes)
 
 
-class _Counted(Protocol):
-    """What is counted: the properties of a TensorPlan that matter here."""
-
-    @property
-    def role(self) -> str: ...
-
-    @property
-    def bits(self) -> float | None: ...
-
-    @property
-    def weights(self) -> int: ...
-
-    @property
-    def bytes(self) -> int: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Totals:
     """Counts over tensors, with the sizes of files.
@@ -288,7 +272,7 @@ class Totals:
         }
 
 
-def total(tensors: Sequence[_Counted], *, source_bytes: int, output_bytes: int) -> Totals:
+def total(tensors: Sequence[TensorPlan], *, source_bytes: int, output_bytes: int) -> Totals:
     """Return counts over tensors with the sizes of files."""
     quantized = [(tensor.weights, tensor.bytes) for tensor in tensors if tensor.bits is not None]
     return Totals(

@@ -6,7 +6,7 @@ Importing this package imports no target, so that `pqweights export --help` answ
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pqweights.common.advice import instead
 from pqweights.errors import OptionError
@@ -15,39 +15,28 @@ if TYPE_CHECKING:
     from pqweights.targets.target import ExportTarget
 
 
-class RegisteredTarget(NamedTuple):
-    """A target that is imported on demand. module: where its TARGET is. summary: what loads the result, and how."""
-
-    module: str
-    summary: str
-
-
+# What loads the result of each target, and how; pqweights.targets.NAME is its module.
 EXPORTS = {
-    "bf16": RegisteredTarget(
-        "pqweights.targets.bf16",
+    "bf16": (
         "an ordinary checkpoint; --dtype source keeps the dtypes of the source. Everything loads it:\n"
-        "AutoModelForCausalLM.from_pretrained(OUT), vllm serve OUT, ...",
+        "AutoModelForCausalLM.from_pretrained(OUT), vllm serve OUT, ..."
     ),
-    "torchao": RegisteredTarget(
-        "pqweights.targets.torchao",
+    "torchao": (
         "linear layers in INT4, for PyTorch on CUDA (sm80 or newer; --packing plain also needs mslk), or with\n"
         "--format int8 or fp8 also on a CPU:\n"
-        'pip install transformers accelerate torchao; AutoModelForCausalLM.from_pretrained(OUT, device_map="cuda")',
+        'pip install transformers accelerate torchao; AutoModelForCausalLM.from_pretrained(OUT, device_map="cuda")'
     ),
-    "mlx": RegisteredTarget(
-        "pqweights.targets.mlx",
+    "mlx": (
         "for Apple Silicon (making it needs mlx and mlx-lm):\n"
-        "pip install mlx-lm; mlx_lm.generate --model OUT --prompt ...",
+        "pip install mlx-lm; mlx_lm.generate --model OUT --prompt ..."
     ),
-    "gguf": RegisteredTarget(
-        "pqweights.targets.gguf",
+    "gguf": (
         "one file for llama.cpp, Ollama and LM Studio; --type TYPE, or --target-size SIZE:\n"
-        "llama-cli -m OUT/*.gguf; ollama create NAME -f OUT/Modelfile",
+        "llama-cli -m OUT/*.gguf; ollama create NAME -f OUT/Modelfile"
     ),
-    "vllm": RegisteredTarget(
-        "pqweights.targets.vllm",
+    "vllm": (
         "compressed-tensors:\n"
-        "vllm serve OUT, or pip install compressed-tensors; AutoModelForCausalLM.from_pretrained(OUT)",
+        "vllm serve OUT, or pip install compressed-tensors; AutoModelForCausalLM.from_pretrained(OUT)"
     ),
 }
 
@@ -69,5 +58,5 @@ def get_target(name: str) -> ExportTarget[Any]:
     known = target_name(name)
     if known is None:
         raise OptionError(f"`target` {name}: {instead(name, [*EXPORTS, *ALIASES])}")
-    target: ExportTarget[Any] = importlib.import_module(EXPORTS[known].module).TARGET
+    target: ExportTarget[Any] = importlib.import_module(f"{__name__}.{known}").TARGET
     return target

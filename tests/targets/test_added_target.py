@@ -6,6 +6,7 @@ It writes BF16 shards that carry a label in their metadata.
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +25,11 @@ from pqweights.errors import OptionError
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import DEFAULT_METADATA, Safetensors
 from pqweights.results.verify import verify
-from pqweights.targets import ALIASES, EXPORTS, RegisteredTarget, bf16
+from pqweights.targets import ALIASES, EXPORTS, bf16
 from pqweights.targets.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice
 
 NAME, LABEL_KEY = "test-labelled", "test_label"
-ENTRY = RegisteredTarget(__name__, "a target of the tests; --mode TEXT is written into every shard")
+SUMMARY = "a target of the tests; --mode TEXT is written into every shard"
 
 
 def read_options(options: ExportOptions) -> str:
@@ -64,7 +65,8 @@ TARGET = ExportTarget(
 
 @pytest.fixture(autouse=True)
 def _added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EXPORTS, NAME, ENTRY)
+    monkeypatch.setitem(EXPORTS, NAME, SUMMARY)
+    monkeypatch.setitem(sys.modules, f"pqweights.targets.{NAME}", sys.modules[__name__])
 
 
 @pytest.fixture
