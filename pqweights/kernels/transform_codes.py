@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -30,24 +29,9 @@ LEAST_SHARED = 1 << 16
 LEAST_TILE, TILE_NUMBERS = 32, 1 << 12
 
 
-@dataclass(frozen=True, eq=False)
-class CodeTables:
-    """Levels and thresholds of codes, by their bits.
-
-    levels: [9, 256] f32
-    thresholds: [9, 304] f32, for each bit of a code those that come into question once the higher bits are known
-    """
-
-    levels: Floats
-    thresholds: Floats
-
-    @functools.cached_property
-    def arrays(self) -> tuple[native.Array, native.Array]:
-        """Both, for kernels."""
-        return (
-            native.array(self.levels, "f4", 9 * LEVELS_OF_WIDTH),
-            native.array(self.thresholds, "f4", 9 * THRESHOLDS_OF_WIDTH),
-        )
+# Levels, [9, 256] f32, and thresholds of codes, [9, 304] f32, by their bits: for each bit of a code the thresholds that
+# come into question once the higher bits are known.
+CodeTables = tuple[native.Array, native.Array]
 
 
 def code_tables(books: Mapping[int, tuple[Floats, Floats]]) -> CodeTables:
@@ -55,13 +39,16 @@ def code_tables(books: Mapping[int, tuple[Floats, Floats]]) -> CodeTables:
 
     books: bits, 1 to 8 -> ascending levels, [2**bits], and the thresholds between them, [2**bits - 1]
     """
-    made = CodeTables(np.zeros((9, LEVELS_OF_WIDTH), np.float32), np.zeros((9, THRESHOLDS_OF_WIDTH), np.float32))
+    of_levels, of_thresholds = (
+        np.zeros((9, LEVELS_OF_WIDTH), np.float32),
+        np.zeros((9, THRESHOLDS_OF_WIDTH), np.float32),
+    )
     for bits, (levels, thresholds) in books.items():
-        made.levels[bits, : 1 << bits] = levels
+        of_levels[bits, : 1 << bits] = levels
         for step, start in enumerate(STEP_STARTS[:bits]):
             apart = 1 << (bits - step)
-            made.thresholds[bits, start : start + (1 << step)] = thresholds[apart // 2 - 1 :: apart]
-    return made
+            of_thresholds[bits, start : start + (1 << step)] = thresholds[apart // 2 - 1 :: apart]
+    return native.array(of_levels, "f4", of_levels.size), native.array(of_thresholds, "f4", of_thresholds.size)
 
 
 def scaled_levels(
@@ -93,7 +80,7 @@ def scaled_levels(
         native.array(codes_from, "u1", codes_from.numel()),
         native.array(factors_from, "u2", factors_from.numel()),
         _runs(tuple(runs)),
-        tables.arrays[0],
+        tables[0],
         native.array(out, "f4", out.numel(), written=True),
     )
     if out.numel() == 0:
@@ -121,7 +108,7 @@ def nearest(
         raise ValueError(f"expected runs of {size} numbers in all, found {runs}")
     values = values.detach().contiguous()
     codes, levels = torch.empty_like(values, dtype=torch.uint8), torch.empty_like(values)
-    of_levels, of_thresholds = tables.arrays
+    of_levels, of_thresholds = tables
     arrays = (
         native.array(values, "f4", values.numel()),
         _runs(tuple(runs)),
