@@ -61,12 +61,12 @@ def offers(results: Iterable[tuple[Manifest, Sequence[EvaluationRecord]]]) -> li
     """Return what several results offer together, the smallest first. results: manifests, and what was measured"""
     results = list(results)
     shared = _shared_protocol([record for _, records in results for record in records])
-    offers: list[Offer] = []
+    rows: list[Offer] = []
     for manifest, records in results:
         measured = {record.part: record for record in records if _protocol(record) == shared}
         sizes = {shard.file: shard.file_bytes for shard in shards_of(manifest)}
         files = parts(manifest)
-        offers += [
+        rows += [
             Offer(
                 kind=of.type,
                 files=files[of.type],
@@ -79,8 +79,8 @@ def offers(results: Iterable[tuple[Manifest, Sequence[EvaluationRecord]]]) -> li
             for of in figures_by_type(manifest.made_by, manifest.pairs)
         ]
         if not files:
-            offers.append(_whole(manifest, sizes, measured.get(None)))
-    return sorted(offers, key=lambda offer: (offer.bytes, offer.kind))
+            rows.append(_whole(manifest, sizes, measured.get(None)))
+    return sorted(rows, key=lambda offer: (offer.bytes, offer.kind))
 
 
 def offers_in(manifest: Manifest, records: Sequence[EvaluationRecord] = ()) -> list[Offer]:
