@@ -1,6 +1,6 @@
 """What a language model is worth after quantization: masters with and without data, the ablation, and the peers.
 
-    python benchmarks/quality.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--bits 5 4 3]
+    python benchmarks/quality.py MODEL_DIR [MODEL_DIR...] [--text TEXT] [--bits 5 4]
         [--only masters trellis variants calibrated ablation peers]
 
 Each model is measured beside the original by the protocol of `pqweights eval` (docs/evaluation.md), on the first
@@ -64,7 +64,7 @@ from export_decoders import values_of
 from weight_errors import relative_mse
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
-ABLATED = (5, 4, 3)
+ABLATED = (5, 4)
 # Of the peers in benchmarks/peers.py, those of sizes like ours.
 PEERS = (
     "llama.cpp Q8_0",

@@ -179,7 +179,7 @@ def _of_shapes(shapes: Shapes, text: Config) -> Iterator[str]:
         names = [name for name in shapes if name.endswith(f".self_attn.{last}.weight") and TEXT_LAYERS.match(name)]
         rows = {shapes[name][0] for name in names if len(shapes[name]) == 2}
         # Kinds of layers may differ in their heads, and the configuration states those of one kind.
-        if rows and _is_count(size) and _is_count(groups) and groups * size not in rows and not _is_linear(text):
+        if rows and size is not None and _is_count(groups) and groups * size not in rows and not _is_linear(text):
             wrong = f"{names[0]} has {shapes[names[0]][0]} rows"
             yield f"config.json says {groups} heads of {size} for keys, and {wrong}: {REFUSED}"
             return

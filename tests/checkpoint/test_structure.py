@@ -64,6 +64,7 @@ DIFFERENT: dict[str, tuple[Callable[[Shapes], Shapes], dict[str, Any], str]] = {
     "heads of keys": (lambda shapes: shapes, {"num_key_value_heads": 4}, "4 heads of 32"),
     "width of layers": (lambda shapes: shapes, {"intermediate_size": 512}, "intermediate_size 512"),
     "width of heads": (lambda shapes: shapes, {"head_dim": 64}, "2 heads of 64"),
+    "no width of heads": (lambda shapes: shapes, {"head_dim": 0}, "2 heads of 0"),
     "a matrix of another shape": (
         lambda shapes: shapes | {"model.layers.1.mlp.up_proj.weight": (192, 128)},
         {},
