@@ -347,7 +347,7 @@ StatedSample = Annotated[
 ]
 StatedImatrix = Annotated[
     str | None,
-    typer.Option("--imatrix", metavar="FILE", show_default=False, help="The file of importances of a GGUF result."),
+    typer.Option("--imatrix", metavar="FILE", show_default=False, help="The file of importances of an export."),
 ]
 StatedTypes = Annotated[
     str | None,
@@ -427,7 +427,7 @@ Rounding = Annotated[
         metavar="plain|gptq|importance",
         show_default="not plain with --calibrate",
         help="How to choose codes: the nearest ones (plain), or, with --calibrate, such that errors within a row "
-        "cancel in the outputs (gptq), or weighed by how large inputs are (importance, for gguf).",
+        "cancel in the outputs (gptq), or weighed by how large inputs are (importance).",
     ),
 ]
 CalibrateInputs = Annotated[
@@ -444,7 +444,8 @@ Imatrix = Annotated[
     typer.Option(
         metavar="FILE",
         show_default=False,
-        help="For gguf: weigh errors by an importance matrix of llama.cpp (imatrix.gguf, or the older imatrix.dat).",
+        help="Weigh errors by an importance matrix of llama.cpp (imatrix.gguf, or the older imatrix.dat), whatever the "
+        "target.",
     ),
 ]
 SaveImatrix = Annotated[
@@ -452,7 +453,7 @@ SaveImatrix = Annotated[
     typer.Option(
         metavar="FILE",
         show_default=False,
-        help="For gguf with --calibrate: also write the importances as an imatrix.gguf, which llama-quantize takes.",
+        help="With --calibrate: also write the importances as an imatrix.gguf, which llama-quantize takes.",
     ),
 ]
 Packing = Annotated[

@@ -286,11 +286,11 @@ def export(
     target: "bf16", "torchao", "mlx", "gguf" or "vllm"; each takes some of the options below
     bits, group_size: of integers: bits of a code, by default 4, and weights that share a scale, by default 128 or 64
     qparams: how scales and offsets are chosen: by least squares (best), or as the runtime's converter does (minmax)
-    rounding: to the nearest codes (plain), so that errors cancel in the outputs (gptq), or by importance (for gguf)
+    rounding: to the nearest codes (plain), so that errors cancel in the outputs (gptq), or by importance
     calibrate, calibration_tokens, save_sample: the sample from which the inputs of weights are learned, as in
         `quantize`
-    imatrix: for gguf: a file of importances of llama.cpp, in place of a sample
-    save_imatrix: for gguf: where to write the importances that a sample gave, for llama.cpp's quantizer
+    imatrix: a file of importances of llama.cpp, in place of a sample
+    save_imatrix: where to write the importances that a sample gave, for llama.cpp's quantizer
     packing: for torchao in INT4: the layout of codes
     mode: for mlx: affine integers, or a float format of MLX
     format: the format of weights, of those that the target has; several with commas between them, "int4,int8", make a

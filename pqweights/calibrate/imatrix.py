@@ -24,7 +24,7 @@ from pqweights.checkpoint.gguf.model import (
     GgufTensor,
     MetadataEntry,
     encode_header,
-    gguf_model,
+    model_tensors,
 )
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
@@ -136,7 +136,7 @@ class FileInputs:
         Raises SourceError for a file of another model, ExportError for a model that llama.cpp does not have.
         """
         found = read_imatrix(path)
-        tensors = {tensor.name: tensor for tensor in gguf_model(checkpoint, name=None).tensors}
+        tensors = {tensor.name: tensor for tensor in model_tensors(checkpoint)}
         for name in found:
             if name not in tensors and name not in SHARED:
                 raise SourceError(f"{path}: it is of another model, as this one has no {name!r}")
@@ -157,8 +157,8 @@ class FileInputs:
                 if counts[number] <= 0:
                     continue
                 for source, matrix, transposed in _read_by(tensor, number):
-                    reads.setdefault(source, {}).setdefault(matrix, len(vectors))
-                    turned[source] = transposed
+                    if turned.setdefault(source, transposed) == transposed:  # MLA's are read both ways
+                        reads.setdefault(source, {}).setdefault(matrix, len(vectors))
                 vectors.append(InputVector(size=width, tokens=int(counts[number]), held_back=0, windows=0))
                 squares.append(np.ascontiguousarray(values))
         weights = {
@@ -202,7 +202,7 @@ def write_imatrix(path: Path, inputs: KnownInputs, checkpoint: Checkpoint, sampl
     Raises ExportError for a model that llama.cpp does not have, OutputError if the file cannot be written.
     """
     stored: dict[str, npt.NDArray[np.float32]] = {}
-    for tensor in gguf_model(checkpoint, name=None).tensors:
+    for tensor in model_tensors(checkpoint):
         matrices = range(math.prod(tensor.shape[:-2])) if len(tensor.shape) > 1 else ()
         numbers = [_vector_of(tensor, number, inputs) for number in matrices]
         if all(number is None for number in numbers):

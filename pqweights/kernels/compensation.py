@@ -20,18 +20,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.kernels import VALUE_DTYPES, native
-from pqweights.kernels.groups import KINDS, GroupRule, Groups
+from pqweights.kernels import native
+from pqweights.kernels.groups import TILE, GroupRule, Groups, Tiles, fit_by_importance
 
 Floats = npt.NDArray[np.float32]
 
 # The same as in native/compensation.cpp.
-TILE, QUAD, PANEL, STRIP = 64, 4, 64, 32
+QUAD, PANEL, STRIP = 4, 64, 32
 # How often all columns are looked at again after the first pass. More than two gain little.
 REPEATS = 2
 
@@ -91,33 +90,6 @@ def _checked_shape(matrix: Floats) -> tuple[int, int]:
     return size, stride
 
 
-@dataclass(frozen=True, eq=False)
-class Tiles:
-    """Rows of weights in tiles of 64 rows, by columns: what the kernels compute with.
-
-    values: [tiles, K, 64], with zeros (for scales: ones) in place of rows that are missing
-    rows: how many rows there are
-    """
-
-    values: npt.NDArray[Any]
-    rows: int
-
-    @staticmethod
-    def of(rows: Floats, filled: float = 0.0) -> Tiles:
-        """Cut rows [rows, K] into tiles."""
-        count, columns = rows.shape
-        tiles = -(-count // TILE)
-        values = np.full((tiles, columns, TILE), filled, dtype=np.float32)
-        for tile in range(tiles):
-            part = rows[tile * TILE : (tile + 1) * TILE]
-            values[tile, :, : len(part)] = part.T
-        return Tiles(values, count)
-
-    def rows_of(self) -> npt.NDArray[Any]:
-        """Return the rows [rows, K]."""
-        return np.ascontiguousarray(self.values.transpose(0, 2, 1).reshape(-1, self.values.shape[1])[: self.rows])
-
-
 def compensate(values: Floats, start: Groups, rule: GroupRule, factor: MomentsFactor) -> tuple[Groups, Tiles]:
     """Round rows of weights [rows, K] with compensation.
 
@@ -125,70 +97,24 @@ def compensate(values: Floats, start: Groups, rule: GroupRule, factor: MomentsFa
 
     Returns their groups, with the squared errors of the codes, and W - Q in the order of the factor.
     """
-    rows, size = values.shape
-    groups = size // rule.group_size
-    lowest = -(2 ** (rule.bits - 1)) if rule.middle else 0
     weights = Tiles.of(values[:, factor.order])
-    shifts = -start.offsets * start.scales if rule.zeros else start.offsets  # these products are exact
-    scales, offsets = Tiles.of(start.scales.reshape(rows, groups), 1.0), Tiles.of(shifts.reshape(rows, groups))
-    limits = (lowest, lowest + 2**rule.bits - 1)
-    fit_by_importance(weights, (scales, offsets), rule, factor, limits)
+    numbers = fit_by_importance(weights, start, rule, factor.diagonal, factor.order)
     errors, codes = round_tiles(
-        weights.values, (scales.values, offsets.values), factor.order // rule.group_size, factor, codes=limits
+        weights.values,
+        (numbers[0].values, numbers[1].values),
+        factor.order // rule.group_size,
+        factor,
+        codes=rule.limits,
     )
-    ordered = Tiles(codes, rows).rows_of()
+    ordered = Tiles(codes, weights.rows).rows_of()
     found = np.empty_like(ordered)
     found[:, factor.order] = ordered
-    stored, shifts = scales.rows_of().reshape(-1), offsets.rows_of().reshape(-1)
-    result = Groups(
-        codes=found.reshape(start.codes.shape),
-        scales=stored,
-        offsets=np.rint(np.abs(shifts) / stored) if rule.zeros else shifts,
-        energies=start.energies,
-        errors=np.empty_like(start.errors),
-    )
-    result.errors[:] = sums_of_squares(values.reshape(result.codes.shape) - rule.decode(result))
-    return result, Tiles(errors, rows)
-
-
-def sums_of_squares(rows: Floats) -> npt.NDArray[np.float64]:
-    """Return the sum of squares of each row, added in order: the sums of numpy depend on the machine."""
-    wide = rows.astype(np.float64)
-    sums: npt.NDArray[np.float64] = np.add.accumulate(wide * wide, axis=1)[:, -1].copy()
-    return sums
+    return rule.measured(values, found, numbers, start.energies), Tiles(errors, weights.rows)
 
 
 def errors_of(values: Floats, groups: Groups, rule: GroupRule, factor: MomentsFactor) -> Tiles:
     """Return W - Q of groups, in the order of the factor. values: [rows, K]"""
     return Tiles.of((values - rule.decode(groups).reshape(values.shape))[:, factor.order])
-
-
-def fit_by_importance(
-    weights: Tiles, numbers: tuple[Tiles, Tiles], rule: GroupRule, factor: MomentsFactor, limits: tuple[int, int]
-) -> None:
-    """Improve scales and offsets [groups] of rows in place; each column counts by its damped second moment.
-
-    limits: the lowest and the highest code
-
-    Raises ValueError for arrays that do not fit together.
-    """
-    tiles, size, _ = weights.values.shape
-    count = tiles * (size // rule.group_size) * TILE
-    position = np.zeros(size, dtype=np.int64)
-    position[factor.order] = np.arange(size)
-    native.call(
-        "fit_by_importance",
-        native.array(weights.values, np.float32, tiles * size * TILE),
-        native.array(factor.diagonal, np.float32, size),
-        native.array(position, np.int64, size),
-        *(native.array(each.values, np.float32, count, written=True) for each in numbers),
-        size,
-        tiles,
-        rule.group_size,
-        *limits,
-        KINDS[rule.kind],
-        VALUE_DTYPES[rule.scale_dtype],
-    )
 
 
 def round_tiles(

@@ -16,13 +16,11 @@ from pqweights.kernels import native
 from pqweights.kernels.gguf_grids import UNITS, grid_of
 from pqweights.kernels.gguf_searches import SEARCHES, Points
 from pqweights.kernels.gguf_types import BLOCK_TYPES, BlockType
-from pqweights.kernels.groups import BEST, FloatRule, Groups
+from pqweights.kernels.groups import BEST, FloatRule, Groups, normalized_importance
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-# Columns that hardly count are taken to count this much, of the one that counts most.
-LEAST_IMPORTANCE = 2.0**-30
 # Types of short floats with scales in bytes.
 FLOATS = {"MXFP4": FloatRule("mxfp4", 4, 32, BEST), "NVFP4": FloatRule("nvfp4", 4, 16, BEST)}
 
@@ -94,19 +92,6 @@ def _encode_floats(kind: BlockType, values: Floats, importance: Floats | None) -
 def _groups_of(data: npt.NDArray[np.uint8], energies: Doubles, errors: Doubles) -> Groups:
     none = np.zeros(len(data), dtype=np.float32)
     return Groups(codes=data, scales=none, offsets=none, energies=energies, errors=errors)
-
-
-def normalized_importance(importance: Floats, columns: int) -> Floats | None:
-    """Importance at a scale at which the largest is in [0.5, 1), and none is 0; None if all are 0."""
-    if importance.shape != (columns,):
-        raise ValueError(f"expected the importance of {columns} columns, found an array of shape {importance.shape}")
-    most, least = importance.max(initial=0), importance.min(initial=0)
-    if not (np.isfinite(most) and least >= 0):
-        raise ValueError(f"importance has to be finite and not negative; found {least} to {most}")
-    if most == 0:
-        return None
-    scaled = np.ldexp(importance, -np.frexp(most)[1])  # by a power of two: exact
-    return np.asarray(np.maximum(scaled, LEAST_IMPORTANCE), dtype=np.float32)
 
 
 def _points(points: Points) -> tuple[native.Array, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,9 @@ MOST_WEIGHTS = 256
 # Gaussian weights have then. Codes of least squared error are too small by that share (see GroupRule.enlarged), and a
 # scale in E8M0 cannot be enlarged afterwards.
 FLOAT_GAINS = {"mxfp4": 1.0124, "nvfp4": 1.0066}
+# Of the largest weight of a row of FP8, the shares that are tried as its largest number; others differ from these by
+# about a power of two, which changes no error but of weights that saturate.
+FP8_SHARES = tuple(np.float32(16 - step) / 16 for step in range(8))
 # Codes of so few bits lose so much of the size of the weights that models notice.
 MOST_BITS_ENLARGED = 3
 # Nothing is enlarged more, here or in blocks of GGUF.
@@ -43,6 +47,12 @@ FLOAT_CODES = {
     "table": "table",
 }
 LARGEST_BF16 = 3.3895313892515355e38
+# Columns that hardly count are taken to count this much, of the one that counts most.
+LEAST_IMPORTANCE = 2.0**-30
+# Rows of weights that kernels take together; the same as in native/weight_tiles.hpp.
+TILE = 64
+
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,6 +110,12 @@ class GroupRule:
         """What codes are."""
         return f"INT{self.bits}"
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The lowest and the highest number that a code stands for."""
+        lowest = -(2 ** (self.bits - 1)) if self.middle else 0
+        return lowest, lowest + 2**self.bits - 1
+
     def numbers(self, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
         """The numbers that codes stand for, but for zeros, scales and offsets."""
         numbers = codes.astype(np.float32)
@@ -115,6 +131,52 @@ class GroupRule:
         else:
             round_groups(values, result, bits=self.bits, rule=RUNTIME_RULES[self.rule], scale_dtype=self.scale_dtype)
         return result
+
+    def quantize_weighted(self, values: Floats, importance: Floats) -> Groups:
+        """Finite weights [rows * K] as integers, by how much each column counts: [K], not negative.
+
+        Codes of few bits get the size of the weights back, as `enlarged` gives it, in that measure.
+        """
+        start, factors = self.quantize(values), normalized_importance(importance, len(importance))
+        if factors is None or not np.isfinite(start.errors).all():
+            return start
+        rows = values.reshape(-1, len(factors))
+        numbers = fit_by_importance(Tiles.of(rows), start, self, factors, np.arange(len(factors)))
+        scales, shifts = (each.rows_of().reshape(-1, 1) for each in numbers)
+        with np.errstate(over="ignore"):
+            steps = np.rint((values.reshape(start.codes.shape) - shifts) / scales)
+        codes = (np.clip(steps, *self.limits) - self.limits[0]).astype(np.uint8)
+        found = self.measured(rows, codes, numbers, start.energies)
+        if self.bits > MOST_BITS_ENLARGED:
+            return found
+        roots = np.sqrt(factors)
+        decoded = self.decode(found).reshape(rows.shape)
+        energies, errors = (sums_of_squares((each * roots).reshape(codes.shape)) for each in (rows, rows - decoded))
+        larger = self.enlarged(replace(found, energies=energies, errors=errors))
+        errors = sums_of_squares(values.reshape(codes.shape) - self.decode(larger))
+        return replace(larger, energies=start.energies, errors=errors)
+
+    def measured(
+        self,
+        rows: Floats,
+        codes: npt.NDArray[np.uint8],
+        numbers: tuple[Tiles, Tiles],
+        energies: npt.NDArray[np.float64],
+    ) -> Groups:
+        """The groups of rows of weights [rows, K] with these codes, with their errors.
+
+        numbers: as `fit_by_importance` returns them
+        """
+        codes, (scales, shifts) = codes.reshape(-1, self.group_size), (each.rows_of().reshape(-1) for each in numbers)
+        offsets = np.rint(np.abs(shifts) / scales) if self.zeros else shifts
+        found = Groups(
+            codes=codes,
+            scales=scales,
+            offsets=offsets,
+            energies=energies,
+            errors=np.empty(len(codes), dtype=np.float64),
+        )
+        return replace(found, errors=sums_of_squares(rows.reshape(codes.shape) - self.decode(found)))
 
     def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
         """The weights [groups, group size] that a runtime computes with, in float32."""
@@ -204,10 +266,27 @@ class FloatRule:
         return replace(groups, codes=np.ascontiguousarray(codes), scales=groups.scales.reshape(down, across))
 
     def quantize_weighted(self, values: npt.NDArray[np.float32], importance: npt.NDArray[np.float32]) -> Groups:
-        """Finite weights [rows * K] as short floats, by how much each column counts: [K], not negative."""
+        """Finite weights [rows * K] as short floats, by how much each column counts: [K], not negative; no tiles."""
+        factors = normalized_importance(importance, len(importance))
+        if self.kind == "fp8" and factors is not None:
+            return self._saturated(values, factors)
         result = _empty_groups(values, self.group_size)
-        fit_floats(values, importance, result, kind=self.kind, unit=self.unit)
+        fit_floats(values, factors, result, kind=self.kind, unit=self.unit)
         return result
+
+    def _saturated(self, values: Floats, factors: Floats) -> Groups:
+        """Rows of FP8, each a group, with the scale of the least weighed error: large weights may saturate."""
+        rows, roots = values.reshape(-1, len(factors)), np.sqrt(factors)
+        most = np.abs(rows).max(axis=1, keepdims=True)
+        best = self.quantize(values)
+        least = np.full(len(rows), np.inf)
+        for share in FP8_SHARES:
+            found = self.quantize(np.clip(rows, -share * most, share * most).reshape(-1))
+            left = rows - self.decode(found)
+            errors = sums_of_squares(left * roots)
+            found = replace(found, energies=best.energies, errors=sums_of_squares(left))
+            best, least = merged(best, found, errors < least), np.fmin(errors, least)
+        return best
 
     def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
         """The weights that runtimes compute with, in float32, in the shape of the codes."""
@@ -219,6 +298,40 @@ class FloatRule:
             scales = scales.repeat(self.rows, axis=0)[: len(numbers)].repeat(self.group_size, axis=1)
             return numbers * scales[:, : self.row_length]
         return numbers * (scales * np.float32(self.unit))[:, None]
+
+
+def sums_of_squares(rows: Floats) -> npt.NDArray[np.float64]:
+    """Return the sum of squares of each row, added in order: the sums of numpy depend on the machine."""
+    wide = rows.astype(np.float64)
+    sums: npt.NDArray[np.float64] = np.add.accumulate(wide * wide, axis=1)[:, -1].copy()
+    return sums
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Rows of weights in tiles of 64 rows, by columns: what the kernels compute with.
+
+    values: [tiles, K, 64], with zeros (for scales: ones) in place of rows that are missing
+    rows: how many rows there are
+    """
+
+    values: npt.NDArray[Any]
+    rows: int
+
+    @staticmethod
+    def of(rows: Floats, filled: float = 0.0) -> Tiles:
+        """Cut rows [rows, K] into tiles."""
+        count, columns = rows.shape
+        tiles = -(-count // TILE)
+        values = np.full((tiles, columns, TILE), filled, dtype=np.float32)
+        for tile in range(tiles):
+            part = rows[tile * TILE : (tile + 1) * TILE]
+            values[tile, :, : len(part)] = part.T
+        return Tiles(values, count)
+
+    def rows_of(self) -> npt.NDArray[Any]:
+        """Return the rows [rows, K]."""
+        return np.ascontiguousarray(self.values.transpose(0, 2, 1).reshape(-1, self.values.shape[1])[: self.rows])
 
 
 def merged(first: Groups, second: Groups, take_second: npt.NDArray[np.bool_]) -> Groups:
@@ -276,6 +389,19 @@ def _settings(kind: str, bits: int, group_size: int) -> npt.NDArray[np.float32]:
     return np.array([*pairs, relax], dtype=np.float32)
 
 
+def normalized_importance(importance: Floats, columns: int) -> Floats | None:
+    """Importance at a scale at which the largest is in [0.5, 1), and none is 0; None if all are 0."""
+    if importance.shape != (columns,):
+        raise ValueError(f"expected the importance of {columns} columns, found an array of shape {importance.shape}")
+    most, least = importance.max(initial=0), importance.min(initial=0)
+    if not (np.isfinite(most) and least >= 0):
+        raise ValueError(f"importance has to be finite and not negative; found {least} to {most}")
+    if most == 0:
+        return None
+    scaled = np.ldexp(importance, -np.frexp(most)[1])  # by a power of two: exact
+    return np.asarray(np.maximum(scaled, LEAST_IMPORTANCE), dtype=np.float32)
+
+
 # --- the kernels; they raise ValueError for arrays that do not fit, or their room ---
 
 
@@ -291,6 +417,43 @@ def fit_groups(values: npt.NDArray[np.float32], out: Groups, rule: GroupRule) ->
     given = (native.array(values, np.float32, groups * size), native.array(settings, np.float32, 7))
     numbers = (groups, size, bits, KINDS[rule.kind], rule.middle, VALUE_DTYPES[rule.scale_dtype])
     native.call("fit", *given, *_written(out), *numbers)
+
+
+def fit_by_importance(
+    weights: Tiles, start: Groups, rule: GroupRule, importance: Floats, order: npt.NDArray[np.int64]
+) -> tuple[Tiles, Tiles]:
+    """Return scales of the groups of rows, and what their code of number 0 stands for, that err less than others.
+
+    weights: the rows, with their columns in an order
+    start: their groups, where the search begins
+    importance: how much squared errors of each column count, f32 [K], positive, in the same order
+    order: which column of a row stands where, [K]
+
+    Raises ValueError for arrays that do not fit together.
+    """
+    tiles, size, _ = weights.values.shape
+    row_groups = size // rule.group_size
+    shifts = -start.offsets * start.scales if rule.zeros else start.offsets  # these products are exact
+    scales, offsets = (
+        Tiles.of(numbers.reshape(weights.rows, row_groups), filled)
+        for numbers, filled in ((start.scales, 1.0), (shifts, 0.0))
+    )
+    position = np.zeros(size, dtype=np.int64)
+    position[order] = np.arange(size)
+    native.call(
+        "fit_by_importance",
+        native.array(weights.values, np.float32, tiles * size * TILE),
+        native.array(importance, np.float32, size),
+        native.array(position, np.int64, size),
+        *(native.array(each.values, np.float32, each.values.size, written=True) for each in (scales, offsets)),
+        size,
+        tiles,
+        rule.group_size,
+        *rule.limits,
+        KINDS[rule.kind],
+        VALUE_DTYPES[rule.scale_dtype],
+    )
+    return scales, offsets
 
 
 def fit_floats(

@@ -27,8 +27,7 @@ from pqweights.formats.gguf_blocks import INTEGER_TYPES, BlockRule, half_floats
 from pqweights.formats.packed import QuantizedTensor
 from pqweights.formats.packing import CODES, DIVISOR, OFFSETS, SCALES, ZEROS, PackedFormat, RoundingRule
 from pqweights.kernels import VALUE_DTYPES
-from pqweights.kernels.compensation import sums_of_squares
-from pqweights.kernels.groups import MOST_WEIGHTS, FloatRule, GroupRule, Groups
+from pqweights.kernels.groups import MOST_WEIGHTS, FloatRule, GroupRule, Groups, sums_of_squares
 from pqweights.kernels.recovery import RECOVERED_TYPES, recover_blocks, recover_groups
 from pqweights.kernels.workers import scratch
 

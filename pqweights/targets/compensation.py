@@ -30,7 +30,6 @@ from pqweights.formats.gguf_blocks import BlockRule
 from pqweights.formats.packing import RoundingRule
 from pqweights.kernels import Doubles, load_backend
 from pqweights.kernels.compensation import (
-    TILE,
     MomentsFactor,
     compensate,
     empty_matrix,
@@ -40,11 +39,12 @@ from pqweights.kernels.compensation import (
     output_errors,
     trial_error,
 )
-from pqweights.kernels.groups import FloatRule, GroupRule, Groups, merged
+from pqweights.kernels.groups import TILE, FloatRule, GroupRule, Groups, merged
 from pqweights.models.description import ModelDescription
 from pqweights.planning.inputs import KnownInputs
 from pqweights.targets.bf16 import role_of
 from pqweights.targets.integers import IntegerJob
+from pqweights.targets.target import GPTQ, IMPORTANCE
 
 Floats = npt.NDArray[np.float32]
 
@@ -71,20 +71,24 @@ class Compensation:
     inputs: what is known of them
     rounded: the weights, each with its rule
     model: of which they are
+    rounding: how codes are chosen, GPTQ or IMPORTANCE
     """
 
     inputs: KnownInputs
     rounded: Sequence[tuple[LogicalTensor, RoundingRule]]
     model: ModelDescription
+    rounding: str
     _kept: deque[tuple[int, ReadyFactor | None]] = field(default_factory=lambda: deque(maxlen=KEPT_FACTORS))
     _making: ProcessLock = field(default_factory=ProcessLock)
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that the largest factors take, float32 [K, K], with the moments of a layer.
+        """The memory that the largest factors take, float32 [K, K], with the moments of a layer; importances take none.
 
         Weights of one module with as many inputs count as reading the same, such as q, k and v.
         """
+        if self.rounding == IMPORTANCE:
+            return 0
         of_layers: dict[str, dict[tuple[str, int], int]] = {}
         for tensor, _ in self.rounded:
             module, size = tensor.name.removesuffix(".weight").rpartition(".")[0], tensor.shape[-1]
@@ -98,7 +102,17 @@ class Compensation:
     @cached_property
     def sources(self) -> dict[str, tuple[int | str, ...]]:
         """For each weight, by name, the vector of each of its matrices, or the reason why it is rounded plainly."""
-        return {tensor.name: sources_of(tensor, rule, self.inputs, self.model) for tensor, rule in self.rounded}
+        return {tensor.name: self._sources_of(tensor, rule) for tensor, rule in self.rounded}
+
+    def _sources_of(self, tensor: LogicalTensor, rule: RoundingRule) -> tuple[int | str, ...]:
+        count = math.prod(tensor.shape[:-2])
+        if isinstance(rule, FloatRule) and self.rounding == GPTQ:
+            return ("its format has no compensated rounding",) * count
+        if rule.rows > 1:
+            return ("its scales are those of the largest weights of tiles",) * count
+        if role_of(tensor, self.model) == "embedding":
+            return ("it is looked up, not multiplied by inputs",) * count
+        return tuple(_source(tensor, number, self.inputs) for number in range(count))
 
     def factor(self, vector: int) -> ReadyFactor | None:
         """Return the factor of a vector, made by one thread at a time; None if it cannot be factorized."""
@@ -140,18 +154,6 @@ def _made(inputs: KnownInputs, vector: int) -> ReadyFactor | None:
     if best != last or factor is None:
         factor = with_damping(best)
     return None if factor is None else ReadyFactor(factor, held_back, best)
-
-
-def sources_of(
-    tensor: LogicalTensor, rule: RoundingRule, inputs: KnownInputs, model: ModelDescription
-) -> tuple[int | str, ...]:
-    """Return the vector of each matrix of a weight, or the reason why the matrix is rounded plainly."""
-    count = math.prod(tensor.shape[:-2])
-    if isinstance(rule, FloatRule):
-        return ("its format has no compensated rounding",) * count
-    if role_of(tensor, model) == "embedding":
-        return ("it is looked up, not multiplied by inputs",) * count
-    return tuple(_source(tensor, number, inputs) for number in range(count))
 
 
 def _source(tensor: LogicalTensor, number: int, inputs: KnownInputs) -> int | str:
@@ -219,11 +221,13 @@ class _InformedJob(IntegerJob, abc.ABC):
 class WeightedJob(_InformedJob):
     """The job that rounds one weight with errors weighed by the importance of inputs, where they are known."""
 
+    row_multiple = TILE
+
     def _round(self, matrix: int, values: Floats) -> tuple[Groups, Any]:
         vector, rule = self._sources[matrix], self._rounding.rule
         if isinstance(vector, str):
             return super()._round(matrix, values)
-        assert isinstance(rule, BlockRule)
+        assert isinstance(rule, BlockRule | FloatRule | GroupRule)
         return rule.quantize_weighted(values, self._compensation.inputs.mean_squares(vector)), None
 
     def _gains(self, reasons: Counter[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pqweights.storage import Store
 from pqweights.storage.sources import place_apart
 from pqweights.targets import get_target
 from pqweights.targets.several import SeveralFormats, one_by_one
-from pqweights.targets.target import GPTQ, PLAIN, ExportSource, ExportTarget, is_compensated
+from pqweights.targets.target import ExportSource, ExportTarget
 
 AS_IT_IS = SourceOptions()
 
@@ -59,7 +59,11 @@ def settings_of(target: ExportTarget[Any], options: ExportOptions) -> Any:
     if "type" in target.options:  # GGUF files of several types lie in one folder
         return target.read_options(options)
     each = {folder: target.read_options(of) for folder, of in one_by_one(options).items()}
-    return each[""] if "" in each else SeveralFormats(formats=each)
+    if "" in each:
+        return each[""]
+    if len({of.rounding for of in each.values()}) > 1:
+        raise OptionError("`calibrate`: is for formats in which codes can be compensated; export the others without it")
+    return SeveralFormats(formats=each)
 
 
 def plan_export(
@@ -84,9 +88,6 @@ def plan_export(
     """
     to = get_target(target)
     settings = settings_of(to, options)
-    compensated = {is_compensated(of) for of in one_by_one(to.with_recipe(options)).values()}
-    if len(compensated) > 1:
-        raise OptionError("`calibrate`: is for formats in which codes can be compensated; export the others without it")
     checkpoint, manifest = with_weights(proven(opened[0], run.progress)), opened[1]
     place = place_apart(source, checkpoint, out)
     exported = ExportSource(
@@ -94,7 +95,6 @@ def plan_export(
         checkpoint=checkpoint,
         manifest=manifest,
         inputs=inputs,
-        rounding=GPTQ if compensated == {True} else PLAIN,
         max_shard_bytes=options.max_shard_size or to.max_shard_bytes,
     )
     return replace(

@@ -32,10 +32,10 @@ from pqweights.checkpoint.gguf.model import (
     GgufModel,
     GgufTensor,
     MetadataEntry,
-    check_model,
     encode_header,
     gguf_model,
     gives_vectors,
+    model_tensors,
 )
 from pqweights.checkpoint.gguf.views import RenamedTensor
 from pqweights.checkpoint.names import file_stem, gguf_name
@@ -69,6 +69,7 @@ from pqweights.targets.integers import Assignment
 from pqweights.targets.loading import PART, LoadableModel, files_of_type, shell
 from pqweights.targets.target import (
     IMPORTANCE,
+    INPUT_OPTIONS,
     LLAMA_CPP,
     PLAIN,
     RECIPE_OPTIONS,
@@ -276,7 +277,7 @@ class Gguf:
     """The format with its options.
 
     types: which types tensors get, in each file
-    weighed: whether errors are weighed by the importance of inputs
+    rounding: how codes are chosen, PLAIN or IMPORTANCE
     name: what the model is called; None if it is not known
     embeds: whether it gives vectors of texts instead of predicting them
     without_tokenizer: whether the file may lack a vocabulary
@@ -284,7 +285,7 @@ class Gguf:
     """
 
     types: tuple[TypeOptions, ...]
-    weighed: bool
+    rounding: str
     name: str | None = None
     embeds: bool = False
     without_tokenizer: bool = False
@@ -329,14 +330,14 @@ class Gguf:
             model = replace(model, notes=(*model.notes, WITHOUT_TOKENIZER))
         tensors, decisions, warnings = list[LogicalTensor](), dict[str, PackedFormat | Kept](), list[str]()
         for types in self.types:
-            chosen = chosen_types(types, model, checkpoint, imatrix=self.weighed)
+            chosen = chosen_types(types, model, checkpoint, imatrix=self.rounding == IMPORTANCE)
             if diffusion is not None:
                 check_types(chosen)
             # Several files have tensors of the same names, which a result tells apart.
             of_type = "" if len(self.types) == 1 else types.label + TYPE_END
             tensors += [RenamedTensor.of(of_type + t.name, t) for t in model.tensors] if of_type else model.tensors
             decisions |= {of_type + name: _decision(choice) for name, choice in chosen.items()}
-            warnings += [] if self.weighed else _wanting(chosen)
+            warnings += [] if self.rounding == IMPORTANCE else _wanting(chosen)
         return Assignment(
             tensors=(*tensors, *model.tower),
             decisions=decisions | {tensor.name: _decision(tower_type(tensor)) for tensor in model.tower},
@@ -382,7 +383,7 @@ def read_options(options: ExportOptions) -> Gguf:
         raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibrate` or `imatrix` as well")
     return Gguf(
         types=read_types(options),
-        weighed=informed and rounding != PLAIN,
+        rounding=IMPORTANCE if informed and rounding != PLAIN else PLAIN,
         without_tokenizer=options.without_tokenizer,
         name=options.name,
     )
@@ -416,7 +417,7 @@ def _name_of(source: ExportSource) -> str | None:
 def _check(checkpoint: Checkpoint, settings: Gguf) -> None:
     """Check whether a runtime has the model; the tokenizer, which may be large, is not read."""
     if diffusion_family(checkpoint) is None:
-        check_model(checkpoint)
+        model_tensors(checkpoint)
 
 
 # The mixes that a memory is filled with: of those with about as many bits, the ones that cost least.
@@ -444,14 +445,9 @@ TARGET = ExportTarget(
         "name",
         "without_tokenizer",
         *RECIPE_OPTIONS,
-        "rounding",
-        "calibrate",
-        "calibration_tokens",
-        "save_sample",
-        "imatrix",
-        "save_imatrix",
+        *INPUT_OPTIONS,
     ),
-    stated=("rules", "imatrix", "embeds", "runs_in", "class"),
+    stated=("rules", "embeds", "runs_in", "class"),
     read_options=read_options,
     plan=_plan,
     check=_check,

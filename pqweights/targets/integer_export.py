@@ -26,9 +26,9 @@ from pqweights.convert.jobs import CopyJob, Job
 from pqweights.convert.manifest import Manifest
 from pqweights.convert.records import TensorRecord, master_part, mean_error
 from pqweights.errors import OptionError
-from pqweights.formats.gguf_blocks import BlockRule
 from pqweights.formats.packing import PackedFormat
 from pqweights.models import text_model
+from pqweights.planning.inputs import KnownInputs
 from pqweights.planning.plan import (
     INTEGER,
     Container,
@@ -45,7 +45,7 @@ from pqweights.targets.carried import carried_unit
 from pqweights.targets.compensation import CompensatedJob, Compensation, WeightedJob
 from pqweights.targets.integers import Assignment, IntegerJob, IntegerTarget
 from pqweights.targets.linear import FUSED_WITH_KEPT
-from pqweights.targets.target import GPTQ, IMPORTANCE, ExportSource
+from pqweights.targets.target import IMPORTANCE, PLAIN, ExportSource
 from pqweights.targets.units import UnitJob, fused_weights, of_unit, reading_together, with_unit
 
 IN_WEIGHT_FILES = "the weight files already contain what the runtime needs"
@@ -62,15 +62,18 @@ def plan_integers(source: ExportSource, target: IntegerTarget) -> Conversion:
     Raises ExportError if the target cannot store the model, OptionError for inputs that nothing uses.
     """
     checkpoint, manifest, inputs = source.checkpoint, source.manifest, source.inputs
-    if inputs is not None and source.rounding != GPTQ and target.recipe.size is None:
-        raise OptionError("`calibrate`: expected `rounding` gptq or `target_size` as well, which use it")
+    if inputs is not None and target.rounding == PLAIN and target.recipe.size is None:
+        raise OptionError(
+            "`calibrate`, `imatrix`: expected `rounding` gptq, `rounding` importance or `target_size` as well, for "
+            "which they are"
+        )
     assignment = target.assign(checkpoint)
     parts = assignment.parts or {"": assignment}
     master_errors = {} if manifest is None else _known_errors(assignment, checkpoint, manifest)
     compensation = None
-    if inputs is not None:
+    if inputs is not None and target.rounding != PLAIN:
         rules = [(tensor, how.rule) for tensor, how in assignment.rounded]
-        compensation = Compensation(inputs, rules, text_model(checkpoint.config))
+        compensation = Compensation(inputs, rules, text_model(checkpoint.config), target.rounding)
     known: dict[str, Any] = {"is_original": not checkpoint.is_master, "master_errors": master_errors}
     fused = fused_weights(assignment.tensors, assignment.decisions)
     read = replace(checkpoint, tensors=reading_together(assignment.tensors, fused))
@@ -83,7 +86,7 @@ def plan_integers(source: ExportSource, target: IntegerTarget) -> Conversion:
     by_columns = sorted(how.column_bytes(tensor.shape) for tensor, how in assignment.rounded)
     return Conversion(
         kind=EXPORT,
-        made_by=target.describe() | _about_rounding(assignment, compensation, **known),
+        made_by=target.describe() | _about_rounding(target, inputs, **known),
         checkpoint=read,
         plan=make_plan(read, tensors, container, most, assignment.left_out),
         encode=partial(_encode, assignment=assignment, fused=fused, compensation=compensation, **known),
@@ -156,17 +159,15 @@ def _planned(tensor: LogicalTensor, checkpoint: Checkpoint, assignment: Assignme
 
 
 def _about_rounding(
-    assignment: Assignment, compensation: Compensation | None, *, is_original: bool, master_errors: Mapping[str, float]
+    target: IntegerTarget, inputs: KnownInputs | None, *, is_original: bool, master_errors: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return what manifests say of it: a digest of the errors of the master, and the sample of the inputs."""
     stated: dict[str, Any] = {}
     if not is_original:
         errors = json.dumps(master_errors, sort_keys=True).encode() if master_errors else None
         stated["master_errors"] = None if errors is None else hashlib.sha256(errors).hexdigest()
-    if compensation is not None:
-        in_blocks = any(isinstance(rounding.rule, BlockRule) for _, rounding in assignment.rounded)
-        stated["rounding"] = IMPORTANCE if in_blocks else GPTQ
-        stated["calibration"] = compensation.inputs.about
+    if inputs is not None:
+        stated |= {"rounding": target.rounding, "calibration": inputs.about}
     return stated
 
 
@@ -194,7 +195,7 @@ def _encode(
     about: dict[str, Any] = {"master_error": master_errors.get(tensor.name), "is_original": is_original}
     kind: type[IntegerJob] = IntegerJob
     if compensation is not None:
-        kind = WeightedJob if isinstance(decision.rule, BlockRule) else CompensatedJob
+        kind = WeightedJob if compensation.rounding == IMPORTANCE else CompensatedJob
         about["compensation"] = compensation
 
     def rounding(format: PackedFormat) -> Job:

@@ -27,8 +27,7 @@ from pqweights.convert.sink import Sink
 from pqweights.errors import SourceError
 from pqweights.formats.packing import PackedFormat, RoundingRule
 from pqweights.kernels import Doubles, load_backend
-from pqweights.kernels.compensation import sums_of_squares
-from pqweights.kernels.groups import BEST, GroupRule, Groups, merged
+from pqweights.kernels.groups import BEST, GroupRule, Groups, merged, sums_of_squares
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import Container, ShardPlan, TensorPlan
 from pqweights.planning.recipe import Recipe
@@ -83,6 +82,11 @@ class IntegerTarget(Protocol):
     @property
     def recipe(self) -> Recipe:
         """Which formats the user asks for."""
+        ...
+
+    @property
+    def rounding(self) -> str:
+        """How codes are chosen: "plain", or with a view to the inputs of weights, "gptq" or "importance"."""
         ...
 
     def describe(self) -> dict[str, Any]:

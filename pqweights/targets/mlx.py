@@ -72,8 +72,8 @@ from pqweights.targets.target import (
     ExportTarget,
     FormatChoice,
     GroupSize,
-    check_rounding,
     one_of,
+    read_rounding,
 )
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class MlxFormat:
     bits: int
     groups: GroupSize
     qparams: str
+    rounding: str
     mix: str | None = None
     recipe: Recipe = NOTHING
 
@@ -440,7 +441,7 @@ def read_options(options: ExportOptions) -> MlxFormat:
     mode = one_of(NAME, "mode", by_format[0], allowed=tuple(BITS))
     mix = name if name in MIXES else None
     why_not = None if mode == "affine" else f"expected integers (`mode` affine), found the float format {mode}"
-    check_rounding(NAME, options, why_not=why_not)
+    rounding = read_rounding(NAME, options, why_not=why_not)
     with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
     return MlxFormat(
         mode=mode,
@@ -449,6 +450,7 @@ def read_options(options: ExportOptions) -> MlxFormat:
         qparams=one_of(with_mode, "qparams", options.qparams, allowed=(BEST, MINMAX)),
         mix=mix,
         recipe=recipe_of(options, tuple(FORMATS)),
+        rounding=rounding,
     )
 
 

@@ -48,6 +48,11 @@ class SeveralFormats:
         """Which formats the user asks for."""
         return next(iter(self.formats.values())).recipe
 
+    @property
+    def rounding(self) -> str:
+        """How codes are chosen in all of them."""
+        return next(iter(self.formats.values())).rounding
+
     def describe(self) -> dict[str, Any]:
         """Return what the manifest states of the target: its name, and the options of each format by folder."""
         stated = {folder.rstrip("/"): of.describe() for folder, of in self.formats.items()}

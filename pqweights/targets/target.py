@@ -23,12 +23,15 @@ from pqweights.planning.options import MLX as MLX
 from pqweights.planning.options import OF_ALL_TARGETS, ExportOptions
 from pqweights.planning.options import TRANSFORMERS as TRANSFORMERS
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, stored_bytes
+from pqweights.planning.recipe import Recipe
 from pqweights.targets.loading import LoadableModel
 
 # The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
 TORCHAO, COMPRESSED_TENSORS = "torchao", "compressed-tensors"
-# The options of a target of integers beside its own.
-INTEGER_OPTIONS = ("bits", "group_size", "qparams", "rounding", "calibrate", "calibration_tokens", "save_sample")
+# The options of targets that round with a view to the inputs of weights, and those of a target of integers beside its
+# own.
+INPUT_OPTIONS = ("rounding", "calibrate", "calibration_tokens", "save_sample", "imatrix", "save_imatrix")
+INTEGER_OPTIONS = ("bits", "group_size", "qparams", *INPUT_OPTIONS)
 # Those of a target that can give weights different formats.
 RECIPE_OPTIONS = ("format", "recipe", "keep", "set_format", "target_size", "target_bpw", "sensitivity")
 
@@ -47,7 +50,6 @@ class ExportSource:
     checkpoint: the opened checkpoint
     manifest: of a master, its manifest, if it has one
     inputs: what is known of the inputs of its weights, for rounding with a view to the outputs
-    rounding: how codes are chosen, "plain" or "gptq"
     max_shard_bytes: after how many bytes of data a new file begins
     """
 
@@ -55,7 +57,6 @@ class ExportSource:
     checkpoint: Checkpoint
     manifest: Manifest | None = None
     inputs: KnownInputs | None = None
-    rounding: str = PLAIN
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
 
 
@@ -147,33 +148,32 @@ class ExportTarget(Generic[Settings]):
         return self.read_options(self.with_recipe(options))
 
 
-def is_compensated(options: ExportOptions) -> bool:
-    """Whether codes are chosen with a view to the error of outputs: if data are given, unless something else is."""
-    if options.rounding is not None:
-        return options.rounding in (GPTQ, IMPORTANCE)
-    return (
-        (options.calibrate is not None or options.imatrix is not None)
-        and options.qparams != MINMAX
-        and options.mode in (None, "affine")
-        and options.format in (None, "w4a16", "w8a16")
-    )
-
-
-def check_rounding(target: str, options: ExportOptions, *, why_not: str | None = None) -> None:
-    """Raise OptionError for a rounding that does not exist, or that does not go with the other options.
+def read_rounding(target: str, options: ExportOptions, *, why_not: str | None = None) -> str:
+    """Return how codes are chosen: PLAIN, or with a view to the inputs of weights, GPTQ or IMPORTANCE.
 
     why_not: why the format that was asked for has no compensated rounding; None if it has
+
+    Raises OptionError for a rounding that does not exist, or that does not go with the other options.
     """
-    rounding = one_of(target, "rounding", options.rounding, allowed=(PLAIN, GPTQ))
-    if rounding == PLAIN:
-        return
-    if why_not is not None:
+    asked = one_of(target, "rounding", options.rounding, allowed=(None, PLAIN, GPTQ, IMPORTANCE))
+    if asked is None and options.imatrix is not None:
+        asked = IMPORTANCE
+    if asked is None:
+        # For a size other formats are chosen, too, of which some have compensated rounding.
+        sized = isinstance(options.recipe, Recipe) and options.recipe.size is not None
+        possible = (why_not is None or sized) and options.qparams != MINMAX
+        return GPTQ if options.calibrate is not None and possible else PLAIN
+    if asked == PLAIN:
+        return PLAIN
+    if asked == GPTQ and why_not is not None:
         raise OptionError(f"`rounding` {GPTQ}: {why_not}")
-    if options.calibrate is None:
-        wanted = "`calibrate` as well, which samples the inputs of weights"
-        raise OptionError(f"`rounding` {GPTQ}: expected {wanted}")
+    if asked == GPTQ and options.calibrate is None:
+        raise OptionError(f"`rounding` {GPTQ}: expected `calibrate` as well, which samples the inputs of weights")
+    if options.calibrate is None and options.imatrix is None:
+        raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibrate` or `imatrix` as well")
     if options.qparams == MINMAX:
-        raise OptionError(f"`rounding` {GPTQ}: expected `qparams` {BEST}, found {MINMAX}")
+        raise OptionError(f"`rounding` {asked}: expected `qparams` {BEST}, found {MINMAX}")
+    return asked
 
 
 def one_of(target: str, option: str, value: T | None, *, allowed: Sequence[T]) -> T:

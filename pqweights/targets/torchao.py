@@ -47,8 +47,8 @@ from pqweights.targets.target import (
     ExportTarget,
     FormatChoice,
     GroupSize,
-    check_rounding,
     one_of,
+    read_rounding,
     stored_bits,
 )
 
@@ -82,6 +82,7 @@ class TorchaoFormat:
     name: str
     int4: LinearFormat
     packing: str
+    rounding: str
     recipe: Recipe = NOTHING
 
     @property
@@ -176,11 +177,13 @@ def read_options(options: ExportOptions) -> TorchaoFormat:
         for option in ("packing", "group_size", "qparams"):
             if getattr(options, option) is not None:
                 raise OptionError(f"`{option}`: the format {name} does not take this option")
-    check_rounding(NAME, options, why_not=None if name == INT4 else f"expected `format` {INT4}, found {name}")
+    why_not = None if name == INT4 else f"expected `format` {INT4}, found {name}"
+    rounding = read_rounding(NAME, options, why_not=why_not)
     packing = one_of(NAME, "packing", options.packing, allowed=(TILE, UNTILED))
     qparams = one_of(NAME, "qparams", options.qparams, allowed=(BEST, MINMAX))
     int4 = replace(FORMATS[INT4], layout=LAYOUTS[packing]).with_options(options.group_size, qparams)
-    return TorchaoFormat(name=name, int4=int4, packing=packing, recipe=recipe_of(options, tuple(FORMATS)))
+    recipe = recipe_of(options, tuple(FORMATS))
+    return TorchaoFormat(name=name, int4=int4, packing=packing, recipe=recipe, rounding=rounding)
 
 
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:

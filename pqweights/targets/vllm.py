@@ -72,8 +72,8 @@ from pqweights.targets.target import (
     ExportTarget,
     FormatChoice,
     GroupSize,
-    check_rounding,
     one_of,
+    read_rounding,
     stored_bits,
 )
 
@@ -145,6 +145,7 @@ class VllmFormat:
 
     name: str
     chosen: LinearFormat
+    rounding: str
     recipe: Recipe = NOTHING
 
     def describe(self) -> dict[str, Any]:
@@ -270,10 +271,11 @@ def read_options(options: ExportOptions) -> VllmFormat:
     if options.bits not in (None, how.rule.bits):
         raise OptionError(f"`bits` {options.bits}: the format {name} has {how.rule.bits}")
     why_not = None if how.has_integer_groups else f"expected integers in groups, found the format {name}"
-    check_rounding(NAME, options, why_not=why_not)
+    rounding = read_rounding(NAME, options, why_not=why_not)
     qparams = one_of(NAME, "qparams", options.qparams, allowed=how.ways)
     chosen = how.with_options(options.group_size, qparams)
-    return VllmFormat(name=name, chosen=chosen, recipe=recipe_of(options, _that_mix_with(name)))
+    recipe = recipe_of(options, _that_mix_with(name))
+    return VllmFormat(name=name, chosen=chosen, recipe=recipe, rounding=rounding)
 
 
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 from closeness import ALIKE, approx
 from commands import done, refused
 
-from pqweights.checkpoint.gguf.model import gguf_model
+from pqweights.checkpoint.gguf.model import model_tensors
 from pqweights.checkpoint.source import open_local
 from pqweights.convert.manifest import read_manifest
 from pqweights.runtime import llama_library
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def importances(folder: Path) -> dict[str, np.ndarray]:
     """Mean squares for each matrix of a model, by llama.cpp's names: [matrices, inputs], some channels large."""
     rng = np.random.default_rng(3)
-    tensors = [of for of in gguf_model(open_local(folder), name=None).tensors if of.name.endswith(".weight")]
+    tensors = [of for of in model_tensors(open_local(folder)) if of.name.endswith(".weight")]
     tensors = [of for of in tensors if len(of.shape) > 1]
     shapes = {tensor.name: (math.prod(tensor.shape[:-2]), tensor.shape[-1]) for tensor in tensors}
     return {name: np.exp(3 * rng.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
@@ -90,6 +90,30 @@ def test_both_forms_weigh_all_matrices_alike(family: str, tmp_path: Path) -> Non
     assert read_manifest(tmp_path / "new").made_by["rounding"] == "importance"
     exported(model, tmp_path / "plain")
     assert file_of(tmp_path / "new") != file_of(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("target", ["vllm", "torchao", "mlx"])
+def test_other_targets_weigh_errors_by_the_same_file(family: str, target: str, tmp_path: Path) -> None:
+    """Weights that the file does not list are rounded plainly, and counted."""
+    model = families.build(families.FAMILIES[family], tmp_path / "model")
+    squares = importances(model)
+    missing = squares.pop("blk.0.attn_q.weight")
+    file = write_gguf(tmp_path / "imatrix.gguf", squares)
+    shown = done("export", model, tmp_path / "out", "-t", target, "--imatrix", file, "--json").stdout
+    found = {of["name"]: of["rounding"] for of in json.loads(shown)["tensors"] if "rounding" in of}
+    plain = found.pop("model.layers.0.self_attn.q_proj.weight")
+    assert plain == {"matrices": 1, "weighed": 0, "rounded_plainly": {"no product of inputs with it was seen": 1}}
+    assert missing.size and len(found) > 5
+    for name, rounding in found.items():
+        if name != "model.embed_tokens.weight":
+            assert rounding["weighed"] == rounding["matrices"], name
+    assert found.keys() >= {"model.layers.0.self_attn.o_proj.weight"}
+    about = read_manifest(tmp_path / "out").made_by
+    assert about["rounding"] == "importance" and about["calibration"]["sample"] == "imatrix"
+    other = write_gguf(tmp_path / "other.gguf", {"blk.9.ffn_down.weight": missing})
+    line = refused("export", model, tmp_path / "no", "-t", target, "--imatrix", other)
+    assert "other.gguf" in line and "blk.9.ffn_down" in line
 
 
 def test_what_a_sample_gave_is_written_and_read_again(model: Path, tmp_path: Path) -> None:
@@ -148,7 +172,10 @@ def test_files_that_do_not_fit_are_refused_by_name(model: Path, tmp_path: Path) 
 def test_options_that_do_not_go_together(model: Path, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "imatrix.gguf", importances(model))
     out = tmp_path / "out"
-    assert "--imatrix" in refused("export", model, out, "-t", "mlx", "--imatrix", file, code=2)
+    assert "--imatrix" in refused("export", model, out, "-t", "bf16", "--imatrix", file, code=2)
+    assert "qparams" in refused("export", model, out, "-t", "vllm", "--imatrix", file, "--qparams", "minmax", code=2)
+    assert "--calibrate" in refused("export", model, out, "-t", "mlx", "--imatrix", file, "--rounding", "gptq", code=2)
+    assert "--imatrix" in refused("export", model, out, "-t", "vllm", "--imatrix", file, "--rounding", "plain", code=2)
     both = ("--calibrate", "self", "--imatrix", file)
     assert "--imatrix" in refused("export", model, out, "-t", "gguf", *both, code=2)
     assert "--save-imatrix" in refused("export", model, out, "-t", "gguf", "--save-imatrix", file, code=2)

@@ -10,7 +10,6 @@ from helpers import gaussian
 
 from pqweights.kernels.compensation import (
     MomentsFactor,
-    Tiles,
     compensate,
     empty_matrix,
     errors_of,
@@ -18,9 +17,8 @@ from pqweights.kernels.compensation import (
     order_of,
     output_errors,
     round_tiles,
-    sums_of_squares,
 )
-from pqweights.kernels.groups import BEST, GroupRule
+from pqweights.kernels.groups import BEST, GroupRule, Tiles, sums_of_squares
 
 Floats = npt.NDArray[np.float32]
 AFFINE = GroupRule(bits=4, group_size=32, symmetric=False, middle=True, rule=BEST)

@@ -12,7 +12,7 @@ from closeness import F32_FEW, F64_SUM
 from hard_weights import families, nearest_bf16
 
 from pqweights.kernels.compensation import MomentsFactor, compensate, empty_matrix, factorize, order_of
-from pqweights.kernels.groups import BEST, GroupRule
+from pqweights.kernels.groups import BEST, MOST_BITS_ENLARGED, GroupRule
 
 Doubles = npt.NDArray[np.float64]
 
@@ -121,13 +121,16 @@ def test_no_group_has_a_larger_error_with_zeros_than_by_the_rule_of_the_runtime(
 
 
 def weighted_error(values: npt.NDArray[np.float32], rule: GroupRule, importance: npt.NDArray[np.float32]) -> float:
-    """The error with scales and codes by moments without any off the diagonal."""
+    """The error with scales and codes by importances, which are those by moments without any off the diagonal."""
     order, matrix = order_of(importance), empty_matrix(len(importance))
     np.fill_diagonal(matrix, importance[order])
     diagonal = factorize(matrix, importance[order], 0.0)
     assert diagonal is not None
     factor = MomentsFactor(order=order, matrix=matrix, diagonal=diagonal)
-    _, errors = compensate(values, rule.quantize(values.reshape(-1)), rule, factor)
+    groups, errors = compensate(values, rule.quantize(values.reshape(-1)), rule, factor)
+    if rule.bits > MOST_BITS_ENLARGED:
+        found = rule.quantize_weighted(values.reshape(-1), importance)
+        assert all(np.array_equal(a, b) for a, b in zip(vars(groups).values(), vars(found).values(), strict=True))
     return float((np.square(errors.rows_of().astype(np.float64)) * importance[order]).sum())
 
 

@@ -240,20 +240,20 @@ def factor() -> Arrays:
 def compensate() -> Arrays:
     for size, repeats in ((64, 2), (160, 0), (160, 2)):
         rng = np.random.default_rng(12)
-        weights = compensation.Tiles.of(rng.standard_normal((70, size)).astype(np.float32))
+        weights = groups.Tiles.of(rng.standard_normal((70, size)).astype(np.float32))
         scales, offsets = (np.float32(0.3) + rng.random((2, 70, size // 32))).astype(np.float32)
-        numbers = (compensation.Tiles.of(scales, 1.0).values, compensation.Tiles.of(offsets).values)
+        numbers = (groups.Tiles.of(scales, 1.0).values, groups.Tiles.of(offsets).values)
         columns = np.arange(size) // 32
         results = compensation.round_tiles(
             weights.values, numbers, columns, _factor(size), codes=(-8, 7), repeats=repeats
         )
-        yield from (compensation.Tiles(each, 70).rows_of() for each in results)
+        yield from (groups.Tiles(each, 70).rows_of() for each in results)
 
 
 def output_errors() -> Arrays:
     rng = np.random.default_rng(13)
     errors, inputs = (rng.standard_normal((rows, 64)).astype(np.float32) for rows in (70, 24))
-    yield compensation.output_errors(compensation.Tiles.of(errors), inputs)
+    yield compensation.output_errors(groups.Tiles.of(errors), inputs)
 
 
 def fit_by_importance() -> Arrays:
@@ -262,7 +262,6 @@ def fit_by_importance() -> Arrays:
     weights, importance = rng.standard_normal((70, 64)).astype(np.float32), np.ones(64, dtype=np.float32)
     weights[:, ::9] *= np.float32(10)
     importance[::9] = np.float32(1e-3)
-    factor = compensation.MomentsFactor(order=np.arange(64), matrix=compensation.empty_matrix(64), diagonal=importance)
     for kind, dtype in (("affine", "BF16"), ("symmetric", "BF16"), ("symmetric", "F16"), ("asymmetric", "F16")):
         zeros = kind == "asymmetric"
         rule = GroupRule(
@@ -274,13 +273,8 @@ def fit_by_importance() -> Arrays:
             rule=BEST,
             scale_dtype=dtype,
         )
-        start = rule.quantize(weights.reshape(-1))
-        scales = start.scales.reshape(70, 2)
-        offsets = start.offsets.reshape(70, 2) * (-scales if zeros else 1)
-        tiles = (compensation.Tiles.of(scales, 1.0), compensation.Tiles.of(offsets))
-        limits = (0, 15) if zeros else (-8, 7)
-        compensation.fit_by_importance(compensation.Tiles.of(weights), tiles, rule, factor, limits)
-        yield from (each.rows_of() for each in tiles)
+        given = (rule.quantize(weights.reshape(-1)), rule, importance, np.arange(64))
+        yield from (each.rows_of() for each in groups.fit_by_importance(groups.Tiles.of(weights), *given))
 
 
 def trellis_settings(number: int) -> dict[str, Any]:

@@ -130,9 +130,9 @@ def _rows(tensors: tuple[LogicalTensor, ...]) -> int:
     return next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
 
 
-def check_model(checkpoint: Checkpoint) -> None:
-    """Raise what gguf_model raises of a checkpoint's configuration and tensors; its tokenizer is not read."""
-    _read(checkpoint)
+def model_tensors(checkpoint: Checkpoint) -> tuple[LogicalTensor, ...]:
+    """Return the tensors of the GGUF model of a checkpoint, whatever its tokenizer. Raises what gguf_model raises."""
+    return _read(checkpoint)[2]
 
 
 def gives_vectors(checkpoint: Checkpoint) -> bool:

@@ -17,7 +17,7 @@ from pqweights.common.units import counted, size_text
 from pqweights.convert.manifest import Manifest, manifest_beside, shards_of
 from pqweights.convert.records import figures_by_type
 from pqweights.formats import MASTER_CODECS
-from pqweights.planning.options import ExportOptions
+from pqweights.planning.options import IMATRIX, ExportOptions
 from pqweights.planning.plan import INTEGER
 from pqweights.planning.recipe import load_recipe, recipe_names
 from pqweights.publish.card.figures import is_lossless
@@ -244,6 +244,11 @@ def method(manifest: Manifest) -> list[str]:
         if manifest.made_by.get("rounding") == "gptq":
             rounding += ", such that errors cancel in the outputs on a calibration text"
             papers.append(PAPERS["gptq"])
+        elif manifest.made_by.get("rounding") == "importance":
+            inputs = manifest.made_by.get("calibration")
+            by_file = isinstance(inputs, dict) and inputs.get("sample") == IMATRIX
+            known = "by an importance matrix of llama.cpp" if by_file else "on a calibration text"
+            rounding += f", where errors count by how large the inputs of their columns are {known}"
         described.append(f"In this export, the weights are rounded in groups{rounding}.")
     listed = "\n".join(f"- {paper}" for paper in dict.fromkeys(papers))
     return [part for part in (" ".join(described), listed) if part]
