@@ -242,7 +242,8 @@ Adapter = Annotated[
     typer.Option(
         metavar="FOLDER|ORG/NAME[:WEIGHT]",
         show_default=False,
-        help="Merge an adapter of PEFT (LoRA, DoRA, trained tokens, saved modules) into the source; repeatable.",
+        help="Merge an adapter of PEFT or mlx-lm (LoRA, DoRA, trained tokens, saved modules) into the source; "
+        "repeatable.",
     ),
 ]
 LeaveOut = Annotated[

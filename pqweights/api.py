@@ -176,7 +176,7 @@ def quantize(
         names, or of a role or layers as in "role:expert" and "layers:0-3"
     target_size: the most bytes that the safetensors files may take, or "9GB"; bit widths are chosen to fit
     target_bpw: the most bits that a weight may take on average, all overhead counted; likewise
-    adapter: adapters of PEFT that are merged into the source, one after the other: folders, repositories or addresses,
+    adapter: adapters of PEFT or mlx-lm that are merged into the source in turn: folders, repositories or addresses,
         each perhaps with a colon and by how much it is multiplied
     leave_out: patterns of the names of tensors that the result does not get
     strict: fail if the error of a tensor is above the limit of its codec, even after it is rescued

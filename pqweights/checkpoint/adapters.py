@@ -1,10 +1,10 @@
-"""Adapters of PEFT, merged into the weights of a checkpoint while these are read: LoRA, and what is saved beside it.
+"""Adapters of PEFT and mlx-lm, merged into the weights of a checkpoint while these are read: LoRA, and what is with it.
 
 LoRA (Hu et al., 2021, arXiv:2106.09685) adds a product of two thin matrices to a weight, rsLoRA (Kalajdzievski, 2023,
 arXiv:2312.03732) scales it by the root of the rank, DoRA (Liu et al., 2024, arXiv:2402.09353) gives the sum norms of
-its own. The merged model computes what PEFT's model with the adapter does; where head and embeddings are one weight and
-only one of them changes, they part, which PEFT's own `merge_and_unload` gets wrong. What cannot be merged is refused by
-name. A tensor is merged in the runs in which it is read, so that memory stays bounded.
+its own. The merged model computes what the model with the adapter does in PEFT or mlx-lm; where head and embeddings
+are one weight and only one of them changes, they part, which PEFT's own `merge_and_unload` gets wrong. What cannot be
+merged is refused by name. A tensor is merged in the runs in which it is read, so that memory stays bounded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from pqweights.models.conventions import HEADS
 from pqweights.models.names import is_embedding
 from pqweights.models.traits import Trait
 
-ADAPTER_FILE = "adapter_model.safetensors"
+# What PEFT writes, and what mlx-lm does.
+ADAPTER_FILE, MLX_FILE = "adapter_model.safetensors", "adapters.safetensors"
 PREFIX = "base_model.model."
 # Elements of a weight that are looked at together where norms need all of its rows.
 BAND_ELEMENTS = 1 << 22
@@ -44,6 +45,7 @@ PARTS = re.compile(
     r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|"
     r"(?:token_adapter\.)?trainable_tokens_delta)(?:\.default)?(?P<bias>\.bias)?(?:\.weight)?"
 )
+MLX_PARTS = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
 # Settings under which more is computed than a product that is added, and initializations that change the base model.
 NOT_MERGED = (
     *("use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"),
@@ -82,28 +84,48 @@ def open_adapter(storage: Storage, given: str, name: str, weight: float = 1.0) -
     Raises SourceError for what is not an adapter of PEFT that can be merged.
     """
     files = storage.files()
-    for needed in (ADAPTER_CONFIG, ADAPTER_FILE):
+    file = MLX_FILE if MLX_FILE in files and ADAPTER_FILE not in files else ADAPTER_FILE
+    for needed in (ADAPTER_CONFIG, file):
         if needed not in files:
-            raise SourceError(f"adapter {name}: expected {ADAPTER_CONFIG} and {ADAPTER_FILE}, as PEFT writes them; "
-                              f"found no {needed}")  # fmt: skip
+            raise SourceError(f"adapter {name}: expected {ADAPTER_CONFIG} and {ADAPTER_FILE}, as PEFT writes them, or "
+                              f"{MLX_FILE}, as mlx-lm does; found no {needed}")  # fmt: skip
     try:
         settings = read_json_object(storage, ADAPTER_CONFIG)
     except SourceError as error:
         raise SourceError(f"adapter {name}: {error}") from None
-    stored = tuple(read_header(storage, ADAPTER_FILE)[0])
+    stored = tuple(read_header(storage, file)[0])
     opened = Checkpoint(
         storage=storage,
         config=None,
         stored=stored,
         tensors=tuple(PlainTensor.of(storage, tensor) for tensor in stored),
-        weight_files=(ADAPTER_FILE,),
+        weight_files=(file,),
         companions=(),
         left_out={},
         is_master=False,
     )
     adapter = Adapter(given=given, name=name, files=opened, settings=settings, weight=weight)
-    _check_settings(adapter)
+    (_check_mlx_settings if _is_of_mlx(adapter) else _check_settings)(adapter)
     return adapter
+
+
+def _is_of_mlx(adapter: Adapter) -> bool:
+    return adapter.files.weight_files == (MLX_FILE,)
+
+
+def _check_mlx_settings(adapter: Adapter) -> None:
+    """Raise SourceError for settings of mlx-lm under which an adapter cannot be merged."""
+    kind, parameters = adapter.settings.get("fine_tune_type", "lora"), adapter.settings.get("lora_parameters")
+    if kind not in ("lora", "dora"):
+        raise adapter.refused(
+            f"`fine_tune_type`: expected lora or dora, found {str(kind)[:40]!r}, whose tensors are whole weights of "
+            "mlx-lm's model; give what mlx_lm.fuse writes as the source"
+        )
+    numbers = [parameters.get(key) if isinstance(parameters, dict) else None for key in ("rank", "scale")]
+    if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
+        raise adapter.refused("`lora_parameters`: expected the numbers `rank` and `scale`")
+    if kind == "dora" and adapter.weight != 1:
+        raise adapter.refused(f"`fine_tune_type` dora: norms of its own cannot be weighed by {adapter.weight}")
 
 
 def _check_settings(adapter: Adapter) -> None:
@@ -323,6 +345,13 @@ class _Merging:
         self.head = next((f"{head}.weight" for head in HEADS if f"{head}.weight" in self.tensors), f"{HEADS[0]}.weight")
         self.is_tied = self.embeddings is not None and is_tied(self.config)
         self.changes: dict[str, list[Change]] = {}
+        self.of_mlx = _is_of_mlx(adapter)
+        self.is_dora = adapter.settings.get("fine_tune_type") == "dora" or bool(adapter.settings.get("use_dora"))
+        if self.of_mlx and text_model(self.config).mlx.folds:
+            model_type = self.config.get("model_type")
+            raise adapter.refused(
+                f"mlx-lm's model of type {model_type!r} has weights that its settings have multiplied"
+            )
 
     def merged(self) -> Checkpoint:
         """Return the checkpoint with the adapter. Raises SourceError if it does not fit."""
@@ -356,6 +385,11 @@ class _Merging:
             name = stored.name.removeprefix(PREFIX)
             if stored.dtype not in FLOAT_DTYPES:
                 raise self.adapter.refused(f"tensor {stored.name!r}: expected floating point, found {stored.dtype}")
+            if self.of_mlx:
+                if (match := MLX_PARTS.fullmatch(name)) is None:
+                    raise self.adapter.refused(f"tensor {stored.name!r}: of a method that is not merged")
+                modules.setdefault(match["module"], {})[_MLX_NAMES[match["part"]]] = stored
+                continue
             if match := PARTS.fullmatch(name):
                 part = match["part"].removeprefix("token_adapter.") + (match["bias"] or "")
                 modules.setdefault(match["module"], {})[part] = stored
@@ -425,13 +459,13 @@ class _Merging:
         self._add(weight, low_rank, one, expected)
         if (magnitudes := parts.get("lora_magnitude_vector")) is not None:
             base = self.tensors.get(weight) or self.tensors[str(self.embeddings)]
-            of_columns = low_rank.is_transposed
+            of_columns = low_rank.is_transposed and not self.of_mlx
             if math.prod(magnitudes.shape) != (math.prod(base.shape[1:]) if of_columns else base.shape[0]):
                 raise self.adapter.refused(f"tensor {magnitudes.name!r}: expected a number for each output of {weight}")
             before = _changed(weight, base, self.changes[weight])
             change = Magnitudes(adapter=self.adapter, stored=magnitudes, before=before, of_columns=of_columns)
             self._add(weight, change, magnitudes, expected)
-        elif self.adapter.settings.get("use_dora"):
+        elif self.is_dora:
             raise self.adapter.refused(f"module {module}: expected lora_magnitude_vector (`use_dora`), found none")
         if (bias := parts.get("lora_B.bias")) is not None:
             name = f"{renamed}.bias"
@@ -441,6 +475,8 @@ class _Merging:
 
     def _scale(self, module: str) -> float:
         """Return by what the product of a module is multiplied."""
+        if self.of_mlx:
+            return float(self.adapter.settings["lora_parameters"]["scale"]) * self.adapter.weight
         rank, alpha = (self._setting(module, key, f"{pattern}_pattern") for key, pattern in _NUMBERS)
         if rank <= 0:
             raise self.adapter.refused(f"`r`: expected a positive number, found {rank}")
@@ -461,6 +497,8 @@ class _Merging:
     ) -> tuple[LowRank, tuple[int, ...]]:
         """Return the product of A and B as it is added, and the shape that the weight must have."""
         shape = self._shape(weight)
+        if self.of_mlx:
+            return self._low_rank_of_mlx(weight, a, b, scale)
         if len(a.shape) < 2 or len(b.shape) < 2 or len(shape) < 2 or math.prod(b.shape[2:]) != 1:
             raise self.adapter.refused(f"tensor {a.name!r}: expected two matrices for {weight}, found other shapes")
         rank, inputs, outputs = a.shape[0], math.prod(a.shape[1:]), b.shape[0]
@@ -474,6 +512,20 @@ class _Merging:
         if is_turned and weight != self.head and shape == (inputs, outputs):
             return LowRank(adapter=self.adapter, left=a, right=b, is_transposed=True, scale=scale), shape
         return LowRank(adapter=self.adapter, left=b, right=a, is_transposed=False, scale=scale), plain
+
+    def _low_rank_of_mlx(
+        self, weight: str, a: StoredTensor, b: StoredTensor, scale: float
+    ) -> tuple[LowRank, tuple[int, ...]]:
+        """Return the product of mlx-lm's matrices, [inputs, rank] and [rank, outputs], and the shape of the weight."""
+        rank = self.adapter.settings["lora_parameters"]["rank"]
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
+            raise self.adapter.refused(f"tensor {a.name!r}: expected two matrices for {weight}, found other shapes")
+        if a.shape[1] != rank:
+            raise self.adapter.refused(f"tensor {a.name!r}: expected the rank of {ADAPTER_CONFIG}, found {a.shape[1]}")
+        inputs, outputs = a.shape[0], b.shape[1]
+        if is_embedding(weight):
+            return LowRank(adapter=self.adapter, left=a, right=b, is_transposed=False, scale=scale), (inputs, outputs)
+        return LowRank(adapter=self.adapter, left=b, right=a, is_transposed=True, scale=scale), (outputs, inputs)
 
     def _tokens(self, module: str, stored: StoredTensor) -> tuple[int, ...]:
         """Return which rows of embeddings an adapter has trained."""
@@ -490,14 +542,14 @@ class _Merging:
     def _with_own_head(self) -> dict[str, Any]:
         """Give a head that shares the embeddings weights of its own if one of both changes; return the configuration.
 
-        Trained tokens are those of both, as in PEFT, and so is everything if the adapter keeps them tied.
+        Trained tokens are those of both, as in PEFT, and so is everything if the adapter keeps them tied, as of mlx-lm.
         """
         if not self.is_tied or not self.changes.keys() & {self.embeddings, self.head}:
             return self.config
         assert self.embeddings is not None
         of_embeddings = self.changes.get(self.embeddings, [])
         stays = all(isinstance(change, Tokens) for change in of_embeddings) and self.head not in self.changes
-        if stays or self.adapter.settings.get("ensure_weight_tying"):
+        if stays or self.of_mlx or self.adapter.settings.get("ensure_weight_tying"):
             self.changes.pop(self.head, None)
             if self.head in self.tensors:
                 self.changes[self.head] = of_embeddings
@@ -516,6 +568,7 @@ def _changed(name: str, tensor: LogicalTensor, changes: Sequence[Change]) -> Mer
 
 _SIDES = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 _NUMBERS = (("r", "rank"), ("lora_alpha", "alpha"))
+_MLX_NAMES = {"lora_a": "lora_A", "lora_b": "lora_B", "m": "lora_magnitude_vector"}  # by PEFT's
 
 
 def _renamed(name: str, old: str, new: str) -> str:

@@ -166,7 +166,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Adapter:
-    """An opened adapter of PEFT, which is merged into a checkpoint (adapters.py).
+    """An opened adapter of PEFT or mlx-lm, which is merged into a checkpoint (adapters.py).
 
     given: what names it, with its weight
     name: what messages call it

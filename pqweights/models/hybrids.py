@@ -320,7 +320,8 @@ ROWS: dict[str, Row] = {
         },
     ),
     "falcon_h1": Row(
-        llama_cpp=_FALCON_H1, mlx=MlxDifferences(computed=_falcon_h1_mlx, differs=_falcon_h1_differs),
+        llama_cpp=_FALCON_H1,
+        mlx=MlxDifferences(computed=_falcon_h1_mlx, folds=True, differs=_falcon_h1_differs),
         names=Names(
             class_name="FalconH1ForCausalLM", outside=_FINAL_NORM,
             layers=parts.ATTENTION + parts.FEED_FORWARD + parts.MAMBA + " pre_ff_layernorm",

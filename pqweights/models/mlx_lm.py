@@ -24,6 +24,7 @@ class MlxDifferences:
     rope_names: keys, and the keys in rope_parameters under which transformers 5 writes them
     constants: settings that it requires, and that are a matter of course for transformers
     computed: returns settings that transformers 5 writes under other names; a KeyError means that it did not
+    folds: whether its sanitize multiplies matrices by settings
     differs: returns what it computes otherwise with a configuration of the text model, if it does
     """
 
@@ -35,6 +36,7 @@ class MlxDifferences:
     rope_names: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     computed: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    folds: bool = False
     differs: Callable[[Mapping[str, Any]], str] = lambda config: ""
 
 

@@ -8,13 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 import torch
-from closeness import assert_near, rounding
+from closeness import assert_near, each_near, rounding
 from commands import done, invoke, refused
 from helpers import f32, folder_bytes, gaussian, read_safetensors, safetensors_bytes
 from language_models import with_tokenizer
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx_lm.utils import load_model
 from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
@@ -260,6 +264,79 @@ def test_memory_does_not_grow_with_the_weight(tmp_path: Path) -> None:
     before = storage.bytes_read
     checkpoint.tensors[0].read(inputs * 100, inputs, "F32", out)
     assert storage.bytes_read - before == rank * 4
+
+
+MLX_LAYERS = ["self_attn.q_proj", "mlp.down_proj"]
+# The model, whether it is DoRA, and which layers.
+OF_MLX: dict[str, tuple[str, bool, list[str]]] = {
+    "LoRA": ("llama", False, MLX_LAYERS),
+    "DoRA": ("llama", True, MLX_LAYERS),
+    "embeddings": ("llama", False, [*MLX_LAYERS, "model.embed_tokens"]),
+    "DoRA of embeddings": ("llama", True, ["model.embed_tokens"]),
+    "tied embeddings": ("tied", False, ["model.embed_tokens"]),
+}
+
+
+def trained_by_mlx(model: Path, out: Path, layers: list[str], *, is_dora: bool = False) -> dict[str, torch.Tensor]:
+    """Write an adapter of mlx-lm whose every parameter is random, and return the weights that its own fuse gives."""
+    out.mkdir()
+    mx.random.seed(3)
+    own, parameters = load_model(model)[0], {"rank": 3, "scale": 1.7, "dropout": 0.0, "keys": layers}
+    linear_to_lora_layers(own, 2, dict(parameters, keys=set(layers)), use_dora=is_dora)
+    parts = {
+        name: value + 0.05 * mx.random.normal(value.shape)
+        for name, value in tree_flatten(own.parameters())
+        if name.rpartition(".")[2] in ("lora_a", "lora_b", "m")
+    }
+    own.load_weights([*parts.items()], strict=False)
+    mx.save_safetensors(str(out / "adapters.safetensors"), parts)
+    kind = "dora" if is_dora else "lora"
+    settings = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": parameters}
+    (out / "adapter_config.json").write_text(json.dumps(settings))
+    assert load_adapters(load_model(model)[0], str(out)) is not None
+    fused = {name: module.fuse() for name, module in own.named_modules() if hasattr(module, "fuse")}
+    return {f"{name}.weight": torch.from_numpy(np.array(module.weight)) for name, module in fused.items()}
+
+
+@pytest.mark.parametrize("name", OF_MLX)
+def test_adapters_of_mlx_are_merged_as_mlx_fuses_them(
+    name: str, model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    kind, is_dora, layers = OF_MLX[name]
+    fused = trained_by_mlx(model_of(kind), tmp_path / "mine", layers, is_dora=is_dora)
+    base, checkpoint = values(open_source(model_of(kind))), opened(model_of(kind), tmp_path / "mine")
+    ours = values(checkpoint)
+    assert checkpoint.config is not None and checkpoint.config["tie_word_embeddings"] == (kind == "tied")
+    assert fused and ours.keys() == base.keys()
+    for tensor, value in ours.items():
+        assert each_near(value, fused.get(tensor, base[tensor]), 0, SAME)
+        assert torch.equal(value, base[tensor]) == (tensor not in fused)
+    if not is_dora:
+        half = values(opened(model_of(kind), f"{tmp_path / 'mine'}:0.5"))
+        for tensor in fused:
+            assert each_near(half[tensor], (base[tensor] + fused[tensor]) / 2, 0, SAME)
+
+
+def test_adapters_of_mlx_that_cannot_be_merged_are_refused_by_name(
+    model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    trained_by_mlx(model_of("llama"), tmp_path / "mine", MLX_LAYERS)
+    path = tmp_path / "mine" / "adapter_config.json"
+    settings, own = json.loads(path.read_text()), load_file(tmp_path / "mine" / "adapters.safetensors")
+    a, experts = next(name for name in own if name.endswith("lora_a")), "model.layers.0.mlp.switch_mlp.up_proj.lora_a"
+    for change, tensors, named in (
+        ({"fine_tune_type": "full"}, own, "fine_tune_type"),
+        ({"lora_parameters": {"rank": 3}}, own, "lora_parameters"),
+        ({"lora_parameters": {"rank": 4, "scale": 1.0}}, own, "lora_a"),
+        ({"fine_tune_type": "dora"}, own, "lora_magnitude_vector"),
+        ({}, own | {a: torch.zeros(5, 3)}, "lora_a"),
+        ({}, own | {experts: torch.zeros(4, 3)}, "switch_mlp"),
+        ({}, own | {"model.norm.weight": torch.zeros(64)}, "model.norm.weight"),
+    ):
+        path.write_text(json.dumps(settings | change))
+        save_file(tensors, tmp_path / "mine" / "adapters.safetensors")
+        line = refused("plan", model_of("llama"), "--adapter", tmp_path / "mine")
+        assert "mine" in line and named in line
 
 
 def damaged(adapter: Path, settings: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> None:
