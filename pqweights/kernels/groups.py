@@ -267,11 +267,10 @@ class FloatRule:
 
     def quantize_weighted(self, values: npt.NDArray[np.float32], importance: npt.NDArray[np.float32]) -> Groups:
         """Finite weights [rows * K] as short floats, by how much each column counts: [K], not negative; no tiles."""
-        factors = normalized_importance(importance, len(importance))
-        if self.kind == "fp8" and factors is not None:
-            return self._saturated(values, factors)
+        if self.kind == "fp8":
+            return self._saturated(values, importance)
         result = _empty_groups(values, self.group_size)
-        fit_floats(values, factors, result, kind=self.kind, unit=self.unit)
+        fit_floats(values, importance, result, kind=self.kind, unit=self.unit)
         return result
 
     def _saturated(self, values: Floats, factors: Floats) -> Groups:

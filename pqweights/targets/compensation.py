@@ -39,7 +39,7 @@ from pqweights.kernels.compensation import (
     output_errors,
     trial_error,
 )
-from pqweights.kernels.groups import TILE, FloatRule, GroupRule, Groups, merged
+from pqweights.kernels.groups import TILE, FloatRule, GroupRule, Groups, merged, normalized_importance
 from pqweights.models.description import ModelDescription
 from pqweights.planning.inputs import KnownInputs
 from pqweights.targets.bf16 import role_of
@@ -228,7 +228,13 @@ class WeightedJob(_InformedJob):
         if isinstance(vector, str):
             return super()._round(matrix, values)
         assert isinstance(rule, BlockRule | FloatRule | GroupRule)
-        return rule.quantize_weighted(values, self._compensation.inputs.mean_squares(vector)), None
+        squares = self._compensation.inputs.mean_squares(vector)
+        if isinstance(rule, FloatRule):  # where nothing counted, any scale would be as good
+            normalized = normalized_importance(squares, self._columns)
+            if normalized is None:
+                return super()._round(matrix, values)
+            squares = normalized
+        return rule.quantize_weighted(values, squares), None
 
     def _gains(self, reasons: Counter[str]) -> dict[str, Any]:
         return {"weighed": len(self._sources) - reasons.total()}

@@ -247,8 +247,8 @@ def method(manifest: Manifest) -> list[str]:
         elif manifest.made_by.get("rounding") == "importance":
             inputs = manifest.made_by.get("calibration")
             by_file = isinstance(inputs, dict) and inputs.get("sample") == IMATRIX
-            known = "by an importance matrix of llama.cpp" if by_file else "on a calibration text"
-            rounding += f", where errors count by how large the inputs of their columns are {known}"
+            measured = "by an importance matrix of llama.cpp" if by_file else "on a calibration text"
+            rounding += f", where errors count by how large the inputs of their columns are {measured}"
         described.append(f"In this export, the weights are rounded in groups{rounding}.")
     listed = "\n".join(f"- {paper}" for paper in dict.fromkeys(papers))
     return [part for part in (" ".join(described), listed) if part]
