@@ -12,10 +12,11 @@ import gguf
 import numpy as np
 import pytest
 from commands import answer, done, refused
-from diffusion_cases import ORIGINAL, original, single_file
-from helpers import as_float32, bf16, gaussian, write_checkpoint
+from diffusion_cases import ORIGINAL, original, single_file, tensors_of
+from helpers import as_float32, bf16, f32, gaussian, write_checkpoint
 
 from pqweights.checkpoint.gguf.file import open_gguf
+from pqweights.common.dtypes import float8_table
 from pqweights.convert.manifest import read_manifest
 from pqweights.models.diffusion import FAMILIES, TYPES
 
@@ -198,3 +199,26 @@ def test_what_no_program_loads_is_refused_by_name(shapes, config, kind, named, t
     code = 2 if named in TYPES_REFUSED else 1
     assert named in refused("export", source, tmp_path / "out", "-t", "gguf", "--type", kind, code=code)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_file_in_fp8_is_a_source(scaled, tmp_path):
+    """As ComfyUI's own are: a plain cast, or with a scale for each matrix and a mark that says so."""
+    codes = np.random.default_rng(0).integers(0x20, 0x60, 1 << 20).astype(np.uint8)
+    tensors, expected, table = dict[str, Any](), {}, float8_table("F8_E4M3")
+    for name, shape in tensors_of("FLUX.1").items():
+        of_tensor, is_matrix = codes[: math.prod(shape)].reshape(shape), len(shape) == 2
+        expected[name] = table[of_tensor] * np.float32(0.5 if scaled and is_matrix else 1)
+        tensors[PREFIX + name] = ("F8_E4M3", of_tensor) if is_matrix or not scaled else bf16(expected[name])
+        if scaled and is_matrix:
+            tensors[f"{PREFIX}{name.removesuffix('.weight')}.scale_weight"] = f32(np.array([0.5]))
+    if scaled:
+        tensors[f"{PREFIX}scaled_fp8"] = ("F8_E4M3", np.zeros(2, dtype=np.uint8))
+    source = write_checkpoint(tmp_path / "source", tensors)
+    _, values, types = loaded(export(source, tmp_path / "out", "q8_0"))
+    assert values.keys() == expected.keys()
+    for name, found in values.items():
+        if types[name] == "Q8_0":
+            assert np.square(found - expected[name]).sum() < 1e-3 * np.square(expected[name]).sum(), name
+        else:
+            assert types[name] in ("BF16", "F32") and np.array_equal(found, expected[name]), name

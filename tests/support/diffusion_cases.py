@@ -9,19 +9,6 @@ from pathlib import Path
 
 from helpers import Tensor, bf16, f32, gaussian, write_checkpoint
 
-WIDTH = 256
-
-
-def tensors(text: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes, of lines such as `img_in.weight 256 64`; several names with a bar between them."""
-    shapes = {}
-    for line in text.split("\n"):
-        names, *sizes = line.split() or [""]
-        for name in filter(None, names.split("|")):
-            shapes[name] = tuple(map(int, sizes))
-    return shapes
-
-
 FLUX = """
     img_in.weight|final_layer.adaLN_modulation.1.weight|time_in.in_layer.weight 256 64
     double_blocks.0.img_attn.proj.weight 256 256
@@ -158,11 +145,21 @@ ORIGINAL = {
 }
 
 
+def tensors_of(family: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes, of lines such as `img_in.weight 256 64`; several names with a bar between them."""
+    shapes = {}
+    for line in ORIGINAL[family][1].split("\n"):
+        names, *sizes = line.split() or [""]
+        for name in filter(None, names.split("|")):
+            shapes[name] = tuple(map(int, sizes))
+    return shapes
+
+
 def original(family: str, *, prefix: str = "", dtype: str = "BF16") -> dict[str, Tensor]:
     """The tensors of a tiny model. prefix: what names begin with"""
     stored = {"BF16": bf16, "F32": f32}[dtype]
-    shapes = tensors(ORIGINAL[family][1])
-    return {prefix + name: stored(gaussian(*shape, seed=seed)) for seed, (name, shape) in enumerate(shapes.items())}
+    shapes = tensors_of(family).items()
+    return {prefix + name: stored(gaussian(*shape, seed=seed)) for seed, (name, shape) in enumerate(shapes)}
 
 
 def single_file(folder: Path, family: str, **of: str) -> Path:

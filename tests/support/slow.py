@@ -39,6 +39,8 @@ SLOW = {
     "targets/test_memory.py": EXHAUSTIVE,
     "targets/test_compensated_export.py": EXHAUSTIVE,
     "gguf/test_gguf_towers.py": EXHAUSTIVE,
+    "gguf/test_gguf_diffusion.py": EXHAUSTIVE,
+    "gguf/test_gguf_diffusers.py": MODELS,
     "gguf/test_gguf_other_writers.py": EXHAUSTIVE,
     "hub/test_offline.py": HUB,
     "hub/test_push_beside.py": HUB,
