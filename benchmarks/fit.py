@@ -34,7 +34,7 @@ from pqweights.convert.task import RunOptions, usable_cores
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS, SELF, QuantizeOptions, RecipeOptions
 from pqweights.planning.plan import QUANTIZE, TensorPlan, block_format_of
-from pqweights.planning.recipe import Recipe, Rule, SizeTarget, load_recipe
+from pqweights.planning.recipe import Goal, Recipe, Rule, load_recipe
 from pqweights.planning.sensitivity import Sensitivity, alphas_for, groups_of
 from pqweights.results.inspect import inspect
 from pqweights.runtime.evaluation import choose_windows
@@ -135,7 +135,7 @@ class Bench:
             self.measured[widths] = self._measure(recipe, learned)
         return {
             "what": what,
-            "target": None if recipe.size is None else recipe.size.bits_per_weight,
+            "target": None if recipe.goal is None else recipe.goal.bits_per_weight,
             **self.measured[widths],
             "predicted": {kind: self.groups(recipe, kind, learned).predicted_rise() for kind in self.found},
         }
@@ -173,10 +173,10 @@ class Bench:
         rows = [self.row(f"uniform {bits}", choose_recipe(q5, RecipeOptions(bits=bits))) for bits in UNIFORM]
         hand_made = self.row(HAND_MADE.name, HAND_MADE)
         rows.append(hand_made)
-        targets = [SizeTarget(bits_per_weight=bits) for bits in TARGETS]
-        targets.append(SizeTarget(output_bytes=hand_made["output_bytes"]))
+        targets = [Goal(bits_per_weight=bits) for bits in TARGETS]
+        targets.append(Goal(output_bytes=hand_made["output_bytes"]))
         for target in targets:
-            rows += [self.row(kind, replace(q5, size=target), kind) for kind in self.found]
+            rows += [self.row(kind, replace(q5, goal=target), kind) for kind in self.found]
         for row in rows:
             row["line"] = between(rows, row["bits_per_weight"])
         return rows

@@ -50,7 +50,7 @@ from pqweights.planning import fit
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import SELF, RecipeOptions
 from pqweights.planning.plan import QUANTIZE
-from pqweights.planning.recipe import Recipe, SizeTarget, load_recipe
+from pqweights.planning.recipe import Goal, Recipe, load_recipe
 from pqweights.results.inspect import inspect
 from pqweights.runtime.evaluation import choose_windows
 from pqweights.runtime.folders import read_folder
@@ -227,7 +227,7 @@ def variants(bench: Bench) -> Iterator[dict[str, Any]]:
         with mock.patch.object(Trellis, "first_step_power", power):
             yield master(bench, recipe, f"trellis 3.125 AWQ, {what}", awq=True)
     for rate in VARIED_RATES:
-        recipe = replace(base, size=SizeTarget(bits_per_weight=rate))
+        recipe = replace(base, goal=Goal(bits_per_weight=rate))
         with mock.patch.object(fit, "taken_apart", lambda groups, alphas, _: (groups, alphas)):
             yield master(bench, recipe, f"fit to {rate:g}, {FUSED}")
         yield master(bench, recipe, f"fit to {rate:g}, {APART}")

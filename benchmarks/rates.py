@@ -19,7 +19,7 @@ from harness import Cell, Document, table
 
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.options import RecipeOptions
-from pqweights.planning.recipe import Recipe, SizeTarget, load_recipe
+from pqweights.planning.recipe import Goal, Recipe, load_recipe
 
 TARGETS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
 WIDTHS, UNIFORM, FITTED = "fit of whole widths", "uniform trellis", "fit of trellis rates"
@@ -28,12 +28,12 @@ KINDS = (WIDTHS, UNIFORM, FITTED)
 
 def recipes(target: float) -> dict[str, Recipe]:
     """What is compared at one target, by its name."""
-    size = SizeTarget(bits_per_weight=target)
+    goal = Goal(bits_per_weight=target)
     widths, trellis = load_recipe("q5"), load_recipe("t4")
     return {
-        WIDTHS: replace(widths, size=size),
+        WIDTHS: replace(widths, goal=goal),
         UNIFORM: choose_recipe(trellis, RecipeOptions(bits=target)),
-        FITTED: replace(trellis, size=size),
+        FITTED: replace(trellis, goal=goal),
     }
 
 

@@ -69,6 +69,7 @@ def command(
     set_format: options.SetFormat = None,
     target_size: options.TargetSize = None,
     target_bpw: options.TargetBpw = None,
+    max_kl: options.MaxKl = None,
     adapter: options.Adapter = None,
     leave_out: options.LeaveOut = None,
     allow_pickle: options.AllowPickle = False,
@@ -120,5 +121,6 @@ def _lines(done: RewriteReport, folder: str, out: str) -> list[str]:
     return [
         f"{folder} -> {out}: {sizes}, {stored}",
         *(types or (*report.bits_and_coverage(done.totals), *integer_form_lines(done.pairs))),
+        *report.divergence_lines(done.conversion.made_by),
         *report.left_out_lines(plan),
     ]

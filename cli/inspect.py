@@ -93,7 +93,7 @@ def _learned_lines(made_by: Mapping[str, Any]) -> list[str]:
     awq, measured = made_by.get("awq"), made_by.get("sensitivity") or (made_by.get("fit") or {}).get("sensitivity")
     scales = ["", *report.scale_lines(awq)] if isinstance(awq, dict) else []
     alphas = measured.get("alphas") if isinstance(measured, dict) else None
-    return [*scales, *(["", *report.alpha_lines(alphas)] if alphas else [])]
+    return [*scales, *(["", *report.alpha_lines(alphas)] if alphas else []), *report.divergence_lines(made_by)]
 
 
 def _is_foreign_gguf(path: Path) -> bool:

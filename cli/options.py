@@ -235,6 +235,14 @@ TargetBpw = Annotated[
         "overhead counted.",
     ),
 ]
+MaxKl = Annotated[
+    float | None,
+    typer.Option(
+        metavar="NATS",
+        help="With --calibrate: the smallest result whose divergence KL(original || result) on such tokens is at most "
+        "NATS each, e.g. 0.02.",
+    ),
+]
 # How a source is read and quantized
 
 Adapter = Annotated[

@@ -55,6 +55,7 @@ def command(
     set_format: options.SetFormat = None,
     target_size: options.TargetSize = None,
     target_bpw: options.TargetBpw = None,
+    max_kl: options.MaxKl = None,
     adapter: options.Adapter = None,
     leave_out: options.LeaveOut = None,
     awq: options.Awq = None,
@@ -257,12 +258,12 @@ def _hub_lines(hub: HubTraffic | None, where: str) -> list[str]:
 
 def fit_lines(fit: Fit) -> list[str]:
     """Return the chosen bit widths, the size that they give, and how much the loss is predicted to rise."""
-    target = fit.target.output_bytes
+    target = fit.goal.output_bytes
     used = f" ({fit.output_bytes / target:.2%})" if target else ""
     return [
         *_width_lines(fit),
         *_alpha_lines(fit),
-        f"target: {fit.target}; result: {fit.output_bytes} bytes{used}; smallest possible: {fit.smallest_bytes} bytes",
+        f"target: {fit.goal}; result: {fit.output_bytes} bytes{used}; smallest possible: {fit.smallest_bytes} bytes",
         f"bits, all overhead counted: {fit.bits_per_weight:.4f} per weight that the recipe quantizes{_left(fit)}, "
         f"{fit.bits_per_parameter:.4f} per parameter",
         f"predicted rise of the loss: {fit.rise:.5f} ({_unit(fit)})",

@@ -379,6 +379,15 @@ def _integer_error_lines(records: Sequence[TensorRecord]) -> list[str]:
     return [f"relative MSE against the master: {added:.6f}", f"{against}: {whole}"]
 
 
+def divergence_lines(made_by: Mapping[str, Any]) -> list[str]:
+    """Return what was measured of a result for which a divergence was given."""
+    measured = made_by.get("sensitivity") or (made_by.get("fit") or {}).get("sensitivity")
+    for about in (made_by.get("calibrated"), measured):
+        if isinstance(about, dict) and isinstance(found := about.get("divergence"), float):
+            return [f"divergence: {found:.5f} nats per token, measured on tokens that nothing was fitted to"]
+    return []
+
+
 def alpha_lines(alphas: Mapping[str, float]) -> list[str]:
     """Return how much each weight, or group of weights, matters. alphas: by name"""
     title = "alpha of each, in nats per token for a relative squared error of 1, by layer:"

@@ -54,7 +54,9 @@ from pqweights.targets.possible import possible_exports
 
 if TYPE_CHECKING:
     from pqweights.calibrate.sampled_inputs import SampledInputs
+    from pqweights.checkpoint.source import Checkpoint
     from pqweights.planning.recipe import Recipe
+    from pqweights.planning.sensitivity import Sensitivity
     from pqweights.runtime.generation import Generation
 
 Opening = TypeVar("Opening", QuantizeOptions, ExportOptions)
@@ -71,6 +73,7 @@ def plan(
     set_format: FormatsByPattern | None = None,
     target_size: int | str | None = None,
     target_bpw: float | None = None,
+    max_kl: float | None = None,
     adapter: str | Sequence[str] = (),
     leave_out: str | Sequence[str] = (),
     awq: StrPath | None = None,
@@ -143,6 +146,7 @@ def quantize(
     set_format: FormatsByPattern | None = None,
     target_size: int | str | None = None,
     target_bpw: float | None = None,
+    max_kl: float | None = None,
     adapter: str | Sequence[str] = (),
     leave_out: str | Sequence[str] = (),
     strict: bool = False,
@@ -176,6 +180,8 @@ def quantize(
         names, or of a role or layers as in "role:expert" and "layers:0-3"
     target_size: the most bytes that the safetensors files may take, or "9GB"; bit widths are chosen to fit
     target_bpw: the most bits that a weight may take on average, all overhead counted; likewise
+    max_kl: the most divergence from the original, in nats per token of the sample of `calibrate`; the bit widths are
+        chosen with which the result is smallest
     adapter: adapters of PEFT or mlx-lm that are merged into the source in turn: folders, repositories or addresses,
         each perhaps with a colon and by how much it is multiplied
     leave_out: patterns of the names of tensors that the result does not get
@@ -255,6 +261,7 @@ def export(
     set_format: FormatsByPattern | None = None,
     target_size: int | str | None = None,
     target_bpw: float | None = None,
+    max_kl: float | None = None,
     adapter: str | Sequence[str] = (),
     leave_out: str | Sequence[str] = (),
     allow_pickle: bool = False,
@@ -300,8 +307,9 @@ def export(
     pure: for gguf: all matrices in the type of the mix
     without_tokenizer: for gguf: write the file although the model has no tokenizer
     name: for gguf: the name of the model
-    recipe, keep, set_format, target_size, target_bpw: as in `quantize`, with formats of the target in place of codecs
-        and bit widths; a size is met by a rule of thumb, or with `calibrate` by how much each weight matters there
+    recipe, keep, set_format, target_size, target_bpw, max_kl: as in `quantize`, with formats of the target in place of
+        codecs and bit widths; a size is met by a rule of thumb, or with `calibrate` by how much each weight matters
+        there
 
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
@@ -315,8 +323,8 @@ def export(
         raise OptionError("`private`: says how `push` creates a repository; give `push`, or leave it out")
     given, store = located("source", source), open_store(located("out", out))
     if dry_run:
-        if calibrate is not None and _has_size(target, options):
-            raise OptionError("`dry_run`: the formats for a size depend on what `calibrate` measures; leave out one")
+        if calibrate is not None and _has_goal(target, options):
+            raise OptionError("`dry_run`: the formats for a goal depend on what `calibrate` measures; leave out one")
         opened = open_exported(given, options)
         return unmeasured(plan_export(given, opened, store, target, options=options))
     if push is not None and store.is_elsewhere:
@@ -352,6 +360,7 @@ def _exported(
     """Learn what options ask for, and yield what is to be made of it."""
     to = get_target(target)
     options = to.with_recipe(options)
+    goal = None if options.calibrate is None else settings_of(to, options).recipe.goal
     known: SampledInputs | None = None
     with contextlib.ExitStack() as kept:
         if options.calibrate is not None:
@@ -360,12 +369,20 @@ def _exported(
             folder, options = _fetched(source, options, run)
             store.check_apart(folder)
             local = replace(options, revision=None, include_files=(), low_disk=False)
-            known = kept.enter_context(inputs_of(folder, open_exported(folder, local)[0], store, options, run.threads))
+            checkpoint, wanted = open_exported(folder, local)[0], goal and goal.divergence
+            known = kept.enter_context(inputs_of(folder, checkpoint, store, options, run.threads, wanted))
             run = replace(run, check=known.check_source)
         opened = open_exported(source, options)
         inputs: KnownInputs | None = known
-        if known is not None and _has_size(target, options):
-            options = replace(options, sensitivity=known.sensitivity(store, overwrite=run.overwrite))
+
+        def exported_by(sensitivity: Sensitivity, tried: Store) -> Checkpoint:
+            own, again = replace(options, sensitivity=sensitivity), replace(run, overwrite=True)
+            trial = plan_export(source, opened, tried, target, options=own, run=again, inputs=inputs)
+            convert(trial, tried, again)
+            return open_exported(tried.path)[0]
+
+        if known is not None and goal is not None:
+            options = replace(options, sensitivity=known.sensitivity(store, exported_by, overwrite=run.overwrite))
         elif known is None and (file := path_of(options.imatrix)) is not None:
             from pqweights.calibrate.imatrix import FileInputs
 
@@ -378,9 +395,9 @@ def _exported(
             write_imatrix(file, known, opened[0], str(options.calibrate))
 
 
-def _has_size(target: str, options: ExportOptions) -> bool:
-    """Whether formats are chosen for a size, which depends on how much each weight matters."""
-    return settings_of(get_target(target), options).recipe.size is not None
+def _has_goal(target: str, options: ExportOptions) -> bool:
+    """Whether formats are chosen for a goal, which depends on how much each weight matters."""
+    return settings_of(get_target(target), options).recipe.goal is not None
 
 
 def _fetched(source: str | Path, options: Opening, run: RunOptions) -> tuple[Path, Opening]:

@@ -66,7 +66,8 @@ OPTIONAL = {
         runtime.loading.conversion runtime.loading.packed runtime.loading.packed_products
         runtime.loading.packed_rows runtime.loading.packed_states kernels.attention
         kernels.reference kernels.transform_codes calibrate.calibrated calibrate.calibrated_weights
-        calibrate.calibrated_master calibrate.collecting calibrate.layer_passes calibrate.layer_statistics
+        calibrate.calibrated_master calibrate.collecting calibrate.divergence calibrate.layer_passes
+        calibrate.layer_statistics
         calibrate.drawing calibrate.layered calibrate.sample calibrate.scale_finding calibrate.sensitivity
         calibrate.work_folder
     """,

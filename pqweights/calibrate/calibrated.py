@@ -44,6 +44,7 @@ from pqweights.calibrate.calibrated_weights import (
     stored_moments,
     together,
 )
+from pqweights.calibrate.divergence import ATTEMPTS, MOST_BELOW, Divergence
 from pqweights.calibrate.layer_passes import LayerPasses
 from pqweights.calibrate.layer_statistics import InputMoments, LayerStatistics, moments_of_inputs
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
@@ -51,7 +52,7 @@ from pqweights.checkpoint.writer import disk_errors, free_bytes
 from pqweights.common.threads import Progress
 from pqweights.convert.distributed.engine import RayEngine
 from pqweights.convert.distributed.worker import ClusterWork
-from pqweights.convert.ready import CodeMeasures, write_ready
+from pqweights.convert.ready import CodeMeasures, ready_values, write_ready
 from pqweights.errors import SourceChangedError, SourceError
 from pqweights.formats.column_encoding import (
     InputFactors,
@@ -84,12 +85,14 @@ class Encoded:
 
     folder: of the files with the codes
     bits, wanted_bits: how many the codes take, and were to take
-    is_met: whether that is close enough
+    divergence: what was measured, if it is bounded
+    is_met: whether the size is close enough, or the divergence
     """
 
     folder: Path
     bits: float
     wanted_bits: float
+    divergence: float | None
     is_met: bool
 
 
@@ -125,6 +128,8 @@ class LayerwiseCalibration:
     work: a folder for what lies on the disk
     wanted_bits: how many each tensor is to take, by name, if none gave of its bits to others
     at_most: whether all together may not take more than that, rather than about as many
+    most_divergence: in nats per token, on `unseen`; what the weights are to take is then only tried first
+    unseen: token ids, [windows, tokens]
     by_tensor: whether each tensor takes as many as it is to, rather than all together
     states: of the trellis
     threads: that encode
@@ -141,6 +146,8 @@ class LayerwiseCalibration:
     wanted_bits: Mapping[str, float]
     states: int
     at_most: bool = False
+    most_divergence: float | None = None
+    unseen: Tensor | None = None
     by_tensor: bool = False
     threads: int = 1
     seed: int = 0
@@ -373,12 +380,66 @@ class LayerwiseCalibration:
         while True:
             step = self._settled(attempt, goal)
             folder, taken = self._attempted(attempt, step)
-            is_met = abs(taken / goal - 1) <= slack
-            if is_met or attempt + 1 == _ATTEMPTS:
-                return Encoded(folder=folder, bits=taken, wanted_bits=aim, is_met=is_met)
+            encoded = functools.partial(Encoded, folder=folder, bits=taken, wanted_bits=aim)
+            if self.most_divergence is not None:
+                found = self._diverged(attempt, folder)
+                is_met, corrected = self._next_for_divergence(attempt)
+                if is_met or corrected is None:
+                    return encoded(divergence=found, is_met=is_met)
+            else:
+                is_met = abs(taken / goal - 1) <= slack
+                if is_met or attempt + 1 == _ATTEMPTS:
+                    return encoded(divergence=None, is_met=is_met)
+                corrected = self._step(goal * self._expected_bits(step) / max(taken, 1.0))
             attempt += 1
-            corrected = self._step(goal * self._expected_bits(step) / max(taken, 1.0))
             self._passes.save("step", attempt, {"step": np.array(corrected)})
+
+    def _next_for_divergence(self, last: int) -> tuple[bool, float | None]:
+        """Return whether the last of some attempts has the divergence that is wanted, and the next step, if any.
+
+        A divergence is about proportional to the square of the step, while errors are small. After the last attempt
+        the best of those whose divergence is small enough is encoded once more.
+        """
+        assert self.most_divergence is not None
+        kinds = ("step", "divergence")
+        known = np.array([[float(self._passes.read(k, n)[k]) for k in kinds] for n in range(last + 1)])
+        steps, found = known.T
+        is_small = found <= self.most_divergence
+        if is_small[-1] and (found[-1] >= (1 - MOST_BELOW) * self.most_divergence or last >= ATTEMPTS):
+            return True, None
+        if last >= ATTEMPTS:
+            return False, None
+        if last + 1 == ATTEMPTS:
+            return False, float(steps[is_small].max()) if is_small.any() else float(steps.min() / 2)
+        logarithms, wanted = np.log2(known), np.log2(self.most_divergence * (1 - MOST_BELOW / 2))
+        nearest = np.argsort(np.abs(logarithms[:, 1] - wanted), kind="stable")[:2]
+        step, divergence = logarithms[nearest[0]]
+        slope = 2.0
+        if len(nearest) > 1 and (moved := logarithms[nearest[1], 0] - step):
+            slope = min(max((logarithms[nearest[1], 1] - divergence) / moved, 1.0), 4.0)
+        return False, float(2.0 ** (step + (wanted - divergence) / slope))
+
+    def _diverged(self, attempt: int, folder: Path) -> float:
+        """Return the divergence of the model with the codes of an attempt."""
+        file = self._passes.file("divergence", attempt)
+        if not file.exists():
+
+            def with_codes(layer: int) -> None:
+                number = self.model.layers if layer == OUTSIDE else layer
+                values = ready_values(folder / f"codes-{number:04}.safetensors")
+                parameters = self.model.parameters_of(layer)
+                for weight in self.weights.get(layer, ()):
+                    if weight.name in values:
+                        weight.take(parameters, values[weight.name])
+
+            found = self._divergence.of(self.model, with_codes)
+            self._passes.save("divergence", attempt, {"divergence": np.array(found)})
+        return float(self._passes.read("divergence", attempt)["divergence"])
+
+    @functools.cached_property
+    def _divergence(self) -> Divergence:
+        assert self.unseen is not None
+        return Divergence(self.model, self.unseen)
 
     def _attempted(self, attempt: int, step: float) -> tuple[Path, float]:
         """Encode all layers with a step; return the folder of the codes, and the bits that they take."""

@@ -20,6 +20,7 @@ from pqweights.calibrate.layered import OUTSIDE, LayeredModel
 from pqweights.calibrate.sample import SEED, SampleOf
 from pqweights.calibrate.work_folder import check_space, folder_beside, worked_on_in
 from pqweights.checkpoint.readers import element_count
+from pqweights.common.strict_json import rounded
 from pqweights.common.threads import Progress
 from pqweights.convert.distributed.engine import local_files
 from pqweights.convert.ready import FinishedWeights, ReadyWeights
@@ -28,7 +29,7 @@ from pqweights.formats.trellis import Trellis
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
 from pqweights.planning.options import BY_TENSOR, QuantizeOptions
 from pqweights.planning.plan import Plan
-from pqweights.planning.recipe import Recipe
+from pqweights.planning.recipe import Goal, Recipe
 from pqweights.storage import Store
 from pqweights.targets.master import plan_quantize
 
@@ -51,7 +52,9 @@ def calibrated_codes(
     checkpoint, plan = conversion.checkpoint, conversion.plan
     wanted = wanted_bits(recipe, plan.tensors)
     states = recipe.effort or STATES
-    sample = SampleOf.of(source, checkpoint, str(options.calibrate), options)
+    goal = recipe.goal or Goal()
+    is_checked = goal.divergence is not None
+    sample = SampleOf.of(source, checkpoint, str(options.calibrate), options, is_checked=is_checked)
     planned = [(tensor.name, tensor.bytes) for tensor in plan.tensors]
     stated = [*sample.stated, recipe.to_json(), planned, states, options.rate]
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
@@ -73,7 +76,9 @@ def calibrated_codes(
             work=work,
             wanted_bits=wanted,
             states=states,
-            at_most=recipe.size is not None,
+            at_most=goal != Goal(),
+            most_divergence=goal.divergence,
+            unseen=sample.unseen(work, ids) if is_checked else None,
             by_tensor=options.rate == BY_TENSOR,
             threads=run.threads,
             seed=SEED,
@@ -84,10 +89,12 @@ def calibrated_codes(
         )
         encoded = calibration.encode()
         about = _about(sample, ids, states=states, rate=options.rate)
+        if encoded.divergence is not None:
+            about["divergence"] = rounded(encoded.divergence)
         ready = ReadyWeights.open(encoded.folder, about=about | {"identity": key})
         left = _of_the_trellis(plan) - ready.weights.keys()
         sample.check_source()
-        warnings = (*_missed(encoded), *_warnings(left, wanted, weights, ready))
+        warnings = (*_missed(encoded, goal), *_warnings(left, wanted, weights, ready))
         pooled = _pooled(calibration.hardly_reached, ready)
         yield ready.with_warnings((*warnings, *pooled)), replace(run, check=sample.check_source)
 
@@ -154,10 +161,13 @@ def _pooled(experts: Mapping[str, int], ready: ReadyWeights) -> tuple[str, ...]:
     )
 
 
-def _missed(encoded: Encoded) -> tuple[str, ...]:
-    """Return a line about a size that was missed."""
+def _missed(encoded: Encoded, goal: Goal) -> tuple[str, ...]:
+    """Return a line about a size, or a divergence, that was missed."""
     if encoded.is_met:
         return ()
+    if encoded.divergence is not None:
+        found = f"a divergence of {encoded.divergence:.3g}, where at most {goal.divergence:g} was wanted"
+        return (f"`max_kl`: the calibrated weights have {found}, after the last attempt; ask for another one",)
     taken, wanted = (round(bits / 8) for bits in (encoded.bits, encoded.wanted_bits))
     return (
         f"`calibrate`: the calibrated weights take {taken} bytes after the last attempt, {taken / wanted:.1%} of the "

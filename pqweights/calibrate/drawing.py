@@ -7,6 +7,7 @@ docs/calibration.md has what that is worth.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,11 +19,9 @@ from pqweights.errors import EvaluationError
 from pqweights.runtime.kv.states import appended
 
 DRAWING = "drawing the sample"  # as users are told
-# Of so many windows of a sample one is drawn at least.
-DRAWN_EVERY = 4
-# A model knows texts if a token of them costs it at most UNFAMILIAR nats more than one that it has drawn, on average
-# over TRIED windows of each.
-UNFAMILIAR, TRIED = 1.0, 6
+# A model knows texts if a token of them costs it at most FAMILIAR of what guessing among all tokens would, on average
+# over TRIED windows. What it draws costs less the more it repeats itself, so that is nothing to compare with.
+FAMILIAR, TRIED = 0.5, 6
 
 
 class RoomyLayer(DynamicLayer):
@@ -60,19 +59,21 @@ def own_sample(model: Any, texts: Tensor, *, windows: int, tokens: int, seed: in
     drawn = draw(model, windows=windows - len(texts), tokens=tokens, first=first, seed=seed)
     if not len(texts):
         return drawn
-    if _mean_loss(model, texts) > _mean_loss(model, drawn) + UNFAMILIAR:
+    if not _knows(model, texts):
         texts = draw(model, windows=len(texts), tokens=tokens, first=first, seed=seed + 1)
     return torch.cat([drawn, texts])
 
 
-def _mean_loss(model: Any, ids: Tensor) -> float:
-    """Return what a token costs a model, in nats, in some windows of ids [windows, tokens]."""
-    tried, total = ids[:: -(-len(ids) // TRIED)], 0.0
+def _knows(model: Any, ids: Tensor) -> bool:
+    """Return whether texts, as ids [windows, tokens], are of a kind that a model knows."""
+    tried = ids[:: -(-len(ids) // TRIED)]
+    loss, guessed = 0.0, 0.0
     with torch.inference_mode():
         for window in tried:
             logits = model(window[None], use_cache=False).logits[0, :-1].float()
-            total += float(torch.nn.functional.cross_entropy(logits, window[1:]))
-    return total / len(tried)
+            loss += float(torch.nn.functional.cross_entropy(logits, window[1:]))
+            guessed += math.log(logits.shape[-1])
+    return loss <= FAMILIAR * guessed
 
 
 def draw(model: Any, *, windows: int, tokens: int, first: int, seed: int) -> Tensor:

@@ -38,6 +38,11 @@ from pqweights.targets.master import plan_quantize
 WINDOW = 256
 FEWEST_TOKENS = 2048
 SEED = 0
+# Windows on which a calibration is checked, and how many of these there are at least that it has not read.
+CHECKED, FEWEST_CHECKED = 16, 4
+UNSEEN = "unseen.safetensors"
+# Of so many windows of what a model knows one is drawn at least.
+DRAWN_EVERY = 4
 MOST_UNKNOWN = 0.02  # of the tokens of the prose, or it is not for this model
 # A model whose weights take more bytes in float32 is sampled from packed, from a draft master; so is one that is
 # already quantized or pickled, which transformers may not compute as it is.
@@ -55,6 +60,7 @@ class SampleOf:
         what sample_text takes
     tokens: how many at most
     save: the file that it is also written to; None for no such
+    is_checked: whether `unseen` is asked for as well
     allow_pickle, leave_out: as in QuantizeOptions
     """
 
@@ -65,9 +71,12 @@ class SampleOf:
     allow_pickle: bool = False
     leave_out: Sequence[str] = ()
     save: Path | None = None
+    is_checked: bool = False
 
     @staticmethod
-    def of(source: Path, checkpoint: Checkpoint, text: str, options: QuantizeOptions) -> SampleOf:
+    def of(
+        source: Path, checkpoint: Checkpoint, text: str, options: QuantizeOptions, *, is_checked: bool = False
+    ) -> SampleOf:
         """Return the sample that options ask for."""
         return SampleOf(
             source=source,
@@ -77,6 +86,7 @@ class SampleOf:
             allow_pickle=options.allow_pickle,
             leave_out=options.leave_out,
             save=path_of(options.save_sample),
+            is_checked=is_checked,
         )
 
     @functools.cached_property
@@ -115,20 +125,21 @@ class SampleOf:
     def stated(self) -> list[Any]:
         """Everything on which it, and the model that reads it, depend. Raises EvaluationError for a wrong text."""
         digest = self.digest  # first, because a wrong text is found in no time
-        return [__version__, sorted(self.contents.digests.items()), digest, self.tokens, WINDOW, SEED]
+        stated = [__version__, sorted(self.contents.digests.items()), digest, self.tokens, WINDOW, SEED]
+        return [*stated, UNSEEN] if self.is_checked else stated
 
     @functools.cached_property
     def _given(self) -> Windows | None:
         """The tokens in a file, as many as are wanted; None for another sample. Raises EvaluationError."""
         if self.kind != TOKENS:
             return None
-        ids = read_sample(Path(self.text), self._described)
+        ids = read_sample(Path(self.text), self.described)
         if ids.size < FEWEST_TOKENS:
             raise EvaluationError(f"{self.text}: expected at least {FEWEST_TOKENS} tokens, found {ids.size}")
         return ids[: max(1, self.tokens // ids.shape[1])]
 
     @property
-    def _described(self) -> Path:
+    def described(self) -> Path:
         """The folder with configuration and tokenizer."""
         return described_folder(self.checkpoint, self.source)
 
@@ -137,7 +148,7 @@ class SampleOf:
         """The windows, and the tokens of each; a short text has fewer windows."""
         if self._given is not None:
             return self._given.shape
-        size = min(WINDOW, read_folder(self._described).context or WINDOW)
+        size = min(WINDOW, read_folder(self.described).context or WINDOW)
         return max(1, self.tokens // size), size
 
     def ids(self, work: Path, threads: int) -> Tensor:
@@ -152,15 +163,32 @@ class SampleOf:
             else:
                 ids = self._read(windows, size)
             self.check_source()
-            write_sample(file, ids, self._described)
-        ids = read_sample(file, self._described)
+            write_sample(file, ids, self.described)
+        ids = read_sample(file, self.described)
         if self.save is not None:
-            write_sample(self.save, ids, self._described)
+            write_sample(self.save, ids, self.described)
         return torch.from_numpy(ids)
+
+    def unseen(self, work: Path, ids: Tensor) -> Tensor:
+        """Return token ids of the same kind that are not in a sample, [at most CHECKED windows, tokens].
+
+        If there are none, they are the last ones of the sample.
+
+        work: the folder of `ids`
+        ids: the sample
+        """
+        windows, size = ids.shape
+        if self._given is not None:
+            further = read_sample(Path(self.text), self.described)[windows:]
+        elif self.text == SELF:
+            further = read_sample(work / UNSEEN, self.described)
+        else:
+            further = self._read(windows + CHECKED, size)[windows:]
+        return torch.from_numpy(further[:CHECKED]) if len(further) >= FEWEST_CHECKED else ids[-CHECKED:]
 
     def _read(self, windows: int, size: int) -> Windows:
         """Cut the text. Raises EvaluationError if it is too short, or there is no tokenizer."""
-        described = self._described
+        described = self.described
         if not has_tokenizer(described):
             raise EvaluationError(
                 f"{described}: expected a tokenizer to read the text with, found none; put its files there"
@@ -175,7 +203,7 @@ class SampleOf:
 
     def texts(self, windows: int, size: int) -> Tensor:
         """Cut the prose of the mixture, for up to so many windows; none if no tokenizer of the model can read it."""
-        described = self._described
+        described = self.described
         found = np.empty((0, size), dtype=np.int64)
         if windows and has_tokenizer(described):
             with contextlib.suppress(EvaluationError, SourceError):
@@ -186,7 +214,7 @@ class SampleOf:
 
     def _own(self, work: Path, shape: tuple[int, int], threads: int) -> Tensor:
         """Make a sample by the model, or by a draft master of it that stays packed. shape: windows, and tokens"""
-        from pqweights.calibrate.drawing import DRAWING, DRAWN_EVERY, own_sample
+        from pqweights.calibrate.drawing import DRAWING, draw, first_token, own_sample
         from pqweights.runtime.loading.transformers import load
 
         is_large = 4 * sum(element_count(tensor) for tensor in self.checkpoint.tensors) > MOST_IN_MEMORY
@@ -209,8 +237,14 @@ class SampleOf:
             unexpected = [name for name in loaded.unexpected if name not in self.checkpoint.left_out_tensors]
             check_loaded(folder, type(model).__name__, missing=loaded.missing, unexpected=unexpected)
             windows, tokens = shape
-            texts = self.texts(windows - max(1, windows // DRAWN_EVERY), tokens)
+            used = windows - max(1, windows // DRAWN_EVERY)
+            known = self.texts(used + (CHECKED if self.is_checked else 0), tokens)
+            texts, further = known[:used], known[used:]
             ids = own_sample(model, texts, windows=windows, tokens=tokens, seed=SEED)
+            if self.is_checked:
+                if len(further) < FEWEST_CHECKED or not torch.equal(ids[-1], texts[-1]):
+                    further = draw(model, windows=CHECKED, tokens=tokens, first=first_token(model), seed=SEED + 2)
+                write_sample(work / UNSEEN, further.numpy(), self.described)
         shutil.rmtree(work / "draft", ignore_errors=True)
         return ids
 

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from pqweights.calibrate.collecting import VectorInputs, check_windows
+from pqweights.calibrate.divergence import Divergence, scaled_for
 from pqweights.calibrate.finished import finished_manifest
 from pqweights.calibrate.layer_passes import LayerPasses
 from pqweights.calibrate.layer_statistics import LayerStatistics, weight_inputs
@@ -40,24 +41,30 @@ from pqweights.planning.inputs import InputVector, WeightInputs
 from pqweights.planning.options import ExportOptions, path_of
 from pqweights.planning.recipe import load_recipe
 from pqweights.planning.sensitivity import Sensitivity
-from pqweights.storage import Store
+from pqweights.storage import Store, open_store
 
 Floats = npt.NDArray[np.float32]
 
 # The rows that are held back of each vector.
 HELD_BACK_ROWS = 512
 KEY = "inputs"
-READING = "reading the sample"  # as users are told
+READING, MEASURING = "reading the sample", "measuring the divergence of a result"  # as users are told
 
 
 @contextmanager
 def inputs_of(
-    source: Path, checkpoint: Checkpoint, out: Store, options: ExportOptions, threads: int
+    source: Path,
+    checkpoint: Checkpoint,
+    out: Store,
+    options: ExportOptions,
+    threads: int,
+    divergence: float | None = None,
 ) -> Iterator[SampledInputs]:
     """Yield the inputs of the weights of a checkpoint, on a sample that is taken when they are first needed.
 
     source: its local folder
     out: the result for which they are wanted, beside which what was found is kept until it is there
+    divergence: that results are to have; None if it is not measured
 
     Raises SourceError, EvaluationError, OutputError.
     """
@@ -70,13 +77,14 @@ def inputs_of(
         text=text,
         tokens=options.calibration_tokens,
         save=path_of(options.save_sample),
+        is_checked=divergence is not None,
     )
     check_windows(*sample.shape)
     key = hashlib.sha256(json.dumps(sample.stated).encode()).hexdigest()
     with worked_on_in(folder_beside(out), out, key, threads, sample.contents.is_same) as work:
         if sample.save is not None:
             sample.ids(work, threads)
-        yield SampledInputs(sample=sample, work=work, identity=key, threads=threads)
+        yield SampledInputs(sample=sample, work=work, identity=key, threads=threads, divergence=divergence)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,12 +95,14 @@ class SampledInputs:
     work: a folder for what lies on the disk
     identity: a digest of all that
     threads: how many compute
+    divergence: that results are to have, in nats per token; None for a size
     """
 
     sample: SampleOf
     work: Path
     identity: str
     threads: int
+    divergence: float | None = None
     vectors: list[InputVector] = field(default_factory=list)
     weights: dict[str, WeightInputs] = field(default_factory=dict)
     _squares: list[Floats] = field(default_factory=list)
@@ -129,15 +139,33 @@ class SampledInputs:
                     self._run(layer, partial(self._write, layer), with_moments=False)
                 self._read(layer)
 
-    def sensitivity(self, out: Store, *, overwrite: bool) -> Sensitivity:
-        """Measure how much the loss rises with errors of each weight, or read what a finished result says of it."""
+    def sensitivity(
+        self, out: Store, export: Callable[[Sensitivity, Store], Checkpoint], *, overwrite: bool
+    ) -> Sensitivity:
+        """Measure how much the loss rises with errors of each weight, or read what a finished result says of it.
+
+        export: exports by sensitivities into a folder, and returns the result: where its divergence is bounded, what is
+            measured is multiplied until that is met
+        """
         manifest = finished_manifest(out, overwrite=overwrite)
         stated = None if manifest is None else manifest.made_by.get("sensitivity")
-        if isinstance(stated, dict) and stated.get("identity") == self.identity:
+        if isinstance(stated, dict) and (stated.get("identity"), stated.get("max_kl")) == (
+            self.identity,
+            self.divergence,
+        ):
             return Sensitivity.read(stated)
-        sizes = block_sizes(self.sample.checkpoint, load_recipe(DEFAULT_RECIPE))
+        sample, sizes = self.sample, block_sizes(self.sample.checkpoint, load_recipe(DEFAULT_RECIPE))
         with slow_step(READING):
-            found = measure(self.sample, self.work, sizes, threads=self.threads, progress=lambda *_: None)
+            found = measure(sample, self.work, sizes, threads=self.threads, progress=lambda *_: None)
+        if self.divergence is not None:
+            tried = open_store(self.work / "tried")
+
+            def make(sensitivity: Sensitivity) -> LayeredModel:
+                return LayeredModel(export(sensitivity, tried), sample.described, remedy="leave out `max_kl`")
+
+            with slow_step(MEASURING):
+                measured = Divergence(self._passes.model, sample.unseen(self.work, self._passes.ids))
+                found = scaled_for(self.divergence, found, measured, make, self.work)
         return replace(found, method=found.method | {"identity": self.identity})
 
     def mean_squares(self, vector: int) -> Floats:

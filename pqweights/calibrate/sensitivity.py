@@ -25,6 +25,7 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor
 
+from pqweights.calibrate.divergence import Divergence, scaled_for
 from pqweights.calibrate.finished import stated_by_result
 from pqweights.calibrate.layer_passes import LayerPasses, save_whole
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
@@ -33,6 +34,7 @@ from pqweights.calibrate.work_folder import check_space, folder_beside, worked_o
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.strict_json import rounded
 from pqweights.common.threads import Progress, slow_step
+from pqweights.convert.convert import convert
 from pqweights.convert.task import RunOptions
 from pqweights.errors import RecipeError, SourceError
 from pqweights.formats import CODECS
@@ -42,10 +44,13 @@ from pqweights.planning.decisions import decide, without
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity import Sensitivity
-from pqweights.storage import Store
+from pqweights.storage import Store, open_store
 from pqweights.storage.sources import open_source
+from pqweights.targets.exporting import open_exported
+from pqweights.targets.master import Learned, plan_quantize
 
 PASSES = "passes"  # the folder of what lies on the disk between passes
+REMEDY = "choose bits without `calibrate`"
 ALPHAS = "alphas"  # of a layer, by the name of a tensor
 
 
@@ -105,7 +110,7 @@ def sensitivity_for(
         yield Sensitivity.read(stated), run
         return
     with worked_on_in(folder_beside(out), out, key, run.threads, sample.contents.is_same) as work:
-        found = measure(sample, work, block_sizes(sample.checkpoint, recipe), threads=run.threads, progress=progress)
+        found = _measured(sample, work, recipe, options, threads=run.threads, progress=progress)
         yield replace(found, method=found.method | {"identity": key}), replace(run, check=sample.check_source)
 
 
@@ -115,7 +120,7 @@ def measured(
     """Measure the sensitivities by which a plan chooses bit widths. work: an empty folder"""
     sample, key = _sample(source, recipe, options)
     with worked_on_in(work / "sensitivity", source, key, threads, sample.contents.is_same) as folder:
-        found = measure(sample, folder, block_sizes(sample.checkpoint, recipe), threads=threads, progress=progress)
+        found = _measured(sample, folder, recipe, options, threads=threads, progress=progress)
     return replace(found, method=found.method | {"identity": key})
 
 
@@ -123,8 +128,29 @@ def _sample(source: Path, recipe: Recipe, options: QuantizeOptions) -> tuple[Sam
     """Return the sample that is wanted, and a digest of everything on which the sensitivities depend."""
     checkpoint = without(open_source(source, allow_pickle=options.allow_pickle), options.leave_out)
     sizes = block_sizes(checkpoint, recipe)
-    sample = SampleOf.of(source, checkpoint, str(options.calibrate), options)
-    return sample, hashlib.sha256(json.dumps([*sample.stated, sizes]).encode()).hexdigest()
+    goal = None if recipe.goal is None else recipe.goal.divergence
+    sample = SampleOf.of(source, checkpoint, str(options.calibrate), options, is_checked=goal is not None)
+    return sample, hashlib.sha256(json.dumps([*sample.stated, sizes, goal]).encode()).hexdigest()
+
+
+def _measured(
+    sample: SampleOf, work: Path, recipe: Recipe, options: QuantizeOptions, *, threads: int, progress: Progress
+) -> Sensitivity:
+    """Measure sensitivities, by masters that are made of them if the recipe is for a divergence."""
+    found = measure(sample, work, block_sizes(sample.checkpoint, recipe), threads=threads, progress=progress)
+    if recipe.goal is None or recipe.goal.divergence is None:
+        return found
+    tried, run = open_store(work / "tried"), RunOptions(threads=threads, overwrite=True)
+
+    def make(sensitivity: Sensitivity) -> LayeredModel:
+        known = Learned(sensitivity=sensitivity)
+        convert(plan_quantize(sample.source, recipe, options, known, out=tried, run=run), tried, run)
+        return LayeredModel(open_exported(tried.path)[0], sample.described, remedy=REMEDY)
+
+    with slow_step("measuring the divergence of masters"):
+        model = LayeredModel(sample.checkpoint, sample.source, remedy=REMEDY)
+        divergence = Divergence(model, sample.unseen(work, sample.ids(work, threads)))
+        return scaled_for(recipe.goal.divergence, found, divergence, make, work)
 
 
 def block_sizes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, int]:
@@ -155,7 +181,7 @@ def measure(
     file, model = work / "sensitivity.safetensors", None
     if not file.exists():
         with slow_step("loading transformers"):
-            model = LayeredModel(sample.checkpoint, sample.source, remedy="choose bits without `calibrate`")
+            model = LayeredModel(sample.checkpoint, sample.source, remedy=REMEDY)
     ids = sample.ids(work, threads)
     if model is not None:
         folder = work / PASSES

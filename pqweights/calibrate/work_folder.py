@@ -26,7 +26,7 @@ _MARK = "pqweights calibration "
 # What is there of a calibration that has not begun.
 _NOT_WORK = {LOCK_FILE, MARK_FILE, MARK_FILE + PARTIAL_SUFFIX}
 # What a calibration makes.
-_OURS = ("*.safetensors", "*.safetensors.*", "codes-*", "draft", "passes")
+_OURS = ("*.safetensors", "*.safetensors.*", "codes-*", "draft", "passes", "tried")
 
 
 def folder_beside(out: Store) -> Path:

@@ -114,7 +114,10 @@ def _other_recipe(theirs: Any, ours: Mapping[str, Any]) -> str:
         return f"another recipe ({_short(stated.get('name'))}{bits})"
     if theirs.get("effort") != ours.get("effort"):
         return "the default effort" if theirs.get("effort") is None else f"`effort` {_short(theirs['effort'])}"
-    return "another codec, other rules or another target (`codec`, `keep`, `set_format`, `target_size`, `target_bpw`)"
+    return (
+        "another codec, other rules or another target (`codec`, `keep`, `set_format`, `target_size`, `target_bpw`, "
+        "`max_kl`)"
+    )
 
 
 def _short(value: Any) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import safe_open
 
 from pqweights.checkpoint.digests import PIECE_BYTES, CheckedReads, digests_of_pieces, hash_of_pieces
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, build_header
@@ -35,6 +37,7 @@ from pqweights.formats.columns import (
     ColumnCut,
     TrellisColumns,
     bits_of,
+    decode_columns,
 )
 from pqweights.planning.plan import QUANTIZE, TensorPlan, stored_bytes
 
@@ -91,6 +94,30 @@ def write_ready(path: Path, weights: Mapping[str, tuple[ColumnCodes, CodeMeasure
             yield parts[tensor.name].tobytes()
 
     write_whole(path.parent, path, pieces())
+
+
+def ready_values(path: Path) -> dict[str, npt.NDArray[np.float32]]:
+    """Return the weights in a file of `write_ready`, by name, decoded: f32 in their shapes."""
+    with safe_open(path, "numpy") as stored:
+        weights = json.loads(stored.metadata()[KEY])
+        return {name: _decoded([stored.get_tensor(part) for part in _names(name)], of) for name, of in weights.items()}
+
+
+def _decoded(parts: Sequence[npt.NDArray[Any]], about: Mapping[str, Any]) -> npt.NDArray[np.float32]:
+    shape, (trellis, *others) = about["shape"], parts
+    cut = ColumnCut.of(shape, transposed=about["transposed"])
+    ends = np.append(0, others[0].reshape(math.prod(cut.stack), -1).sum(1, dtype=np.int64).cumsum())
+    result = np.empty((math.prod(cut.stack), *shape[-2:]), dtype=np.float32)
+    for number, matrix in enumerate(result):
+        own = [part.reshape(len(result), *part.shape[len(cut.stack) :])[number] for part in others]
+        lengths, row_scales, column_scales = own
+        part = trellis[ends[number] : ends[number + 1]]
+        codes = ColumnCodes(part, lengths, row_scales, column_scales, transposed=cut.transposed)
+        codes = codes.T if codes.transposed else codes
+        raw = decode_columns(codes, range(codes.cut.strips), "F32").view(np.float32)
+        values = raw.reshape(len(codes.row_scales), len(codes.column_scales))
+        matrix[:] = values.T if cut.transposed else values
+    return result.reshape(shape)
 
 
 def _names(name: str) -> tuple[str, ...]:

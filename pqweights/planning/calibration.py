@@ -34,7 +34,7 @@ def check_calibration(options: QuantizeOptions) -> None:
 
 def measures(recipe: Recipe, options: QuantizeOptions) -> bool:
     """Whether sensitivities are measured: for a size, of weights whose codes no calibration finds."""
-    return options.calibrate is not None and recipe.size is not None and Trellis.codec not in recipe.codecs
+    return options.calibrate is not None and recipe.goal is not None and Trellis.codec not in recipe.codecs
 
 
 def wanted_bits(recipe: Recipe, tensors: Sequence[TensorPlan]) -> dict[str, float]:
@@ -48,7 +48,7 @@ def wanted_bits(recipe: Recipe, tensors: Sequence[TensorPlan]) -> dict[str, floa
     for tensor in tensors:
         if tensor.codec == Trellis.codec and _fills_strips(tensor.shape):
             columns = column_specs(tensor.name, ColumnCut.of(tensor.shape), tensor.bytes)
-            counts_headers = recipe.size is not None and recipe.size.output_bytes is not None
+            counts_headers = recipe.goal is not None and recipe.goal.output_bytes is not None
             more = _header_bytes(columns) - _header_bytes(tensor.stored) if counts_headers else 0
             wanted[tensor.name] = 8.0 * (tensor.bytes - more)
     if not wanted:

@@ -22,7 +22,7 @@ from pqweights.planning.recipe import (
     checked,
     checked_condition,
     load_recipe,
-    make_size,
+    make_goal,
     with_known_codecs,
 )
 
@@ -47,17 +47,18 @@ def choose_recipe(
         recipe = load_recipe(recipe if isinstance(recipe, str) else Path(recipe))
     if recipe.target not in (None, target):
         raise RecipeError(f"recipe {recipe.name!r}: is for the target {recipe.target}, not for {target}")
-    size = checked("", partial(make_size, options.target_size, options.target_bpw), OptionError) or recipe.size
+    given = partial(make_goal, options.target_size, options.target_bpw, options.max_kl)
+    goal = checked("", given, OptionError) or recipe.goal
     if target == MASTER:
         if recipe.format is not None or any(rule.format is not None for rule in recipe.rules):
             raise RecipeError(f"recipe {recipe.name!r}: a master has codecs and bits, found formats of exports")
-        recipe = _with_defaults(recipe, options, has_size=size is not None)
-    return replace(recipe, size=size, overrides=(*_overrides(recipe, options, target), *recipe.overrides))
+        recipe = _with_defaults(recipe, options, has_goal=goal is not None)
+    return replace(recipe, goal=goal, overrides=(*_overrides(recipe, options, target), *recipe.overrides))
 
 
-def _with_defaults(recipe: Recipe, options: RecipeOptions, *, has_size: bool) -> Recipe:
+def _with_defaults(recipe: Recipe, options: RecipeOptions, *, has_goal: bool) -> Recipe:
     """Return the recipe of a master with the codec, the effort and the bits that options give."""
-    if options.bits is not None and has_size:
+    if options.bits is not None and has_goal:
         raise OptionError("expected either `bits` or a target, which chooses the bit widths; leave `bits` out")
     if options.effort is not None:
         recipe = replace(recipe, effort=None)  # nobody asks whether another codec has it

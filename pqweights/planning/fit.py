@@ -19,9 +19,9 @@ from pqweights.common.strict_json import rounded
 from pqweights.errors import RecipeError
 from pqweights.formats import get_codec
 from pqweights.planning.decisions import RatePlanner, Rates
-from pqweights.planning.knapsack import Choice, Solution, best_within, cheapest, solve
+from pqweights.planning.knapsack import Choice, Solution, best_within, cheapest, least_cost, solve
 from pqweights.planning.plan import QUANTIZE, TensorPlan, block_format_of
-from pqweights.planning.recipe import SizeTarget
+from pqweights.planning.recipe import Goal
 from pqweights.planning.sensitivity import HEURISTIC, Sensitivity, alphas_for, groups_of, taken_apart
 
 # A result may be smaller than its target by this share; for more, codecs of any rate get finer ones.
@@ -56,7 +56,7 @@ class FittedGroup:
 class Fit:
     """Bit widths for all groups of weights.
 
-    target: what the bit widths were chosen to meet
+    goal: what the bit widths were chosen to meet
     sensitivity: where the sensitivities come from; None for the rule of thumb
     groups: every group with its bit width
     output_bytes: size of the safetensors files
@@ -67,7 +67,7 @@ class Fit:
     free: the weights whose bit width no rule gives
     """
 
-    target: SizeTarget
+    goal: Goal
     sensitivity: Sensitivity | None
     groups: tuple[FittedGroup, ...]
     output_bytes: int
@@ -97,7 +97,7 @@ class Fit:
     def to_json(self) -> dict[str, Any]:
         """Return what `plan --json` prints of the fit."""
         return self.describe() | {
-            "target": self.target.to_json(),
+            "target": self.goal.to_json(),
             "output_bytes": self.output_bytes,
             "bits_per_weight": self.bits_per_weight,
             "bits_per_parameter": self.bits_per_parameter,
@@ -109,7 +109,7 @@ class Fit:
 
 def fit(
     checkpoint: Checkpoint,
-    target: SizeTarget,
+    goal: Goal,
     *,
     sensitivity: Sensitivity | None,
     planner: RatePlanner,
@@ -121,16 +121,18 @@ def fit(
     planner: plans all tensors with given bit widths, and by the recipe where none is given
     file_bytes: returns the size of the safetensors files of planned tensors
 
-    Raises RecipeError for a target below the smallest possible size, and for one that leaves nothing to quantize.
+    Raises RecipeError for a size below the smallest possible, and for a goal that leaves nothing to quantize;
+    OptionError for a divergence without sensitivities.
     """
     if not planner.free:
         raise RecipeError(
-            "a target size: expected weights whose bit width is free, found none that the recipe quantizes without "
+            f"target: {goal}: expected weights whose bit width is free, found none that the recipe quantizes without "
             "bits of their own"
         )
+    goal.check_measured(sensitivity)
     groups, unknown = free_groups(checkpoint, sensitivity=sensitivity, planner=planner)
-    parameters, counts_files = sum(group.parameters for group in groups), target.output_bytes is not None
-    limit = target.limit(parameters)
+    parameters, counts_files = sum(group.parameters for group in groups), goal.output_bytes is not None
+    limit = 0 if goal.divergence is not None else goal.limit(parameters)
 
     def size(solution: Solution) -> int:
         chosen = zip(groups, solution.choices, strict=True)
@@ -145,25 +147,35 @@ def fit(
         bits = rounding(80_000 * solution.cost / parameters) / 10_000
         return f"{bits:.4f} bits per weight ({size(solution)} bytes)"
 
+    def solved() -> Solution:
+        choices = [group.choices(with_headers=counts_files) for group in groups]
+        if goal.divergence is None:
+            return best_within(choices, limit, measured)
+        found = least_cost(choices, goal.divergence)
+        assert found is not None  # as kept weights lose nothing
+        return found
+
     choices = [group.choices(with_headers=counts_files) for group in groups]
     smallest = solve(choices, cheapest(choices))
     assert smallest is not None
-    if measured(smallest) > limit:
-        raise RecipeError(f"target: {target}: below the smallest possible, {figure(smallest, math.ceil)}")
+    if goal.divergence is None and measured(smallest) > limit:
+        raise RecipeError(f"target: {goal}: below the smallest possible, {figure(smallest, math.ceil)}")
     kept = Solution(tuple(len(of) - 1 for of in choices), sum(of[-1].cost for of in choices), 0.0)
-    if measured(kept) <= limit:
+    if goal.divergence is None and measured(kept) <= limit:
         most = figure(kept, math.floor)
-        raise RecipeError(f"target: {target}: leaves nothing to quantize; expected less than {most}")
-    smallest_bytes, solution = size(smallest), best_within(choices, limit, measured)
-    for step in FINER_STEPS:
+        raise RecipeError(f"target: {goal}: leaves nothing to quantize; expected less than {most}")
+    smallest_bytes, solution = size(smallest), solved()
+    if solution.choices == kept.choices:
+        raise RecipeError(f"target: {goal}: leaves nothing to quantize; expected more")
+    for step in FINER_STEPS if goal.divergence is None else ():
         if limit - measured(solution) <= MOST_UNUSED * limit:
             break
         groups = [g.with_finer_rates(at, step, planner) for g, at in zip(groups, solution.choices, strict=True)]
-        solution = best_within([group.choices(with_headers=counts_files) for group in groups], limit, measured)
+        solution = solved()
     fitted = tuple(_fitted(group, chosen) for group, chosen in zip(groups, solution.choices, strict=True))
     output_bytes = size(solution)
     return Fit(
-        target=target,
+        goal=goal,
         sensitivity=sensitivity,
         groups=fitted,
         output_bytes=output_bytes,

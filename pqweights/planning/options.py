@@ -82,6 +82,7 @@ class RecipeOptions(Options):
     set_format: Any = option(checks.formats_by_pattern, default=None)  # from FormatsByPattern to pairs of texts
     target_size: int | str | None = option(checks.size, default=None)
     target_bpw: float | None = None
+    max_kl: float | None = None
     calibrate: StrPath | None = option(checks.location, default=None)
     calibration_tokens: int = option(
         default=DEFAULT_SAMPLE_TOKENS, least=FEWEST_SAMPLE_TOKENS, needs=(("calibrate", "awq"), "for the sample")
@@ -113,7 +114,7 @@ class QuantizeOptions(RecipeOptions, SourceOptions):
         default=False,
         excludes=(
             (
-                *("recipe", "codec", "bits", "effort", "keep", "set_format", "target_size", "target_bpw"),
+                *("recipe", "codec", "bits", "effort", "keep", "set_format", "target_size", "target_bpw", "max_kl"),
                 *("adapter", "awq", "calibrate", "strict"),
             ),
             "it stores the numbers of the source as they are",

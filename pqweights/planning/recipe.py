@@ -112,20 +112,29 @@ def _numbers(layers: Iterable[int | str]) -> set[int]:
 
 
 @dataclass(frozen=True)
-class SizeTarget:
-    """An upper bound for the result, one of the two.
+class Goal:
+    """What formats are chosen for: an upper bound for the result, one of the three.
 
     output_bytes: size of its files of weights, with headers and the tensors that are kept
     bits_per_weight: mean over the weights that get a format
+    divergence: KL(original || result), in nats per token; of the results that stay below, the smallest
     """
 
     output_bytes: int | None = None
     bits_per_weight: float | None = None
+    divergence: float | None = None
 
     def __str__(self) -> str:
+        if self.divergence is not None:
+            return f"a divergence of {self.divergence:g}"
         if self.output_bytes is not None:
             return f"{self.output_bytes} bytes"
         return f"{self.bits_per_weight:g} bits per weight"
+
+    def check_measured(self, sensitivity: Sensitivity | None) -> None:
+        """Raise OptionError for a divergence if no sensitivities were measured: the rule of thumb tells none."""
+        if self.divergence is not None and sensitivity is None:
+            raise OptionError("`max_kl`: expected `calibrate` as well, on whose tokens the divergence is measured")
 
     def limit(self, weights: int) -> int:
         """Return the bytes that files may have, or if bits per weight are bounded, the data of so many weights."""
@@ -135,7 +144,9 @@ class SizeTarget:
         return math.floor(min(self.bits_per_weight * weights / 8, 2.0**62))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the target with its key in a recipe."""
+        """Return the goal with its key in a recipe."""
+        if self.divergence is not None:
+            return {"max_kl": self.divergence}
         if self.output_bytes is not None:
             return {"target_size": self.output_bytes}
         return {"target_bpw": self.bits_per_weight}
@@ -152,7 +163,7 @@ class Recipe:
     format: in an export, the default; None for that of the target
     rules: the first rule that matches a weight decides
     overrides: rules that options give, which come before all others; each has a reason that names its option
-    size: what the result has to fit into; formats that no rule gives are then chosen for it
+    goal: what the result has to meet; formats that no rule gives are then chosen for it
     sensitivity: by what they are chosen in an export, if it was measured; else by the rule of thumb
     """
 
@@ -165,7 +176,7 @@ class Recipe:
     format: str | None = None
     rules: tuple[Rule, ...] = ()
     overrides: tuple[Rule, ...] = ()
-    size: SizeTarget | None = None
+    goal: Goal | None = None
     sensitivity: Sensitivity | None = None
 
     @property
@@ -182,7 +193,7 @@ class Recipe:
     @property
     def decides(self) -> bool:
         """Whether it says more than the default: rules, or a size."""
-        return bool(self.overrides or self.rules or self.size)
+        return bool(self.overrides or self.rules or self.goal)
 
     def rule_for(self, weights: Iterable[Weight]) -> tuple[Rule | None, str]:
         """Return the first rule that matches one of some weights that share a format, and why it decides."""
@@ -241,7 +252,7 @@ class Recipe:
             given |= {"target": self.target, "format": self.format}
         stated = {key: value for key, value in given.items() if value is not None}
         stated["rules"] = [as_json(rule) for rule in (*self.overrides, *self.rules)]
-        return stated | ({} if self.size is None else self.size.to_json())
+        return stated | ({} if self.goal is None else self.goal.to_json())
 
 
 # What an export is given if nothing is asked for.
@@ -260,6 +271,7 @@ class RecipeFile(ClosedDocument, frozen=True, kw_only=True):
     format: str | None = None
     target_size: str | int | None = None
     target_bpw: int | float | None = None
+    max_kl: int | float | None = None
     rules: tuple[Any, ...] | None = None
 
 
@@ -335,7 +347,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         effort=file.effort,
         format=file.format,
         rules=rules,
-        size=checked(where, lambda: make_size(file.target_size, file.target_bpw, ("target_size", "target_bpw"))),
+        goal=checked(where, lambda: make_goal(file.target_size, file.target_bpw, file.max_kl, mark="")),
     )
     return checked(where, partial(with_known_codecs, recipe, ("bits", "effort")))
 
@@ -394,28 +406,41 @@ def checked(where: str, check: Callable[[], Item], error: type[OptionError | Rec
         raise error(f"{where}: {problem}" if where else str(problem)) from None
 
 
-def make_size(
-    size: str | int | None, bits_per_weight: float | None, keys: tuple[str, str] = ("`target_size`", "`target_bpw`")
-) -> SizeTarget | None:
-    """Return the target for a size, as text or in bytes, or for bits per weight; None without either.
+def make_goal(
+    size: str | int | None = None,
+    bits_per_weight: float | None = None,
+    divergence: float | None = None,
+    *,
+    mark: str = "`",
+) -> Goal | None:
+    """Return the goal of a size, as text or in bytes, of bits per weight, or of a divergence; None without any.
 
-    keys: what messages call the two
+    mark: what messages put around the keys
 
-    Raises RecipeError for both at once and for a value that is not a size.
+    Raises RecipeError for several at once, and for a value that is not possible.
     """
-    if size is not None and bits_per_weight is not None:
+    given = {"target_size": size, "target_bpw": bits_per_weight, "max_kl": divergence}
+    keys = [f"{mark}{key}{mark}" for key, value in given.items() if value is not None]
+    if len(keys) > 1:
         raise RecipeError(f"give either {keys[0]} or {keys[1]}, not both")
     if size is not None:
-        return SizeTarget(output_bytes=checked(keys[0], partial(parse_size, size)))
-    if bits_per_weight is None:
-        return None
+        return Goal(output_bytes=checked(keys[0], partial(parse_size, size)))
+    if bits_per_weight is not None:
+        return Goal(bits_per_weight=_positive(bits_per_weight, keys[0], "number of bits per weight"))
+    if divergence is not None:
+        return Goal(divergence=_positive(divergence, keys[0], "number of nats per token, such as 0.02"))
+    return None
+
+
+def _positive(given: float, key: str, what: str) -> float:
+    """Return a number. Raises RecipeError if it is not a finite one above zero."""
     try:
-        value = float(bits_per_weight)
+        value = float(given)
     except OverflowError:  # an integer of hundreds of digits
         value = math.inf
     if not 0 < value < math.inf:
-        raise RecipeError(f"{keys[1]}: expected a positive number of bits per weight, found {value}")
-    return SizeTarget(bits_per_weight=value)
+        raise RecipeError(f"{key}: expected a positive {what}, found {value}")
+    return value
 
 
 def _parse_yaml(text: str, where: str) -> Any:

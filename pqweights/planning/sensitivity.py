@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.strict_json import rounded
 from pqweights.models import text_config, text_model
 from pqweights.models.description import UNKNOWN, ModelDescription
 from pqweights.models.names import TIED_EMBEDDINGS, fused_layer
@@ -142,6 +143,11 @@ class Sensitivity:
     def to_json(self) -> dict[str, Any]:
         """Return what manifests say of them."""
         return {**self.method, "alphas": self.alphas}
+
+    def scaled(self, scale: float) -> Sensitivity:
+        """Return the same, multiplied by a number, which manifests then state."""
+        alphas = {name: rounded(alpha * scale) for name, alpha in self.alphas.items()}
+        return Sensitivity(method=self.method | {"scale": rounded(scale)}, alphas=alphas)
 
     @staticmethod
     def read(stated: Mapping[str, Any]) -> Sensitivity:

@@ -102,7 +102,7 @@ def _export_options(manifest: Manifest, given: RebuildOptions) -> ExportOptions:
         usual = {key: value for key, value in options.items() if key != "group_size"}
         options = usual if _settings(name, usual).describe()["group_size"] == options["group_size"] else options
     if made_by.get("rules"):
-        size: dict[str, Any] = {key: made_by[key] for key in ("target_size", "target_bpw") if key in made_by}
+        size: dict[str, Any] = {key: made_by[key] for key in ("target_size", "target_bpw", "max_kl") if key in made_by}
         options |= dict.fromkeys(size) | {"recipe": _recipe({"target": name, "rules": made_by["rules"], **size})}
     if name == gguf.NAME:
         base = str(made_by["name"]).removesuffix(gguf.names_together("", _settings(name, options).types))

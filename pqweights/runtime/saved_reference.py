@@ -87,6 +87,34 @@ class SavedTokens(NamedTuple):
     drawn_logs: Doubles
     rest: Doubles
 
+    @staticmethod
+    def of(logs: Doubles, chosen: Ids, first: int) -> SavedTokens:
+        """Return the distributions of some scored tokens.
+
+        logs: the reference's log-probabilities, [tokens, vocabulary]
+        chosen: the tokens of the text, [tokens]
+        first: the number of the first of them among all scored tokens
+        """
+        rows, vocabulary = np.arange(len(logs))[:, None], logs.shape[1]
+        top_count, drawn_count = _counts(vocabulary)
+        top = np.argpartition(-logs, top_count - 1, axis=1)[:, :top_count]
+        top = np.take_along_axis(top, np.lexsort((top, -logs[rows, top]), axis=1), axis=1)
+        others = np.exp(logs)
+        others[rows, top] = 0
+        reached = np.cumsum(others, axis=1)
+        offsets = (first + rows) * GOLDEN_RATIO % 1
+        at = (np.arange(drawn_count)[None] + offsets) / max(1, drawn_count) * reached[:, -1:]
+        drawn = np.stack([np.searchsorted(sums, ats, side="right") for sums, ats in zip(reached, at, strict=True)])
+        drawn = np.minimum(drawn, vocabulary - 1)
+        return SavedTokens(
+            losses=-logs[rows[:, 0], chosen],
+            top_tokens=top,
+            top_logs=logs[rows, top],
+            drawn_tokens=drawn,
+            drawn_logs=logs[rows, drawn],
+            rest=reached[:, -1],
+        )
+
     def part(self, place: slice) -> SavedTokens:
         """Return those of some of the tokens."""
         return SavedTokens(**{name: values[place] for name, values in self._asdict().items()})
@@ -106,34 +134,6 @@ class SavedTokens(NamedTuple):
     def agreements(self, logs: Doubles) -> npt.NDArray[np.bool_]:
         """Return at which tokens the model ranks the reference's likeliest token first."""
         return np.asarray(logs.argmax(axis=1) == self.top_tokens[:, 0])
-
-
-def _summary(logs: Doubles, chosen: Ids, first: int) -> dict[str, npt.NDArray[Any]]:
-    """Return the tensors of a file for some scored tokens.
-
-    logs: the reference's log-probabilities, [tokens, vocabulary]
-    chosen: the tokens of the text, [tokens]
-    first: the number of the first of them among all scored tokens
-    """
-    rows, vocabulary = np.arange(len(logs))[:, None], logs.shape[1]
-    top_count, drawn_count = _counts(vocabulary)
-    top = np.argpartition(-logs, top_count - 1, axis=1)[:, :top_count]
-    top = np.take_along_axis(top, np.lexsort((top, -logs[rows, top]), axis=1), axis=1)
-    others = np.exp(logs)
-    others[rows, top] = 0
-    reached = np.cumsum(others, axis=1)
-    offsets = (first + rows) * GOLDEN_RATIO % 1
-    at = (np.arange(drawn_count)[None] + offsets) / max(1, drawn_count) * reached[:, -1:]
-    drawn = np.stack([np.searchsorted(sums, ats, side="right") for sums, ats in zip(reached, at, strict=True)])
-    drawn = np.minimum(drawn, vocabulary - 1)
-    return {
-        "losses": -logs[rows[:, 0], chosen],
-        "top_tokens": top,
-        "top_logs": _coded(logs[rows, top]),
-        "drawn_tokens": drawn,
-        "drawn_logs": np.minimum(_coded(logs[rows, drawn]), IMPOSSIBLE - 1),
-        "rest": reached[:, -1],
-    }
 
 
 def _coded(logs: Doubles) -> Doubles:
@@ -190,7 +190,10 @@ class ReferenceWriter:
 
     def add(self, before: int, first: int, logs: Doubles, chosen: Ids) -> None:
         """Write the distributions of scored tokens: see protocol.Save."""
-        for name, values in _summary(logs, chosen, before + first).items():
+        saved = SavedTokens.of(logs, chosen, before + first)
+        drawn = np.minimum(_coded(saved.drawn_logs), IMPOSSIBLE - 1)
+        coded = saved._asdict() | {"top_logs": _coded(saved.top_logs), "drawn_logs": drawn}
+        for name, values in coded.items():
             self._write(name, before + first, values)
 
     def _write(self, name: str, row: int, values: npt.NDArray[Any]) -> None:

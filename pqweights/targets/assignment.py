@@ -27,7 +27,7 @@ from pqweights.kernels.groups import FloatRule
 from pqweights.models import text_model
 from pqweights.models.description import ModelDescription
 from pqweights.models.names import role_name
-from pqweights.planning.knapsack import Choice, best_within
+from pqweights.planning.knapsack import Choice, Solution, best_within, least_cost
 from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import NOTHING, Recipe, Rule, Weight
 from pqweights.planning.sensitivity import alphas_for, groups_of
@@ -77,7 +77,7 @@ def describe(recipe: Recipe) -> dict[str, Any]:
     """Return what the manifest of an export says of its recipe; what is not said is the default."""
     rules = [msgspec.structs.replace(rule, reason=None) for _, rule in recipe.labelled]
     stated: dict[str, Any] = {"rules": [as_json(rule) for rule in rules]} if rules else {}
-    stated |= {} if recipe.size is None else recipe.size.to_json()
+    stated |= {} if recipe.goal is None else recipe.goal.to_json()
     return stated | ({} if recipe.sensitivity is None else {"sensitivity": recipe.sensitivity.to_json()})
 
 
@@ -107,23 +107,37 @@ def chosen_within(
 ) -> dict[str, str]:
     """Return the format of each layer, so that the predicted rise of the loss is least within the size of a recipe.
 
+    If the recipe bounds the divergence, the size is least within that.
+
     layers: the formats that each layer can have, by name
     overhead: what else the files hold, in bytes
     weights: the names of the weights of each layer
     roles: the role of each weight
     parameters: how many elements the layers have
 
-    Raises RecipeError for a size that cannot be met.
+    Raises RecipeError for a goal that cannot be met, OptionError for a divergence without sensitivities.
     """
-    assert recipe.size is not None
+    assert recipe.goal is not None
+    recipe.goal.check_measured(recipe.sensitivity)
     alphas, _ = alphas_for(weights, roles=roles, known=recipe.sensitivity)
     choices = [[Choice(c.cost, alphas[name] * c.error) for c in candidates] for name, candidates in layers.items()]
-    besides = overhead if recipe.size.output_bytes is not None else 0
-    limit = recipe.size.limit(parameters)
+    if recipe.goal.divergence is not None:
+        solution = least_cost(choices, recipe.goal.divergence)
+        if solution is None:
+            possible = sum(min(choice.loss for choice in of) for of in choices)
+            raise RecipeError(f"target: {recipe.goal}: below the least possible, {possible:.2g}")
+        return _chosen(layers, solution)
+    besides = overhead if recipe.goal.output_bytes is not None else 0
+    limit = recipe.goal.limit(parameters)
     solution = best_within(choices, limit, lambda solution: solution.cost + besides)
     if solution.cost + besides > limit:
         least = f"{solution.cost + besides} bytes"
-        raise RecipeError(f"target: {recipe.size}: below the smallest possible, {least}")
+        raise RecipeError(f"target: {recipe.goal}: below the smallest possible, {least}")
+    return _chosen(layers, solution)
+
+
+def _chosen(layers: Mapping[str, Sequence[Candidate]], solution: Solution) -> dict[str, str]:
+    """Return the format of each layer in a solution."""
     return {name: layers[name][number].format for name, number in zip(layers, solution.choices, strict=True)}
 
 

@@ -50,7 +50,7 @@ class TypeOptions:
     @property
     def label(self) -> str:
         """What file names call the choice."""
-        if self.recipe.size is not None:
+        if self.recipe.goal is not None:
             return "fit"
         name = self.mix.type if self.mix.pure else self.mix.name
         return f"{name}-mixed" if self.recipe.decides else name
@@ -58,11 +58,11 @@ class TypeOptions:
     @property
     def stated_mix(self) -> Mix | None:
         """The mix that metadata name; None if types are chosen one by one."""
-        return None if self.recipe.size is not None else self.mix
+        return None if self.recipe.goal is not None else self.mix
 
     def describe(self) -> dict[str, Any]:
         """Return what a manifest says of the choice; what is not said is the default."""
-        stated: dict[str, Any] = {} if self.recipe.size is not None else {"type": self.mix.name}
+        stated: dict[str, Any] = {} if self.recipe.goal is not None else {"type": self.mix.name}
         if self.mix.pure:
             stated["pure"] = True
         return stated | describe(self.recipe)
@@ -80,7 +80,7 @@ def read_types(options: ExportOptions) -> tuple[TypeOptions, ...]:
     if len({mix.name for mix in mixes}) < len(mixes):
         raise OptionError(f"`type` {stated}: expected different types")
     recipe = recipe_of(options, (*BLOCK_TYPES, *PLAIN_TYPES))
-    if recipe.size is not None and (stated is not None or options.pure):
+    if recipe.goal is not None and (stated is not None or options.pure):
         raise OptionError("`target_size`: chooses the types itself; leave out `type` and `pure`")
     return tuple(TypeOptions(mix=replace(mix, pure=options.pure), recipe=recipe) for mix in mixes)
 
@@ -149,7 +149,7 @@ def chosen_types(
             wanted, reason = rule.format or "BF16", why
         result[tensor.name] = _fitted(tensor, wanted, reason)
     options.recipe.check(weights, [name for tensor in model.tensors for name in weight_of(tensor, known).names])
-    if options.recipe.size is None:
+    if options.recipe.goal is None:
         return result
     types = [name for name in candidates(imatrix=imatrix) if model.diffusion is None or name in (*TYPES, "F16")]
     return result | _within(options.recipe, model, checkpoint, types=types, chosen=result, free=free)
@@ -240,7 +240,7 @@ def _within(
         roles=layers.roles,
         parameters=sum(math.prod(tensor.shape) for tensor in free),
     )
-    reason = f"chosen for {recipe.size}"
+    reason = f"chosen for {recipe.goal}"
     return {tensor.name: _fitted(tensor, found[layer], reason) for layer, of in members.items() for tensor in of}
 
 

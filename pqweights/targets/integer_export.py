@@ -62,7 +62,7 @@ def plan_integers(source: ExportSource, target: IntegerTarget) -> Conversion:
     Raises ExportError if the target cannot store the model, OptionError for inputs that nothing uses.
     """
     checkpoint, manifest, inputs = source.checkpoint, source.manifest, source.inputs
-    if inputs is not None and target.rounding == PLAIN and target.recipe.size is None:
+    if inputs is not None and target.rounding == PLAIN and target.recipe.goal is None:
         raise OptionError(
             "`calibrate`, `imatrix`: expected `rounding` gptq, `rounding` importance or `target_size` as well, for "
             "which they are"

@@ -246,7 +246,7 @@ def linear_weights(
     fused_with: dict[str, list[LogicalTensor]] = {}
     free: dict[str, Sequence[LogicalTensor]] = {}  # layers about which no rule decides
     known: list[Weight] = []
-    stay = _plain_in_source(formats, linear) if recipe.size is None else set()
+    stay = _plain_in_source(formats, linear) if recipe.goal is None else set()
     for key, layer in _fused_layers(checkpoint, model).items():
         possible = [tensor for tensor in layer if is_weight(tensor, weights) and tensor.name not in plain]
         kept = [tensor for tensor in layer if not is_weight(tensor, weights)]
@@ -278,7 +278,7 @@ def linear_weights(
         raise ExportError(f"no weight of this model can become integers for {target}: {why}")
     warnings = fused_warnings(fused_with)
     result = LinearWeights(model=model, formats=formats, chosen=chosen, plain=plain, warnings=warnings)
-    if recipe.size is None:
+    if recipe.goal is None:
         return result
     return _within(checkpoint, recipe, result, free=free, ladder=ladder, size_of=size_of)
 
@@ -303,7 +303,7 @@ def _within(
     """Return the weights with other formats for the free layers, so that the files have at most the size asked for."""
     layers: dict[str, list[Candidate]] = {}
     chosen_as: dict[tuple[str, str], Chosen] = {}
-    reason = f"chosen for {recipe.size}"
+    reason = f"chosen for {recipe.goal}"
     for key, layer in free.items():
         count = sum(map(element_count, layer))
         layers[key] = [Candidate(PLAIN, 2 * count, PLAIN_ERROR)]

@@ -23,12 +23,13 @@ from pqweights.convert.scales import AwqScales
 from pqweights.convert.task import RunOptions
 from pqweights.errors import SourceError, StrictError
 from pqweights.formats import get_codec, nearest_rate
+from pqweights.formats.trellis import Trellis
 from pqweights.models import text_model
 from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller, open_planned
 from pqweights.planning.fit import Fit, fit
 from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import KEEP, QUANTIZE, Safetensors, TensorPlan
-from pqweights.planning.recipe import Recipe, SizeTarget
+from pqweights.planning.recipe import Goal, Recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.storage import Store
 from pqweights.storage.sources import place_apart
@@ -84,8 +85,11 @@ def plan_quantize(
     # A size leaves room for scales of all matrices: the search is for the widths that are chosen.
     matrices = frozenset(tensor.name for tensor in checkpoint.tensors if len(tensor.shape) in (2, 3))
     planner = rate_planner(checkpoint, recipe, frozenset() if options.awq is None else matrices)
-    if recipe.size is not None:
-        fitted = _fitted(checkpoint, recipe.size, planner, learned.sensitivity, options.max_shard_size)
+    if recipe.goal is not None and recipe.goal.divergence is not None and Trellis.codec in recipe.codecs:
+        if options.calibrate is None:
+            recipe.goal.check_measured(None)
+    elif recipe.goal is not None:
+        fitted = _fitted(checkpoint, recipe.goal, planner, learned.sensitivity, options.max_shard_size)
     if awq is not None:
         planner = rate_planner(checkpoint, recipe, awq.scaled)
     tensors = planner.planned({} if fitted is None else fitted.rates)
@@ -135,7 +139,7 @@ def _planned(recipe: Recipe, tensor: LogicalTensor, decision: Decision, chosen: 
     """
     codec, bits, reason = decision.codec, decision.bits, decision.reason
     if chosen:
-        (rate,), reason = chosen, f"{reason}; to keep {recipe.size}"
+        (rate,), reason = chosen, f"{reason}; to keep {recipe.goal}"
         # The rate of a group; codecs that share one may have other rates.
         bits = None if rate is None or codec is None else nearest_rate(codec, rate)
         if bits is None or not is_smaller(tensor, codec, bits):
@@ -183,7 +187,7 @@ def _of_calibration(warnings: tuple[str, ...], records: Sequence[TensorRecord]) 
 
 
 def _fitted(
-    checkpoint: Checkpoint, target: SizeTarget, planner: RatePlanner, known: Sensitivity | None, max_shard_bytes: int
+    checkpoint: Checkpoint, target: Goal, planner: RatePlanner, known: Sensitivity | None, max_shard_bytes: int
 ) -> Fit:
     """Choose the bit widths of a recipe with a target. Raises RecipeError for a target that cannot be met."""
 

@@ -201,7 +201,7 @@ class MlxFormat:
         stay = self._plain_in_source(checkpoint)
         in_source = (n for n, o in weights.items() if o.sources and all(source.name in stay for source in o.sources))
         formats |= {name: PLAIN for name in in_source if name not in formats}
-        if self.recipe.size is not None:
+        if self.recipe.goal is not None:
             formats |= self._within(checkpoint, outputs, weights=weights, ruled=formats)
         return {
             name.removesuffix(".weight"): None if how == PLAIN else self._module(how, weights[name].shape[-1])
@@ -212,7 +212,7 @@ class MlxFormat:
         """Return the weights that stay plain as in the source, unless a rule, a mix or a size decides."""
         from pqweights.targets.mlx_model import QuantizedModule
 
-        if self.mix is not None or self.recipe.size is not None:
+        if self.mix is not None or self.recipe.goal is not None:
             return set()
         usual = _format(QuantizedModule(self.bits, self.groups.size, self.mode), self.qparams)
         return plain_beside_codes(checkpoint.tensors, usual.rule)
@@ -298,8 +298,8 @@ class MlxFormat:
         rule, why = self.recipe.rule_for([weight_of(tensor, model)])
         if rule is not None and rule.keep:
             return why
-        size = self.recipe.size
-        return "mlx-lm does not quantize it" if size is None else f"chosen for {size}"
+        goal = self.recipe.goal
+        return "mlx-lm does not quantize it" if goal is None else f"chosen for {goal}"
 
 
 def _format(how: QuantizedModule, qparams: str) -> PackedFormat:

@@ -33,7 +33,7 @@ TORCHAO, COMPRESSED_TENSORS = "torchao", "compressed-tensors"
 INPUT_OPTIONS = ("rounding", "calibrate", "calibration_tokens", "save_sample", "imatrix", "save_imatrix")
 INTEGER_OPTIONS = ("bits", "group_size", "qparams", *INPUT_OPTIONS)
 # Those of a target that can give weights different formats.
-RECIPE_OPTIONS = ("format", "recipe", "keep", "set_format", "target_size", "target_bpw", "sensitivity")
+RECIPE_OPTIONS = ("format", "recipe", "keep", "set_format", "target_size", "target_bpw", "max_kl", "sensitivity")
 
 BEST, MINMAX = "best", "minmax"
 PLAIN, GPTQ, IMPORTANCE = "plain", "gptq", "importance"
@@ -135,7 +135,14 @@ class ExportTarget(Generic[Settings]):
         recipe = choose_recipe(options.recipe, options, self.name)
         default = options.format or (recipe.format if options.type is None else None)
         return replace(
-            options, recipe=recipe, format=default, keep=(), set_format=None, target_size=None, target_bpw=None
+            options,
+            recipe=recipe,
+            format=default,
+            keep=(),
+            set_format=None,
+            target_size=None,
+            target_bpw=None,
+            max_kl=None,
         )
 
     def tags_of(self, made_by: Mapping[str, Any]) -> tuple[str, ...]:
@@ -160,7 +167,7 @@ def read_rounding(target: str, options: ExportOptions, *, why_not: str | None = 
         asked = IMPORTANCE
     if asked is None:
         # For a size other formats are chosen, too, of which some have compensated rounding.
-        sized = isinstance(options.recipe, Recipe) and options.recipe.size is not None
+        sized = isinstance(options.recipe, Recipe) and options.recipe.goal is not None
         possible = (why_not is None or sized) and options.qparams != MINMAX
         return GPTQ if options.calibrate is not None and possible else PLAIN
     if asked == PLAIN:

@@ -56,12 +56,11 @@ def test_a_sample_has_texts_beside_what_is_drawn_if_the_model_knows_such(
 
     net = families.load(families.model(tmp_path_factory.getbasetemp(), "llama"), families.FAMILIES["llama"])
     first = drawing.first_token(net)
-    texts = drawing.draw(net, windows=6, tokens=TOKENS, first=first, seed=SEED + 2)  # which cost about as much
+    texts = drawing.draw(net, windows=6, tokens=TOKENS, first=first, seed=SEED + 2)
     drawn, more = (
         drawing.draw(net, windows=count, tokens=TOKENS, first=first, seed=SEED + n) for n, count in enumerate([2, 6])
     )
-    if not knows:
-        monkeypatch.setattr(drawing, "UNFAMILIAR", -5.0)
+    monkeypatch.setattr(drawing, "FAMILIAR", 2.0 if knows else 0.0)
     found = drawing.own_sample(net, texts, windows=8, tokens=TOKENS, seed=SEED)
     assert torch.equal(found, torch.cat([drawn, texts if knows else more]))
     assert torch.equal(drawing.own_sample(net, texts[:0], windows=2, tokens=TOKENS, seed=SEED), drawn)

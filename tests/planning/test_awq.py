@@ -39,7 +39,7 @@ from pqweights.convert.scales import write_scales
 from pqweights.errors import MasterError, SourceError
 from pqweights.formats import get_codec
 from pqweights.formats.weight import decode_weight, encode_weight
-from pqweights.planning.recipe import SizeTarget, load_recipe
+from pqweights.planning.recipe import Goal, load_recipe
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify
 from pqweights.runtime.loading.packed import pack
@@ -260,7 +260,7 @@ def test_plan_counts_scales_for_all_matrices(source: Path, awq: Path) -> None:
     plans = [plan_quantize(source, load_recipe("q5"), **given).plan for given in ({"awq": "text.txt"}, {})]
     assert {t.name for t in plans[0].tensors if t.is_scaled} == TENSORS.keys() - {KEPT}
     assert not any(t.is_scaled for t in plans[1].tensors)
-    target = replace(load_recipe("q5"), size=SizeTarget(output_bytes=plans[0].output_bytes))
+    target = replace(load_recipe("q5"), goal=Goal(output_bytes=plans[0].output_bytes))
     most = plan_quantize(source, target, awq="text.txt").plan
     found = plan_quantize(source, target, awq="text.txt", learned=learned_scales(awq)).plan
     assert [t.bits for t in most.tensors] == [t.bits for t in found.tensors]

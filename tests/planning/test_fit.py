@@ -24,7 +24,7 @@ from pqweights.errors import OutputError, RecipeError
 from pqweights.formats.lloyd_max import DISTORTION
 from pqweights.planning.fit import Fit
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, Plan
-from pqweights.planning.recipe import Recipe, load_recipe, make_size, parse_recipe
+from pqweights.planning.recipe import Recipe, load_recipe, make_goal, parse_recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.results.verify import verify
 from pqweights.targets.master import Learned
@@ -64,7 +64,7 @@ KEEP_ALL = "{rules: [{name: '*', keep: true}]}"
 
 
 def targeted(size: str | int | None = None, bits: float | None = None) -> Recipe:
-    return replace(load_recipe("q5"), size=make_size(size, bits))
+    return replace(load_recipe("q5"), goal=make_goal(size, bits))
 
 
 def fitted(

@@ -12,7 +12,7 @@ from closeness import F32_FEW, F64_SUM, approx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pqweights.planning.knapsack import Choice, Solution, cheapest, solve
+from pqweights.planning.knapsack import Choice, Solution, cheapest, least_cost, solve
 
 Groups = list[list[Choice]]
 
@@ -65,6 +65,19 @@ def test_solution_is_the_best_of_all_combinations(groups: Groups, budget: int) -
     checked(groups, solution, budget)
     assert solution is not None
     assert solution.loss <= best * (1 + F32_FEW) + F64_SUM
+
+
+@settings(max_examples=200, deadline=None)
+@given(GROUPS, st.floats(0, 40, allow_subnormal=False))
+def test_least_cost_is_that_of_all_combinations_with_so_little_loss(groups: Groups, limit: float) -> None:
+    costs = [cost for loss, cost in combinations(groups, 10**6) if loss <= limit]
+    solution = least_cost(groups, limit)
+    if not costs:
+        assert solution is None
+        return
+    best = min(costs)
+    assert checked(groups, solution, 10**6).loss <= limit
+    assert solution is not None and solution.cost == best
 
 
 def test_budget_below_the_cheapest_has_no_solution() -> None:

@@ -15,9 +15,9 @@ from pqweights.planning.choice import choose_recipe
 from pqweights.planning.decisions import Decision, decide
 from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import (
+    Goal,
     Recipe,
     Rule,
-    SizeTarget,
     load_recipe,
     parse_recipe,
     recipe_folder,
@@ -272,17 +272,18 @@ def test_with_bits_replaces_only_the_default() -> None:
 @pytest.mark.parametrize(
     ("text", "target"),
     [
-        ("target_size: 9GB", SizeTarget(output_bytes=9 * 10**9)),
-        ("target_size: 1.5 GiB", SizeTarget(output_bytes=3 * 2**29)),
-        ("target_size: 123456", SizeTarget(output_bytes=123_456)),
-        ("target_bpw: 4.5", SizeTarget(bits_per_weight=4.5)),
-        ("target_bpw: 4", SizeTarget(bits_per_weight=4.0)),
+        ("target_size: 9GB", Goal(output_bytes=9 * 10**9)),
+        ("target_size: 1.5 GiB", Goal(output_bytes=3 * 2**29)),
+        ("target_size: 123456", Goal(output_bytes=123_456)),
+        ("target_bpw: 4.5", Goal(bits_per_weight=4.5)),
+        ("target_bpw: 4", Goal(bits_per_weight=4.0)),
+        ("max_kl: 0.02", Goal(divergence=0.02)),
         ("{}", None),
     ],
 )
-def test_target_of_a_recipe_parses_and_round_trips(text: str, target: SizeTarget | None) -> None:
+def test_target_of_a_recipe_parses_and_round_trips(text: str, target: Goal | None) -> None:
     recipe = parse_recipe(text, "a.yaml")
-    assert recipe.size == target
+    assert recipe.goal == target
     again = parse_recipe(yaml.safe_dump(recipe.to_json()), "a.yaml")
     assert again == replace(recipe, target="master")  # as its codec and bits say
 
@@ -290,7 +291,7 @@ def test_target_of_a_recipe_parses_and_round_trips(text: str, target: SizeTarget
 def test_options_override_the_target_of_the_recipe() -> None:
     recipe = parse_recipe("target_size: 9GB", "a.yaml")
     assert choose_recipe(recipe) == recipe
-    assert choose_recipe(recipe, RecipeOptions(target_bpw=3)).size == SizeTarget(bits_per_weight=3.0)
+    assert choose_recipe(recipe, RecipeOptions(target_bpw=3)).goal == Goal(bits_per_weight=3.0)
     with pytest.raises(OptionError, match="leave `bits` out"):
         choose_recipe(recipe, RecipeOptions(bits=4))
 

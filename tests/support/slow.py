@@ -18,6 +18,7 @@ SLOW = {
     "targets/test_carried_codes.py": EXHAUSTIVE,
     "calibrate/test_changing_calibrations.py": MODELS,
     "calibrate/test_drawing.py": MODELS,
+    "calibrate/test_max_kl.py": MODELS,
     "calibrate/test_sample_file.py": MODELS,
     "remote/test_web_files.py": HUB,
     "remote/test_remote_sources.py": HUB,

@@ -1,0 +1,112 @@
+"""The divergence between a model and one with other weights, with one layer of each in memory at a time.
+
+How much a result diverges is predicted from sensitivities, and what a format really does to the model, with errors that
+are made up for, or spared where they matter, is neither known before nor alike in all formats. So for a divergence that
+is wanted results are made and measured, and the prediction is multiplied by what they say, until they have it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.numpy import load_file
+from torch import Tensor
+
+from pqweights.calibrate.layer_passes import save_whole
+from pqweights.calibrate.layered import OUTSIDE, LayerCall, LayeredModel
+from pqweights.common.strict_json import rounded
+from pqweights.planning.sensitivity import Sensitivity
+from pqweights.runtime.saved_reference import SavedTokens
+
+Doubles = npt.NDArray[np.float64]
+# Changes the weights of a layer, or of what is outside, which are in memory.
+Change: TypeAlias = Callable[[int], None]
+# Windows that a layer computes together.
+BATCH = 4
+# How far a divergence may be below what is wanted, as a share of it; and how many results are made for it.
+MOST_BELOW, ATTEMPTS = 0.1, 5
+
+
+class Divergence:
+    """What other weights do to the predictions of a model; the states of all tokens are in memory.
+
+    model: the model
+    ids: token ids, [windows, tokens]
+    """
+
+    def __init__(self, model: LayeredModel, ids: Tensor) -> None:
+        self._model, self._ids = model, ids
+
+    def of(self, other: LayeredModel, change: Change = lambda layer: None) -> float:
+        """Return KL(model || other), in nats per token. Raises SourceError if one cannot be run."""
+        of_windows = zip(self._reference, self._logs(other, change), strict=True)
+        return float(np.mean([saved.divergences(logs) for saved, logs in of_windows]))
+
+    @functools.cached_property
+    def _reference(self) -> list[SavedTokens]:
+        """The predictions of the model as it is, of each window: its logits take too much room."""
+        chosen = np.zeros(self._ids.shape[1], dtype=np.int64)  # nothing depends on the losses
+        return [SavedTokens.of(logs, chosen, first=0) for logs in self._logs(self._model)]
+
+    @torch.no_grad()
+    def _logs(self, model: LayeredModel, change: Change = lambda layer: None) -> Iterator[Doubles]:
+        """Yield the log-probabilities of each window, [tokens, vocabulary]."""
+        batches = self._ids.split(BATCH)
+        with model.loaded(OUTSIDE):
+            change(OUTSIDE)
+            begun = [model.begin(batch) for batch in batches]
+        states = [hidden for hidden, _ in begun]
+        calls: list[list[LayerCall]] = [of_layers for _, of_layers in begun]
+        for layer in range(model.layers):
+            with model.loaded(layer):
+                change(layer)
+                states = [model.run(layer, hidden, of[layer]) for hidden, of in zip(states, calls, strict=True)]
+        with model.loaded(OUTSIDE):
+            change(OUTSIDE)
+            for ids, hidden in zip(self._ids, torch.cat(states), strict=True):
+                logits = model.end(ids[None], hidden[None])[0]
+                yield torch.log_softmax(logits.double(), -1).numpy()
+
+
+class _Attempt(NamedTuple):
+    """A result that was made: by what the prediction was multiplied, and the divergence."""
+
+    scale: float
+    divergence: float
+
+
+def scaled_for(
+    goal: float,
+    sensitivity: Sensitivity,
+    divergence: Divergence,
+    make: Callable[[Sensitivity], LayeredModel],
+    work: Path,
+) -> Sensitivity:
+    """Return sensitivities with which results that are chosen for a divergence have it.
+
+    goal: in nats per token
+    make: makes a result by sensitivities, and returns its model
+    work: where what was measured is kept, so that it is not measured again
+
+    Raises what `make` raises, RecipeError among them if no result has so little.
+    """
+    attempts: list[_Attempt] = []
+    while len(attempts) < ATTEMPTS:
+        file, aim = work / f"attempt-{len(attempts)}.safetensors", goal * (1 - MOST_BELOW / 2)
+        scale = attempts[-1].scale * attempts[-1].divergence / aim if attempts else 1.0
+        if not file.exists():
+            found = divergence.of(make(sensitivity.scaled(scale)))
+            save_whole(file, {"divergence": np.array(found)})
+        attempts.append(_Attempt(scale, float(load_file(file)["divergence"])))
+        if 1 - MOST_BELOW <= attempts[-1].divergence / goal <= 1:
+            break
+    scale, found = min(attempts, key=lambda attempt: (attempt.divergence > goal, abs(attempt.divergence - goal)))
+    scaled = sensitivity.scaled(scale)
+    return replace(scaled, method=scaled.method | {"divergence": rounded(found), "max_kl": goal})

@@ -1,0 +1,73 @@
+"""What bits cost on the models that were measured, for a first idea of what they cost on another.
+
+Small models pay more: the nearest one in size says more than the recipe. docs/quality.md has the measurement, whose
+figures these are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pqweights.formats.lloyd_max import LloydMax
+from pqweights.formats.trellis import Trellis
+
+# The parameters of the models.
+SMOLLM2, QWEN = "SmolLM2-135M", "Qwen2.5-Coder-0.5B"
+PARAMETERS = {SMOLLM2: 134_515_008, QWEN: 494_032_768}
+# Masters are compared whose bits per weight differ by no more than this.
+ALIKE_BITS = 0.2
+
+
+class Measured(NamedTuple):
+    """A master that was measured.
+
+    model: of PARAMETERS
+    codec, bits: of all matrices, all overhead counted
+    is_calibrated: on what the model writes and knows
+    divergence: KL(original || master), in nats per token of English
+    agreement: the share of tokens at which both rank the same one first
+    """
+
+    model: str
+    codec: str
+    bits: float
+    is_calibrated: bool
+    divergence: float
+    agreement: float
+
+
+MEASURED = (
+    Measured(SMOLLM2, LloydMax.codec, 5.125, False, 0.1132, 0.802),
+    Measured(SMOLLM2, Trellis.codec, 5.125, False, 0.0393, 0.896),
+    Measured(SMOLLM2, Trellis.codec, 5.125, True, 0.0091, 0.953),
+    Measured(SMOLLM2, Trellis.codec, 4.125, False, 0.1867, 0.743),
+    Measured(SMOLLM2, Trellis.codec, 4.125, True, 0.0342, 0.906),
+    Measured(SMOLLM2, Trellis.codec, 3.125, False, 0.8627, 0.506),
+)
+
+
+class Expected(NamedTuple):
+    """What was measured on the nearest model. rows: of masters of about as many bits"""
+
+    model: str
+    parameters: int
+    rows: tuple[Measured, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the key `measured` of plan --json."""
+        return {**self._asdict(), "rows": [{**row._asdict(), "model": self.model} for row in self.rows]}
+
+
+def expected(parameters: int, bits_per_weight: float | None) -> Expected | None:
+    """Return what about so many bits cost on the model that is nearest in size; None if nothing alike was measured."""
+    if not parameters or bits_per_weight is None:
+        return None
+    model = min(PARAMETERS, key=lambda name: abs(math.log(PARAMETERS[name] / parameters)))
+    alike: Sequence[Measured] = [of for of in MEASURED if of.model == model and _is_near(of.bits, bits_per_weight)]
+    return Expected(model, PARAMETERS[model], tuple(alike)) if alike else None
+
+
+def _is_near(bits: float, other: float) -> bool:
+    return abs(bits - other) <= ALIKE_BITS

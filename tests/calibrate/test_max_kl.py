@@ -1,0 +1,150 @@
+"""--max-kl: the smallest result whose measured divergence from the original is at most what was asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import families
+import language_models
+import numpy as np
+import pytest
+import torch
+from closeness import ALIKE, approx
+from commands import refused
+from helpers import folder_bytes
+
+import pqweights
+from pqweights.calibrate import divergence, sample
+from pqweights.calibrate.divergence import Divergence
+from pqweights.calibrate.layered import OUTSIDE, LayeredModel
+from pqweights.checkpoint.source import open_local
+from pqweights.errors import OptionError, RecipeError
+
+SHORT: dict[str, Any] = {"calibration_tokens": 2048, "calibrate": "self", "threads": 1}
+GOALS = (0.004, 0.02)
+KINDS: dict[str, dict[str, Any]] = {
+    "master": {},
+    "trellis": {"codec": "hadamard-trellis"},
+    "gguf": {"target": "gguf"},
+    "mlx": {"target": "mlx"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_windows() -> Iterator[None]:
+    """Draw short windows, which takes a quarter of the steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample, "WINDOW", 64)
+        yield
+
+
+def sharpened(model: Any) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.mul_(12)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    small = families.causal("Llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    return language_models.with_tokenizer(families.build(small, tmp_path_factory.mktemp("sharp") / "model", sharpened))
+
+
+def make(kind: str, source: Path, out: Path, goal: float) -> Any:
+    options = KINDS[kind] | SHORT | {"max_kl": goal}
+    return (pqweights.export if "target" in options else pqweights.quantize)(source, out, **options)
+
+
+def stated(folder: Path) -> dict[str, Any]:
+    """What the manifest says of what was measured."""
+    manifest = json.loads((folder / "pqweights.json").read_text())
+    found: dict[str, Any] = manifest.get("calibrated") or manifest.get("fit", manifest).get("sensitivity")
+    return found
+
+
+def logs(model: Path, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.log_softmax(pqweights.load_model(model, dtype="float32").eval()(ids).logits.double(), -1)
+
+
+def test_the_divergence_is_that_of_whole_models(source: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    pqweights.quantize(source, other, "q3")
+    ids = torch.from_numpy(np.random.default_rng(9).integers(0, 490, (6, 32)))
+    model = LayeredModel(open_local(source), source, remedy="")
+    pqweights.export(other, tmp_path / "plain", "bf16")
+    measured = Divergence(model, ids).of(LayeredModel(open_local(tmp_path / "plain"), source, remedy=""))
+    before, after = logs(source, ids), logs(tmp_path / "plain", ids)
+    assert measured == approx(float((before.exp() * (before - after)).sum(-1).mean()), ALIKE)
+
+    def doubled(layer: int) -> None:
+        if layer == OUTSIDE:
+            model.parameters_of(layer)["lm_head.weight"].mul_(2)
+
+    doubled_logits = torch.log_softmax(2 * before, -1)
+    expected = float((before.exp() * (before - doubled_logits)).sum(-1).mean())
+    assert Divergence(model, ids).of(model, doubled) == approx(expected, ALIKE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_have_the_divergence_and_more_of_it_takes_less_room(kind: str, source: Path, tmp_path: Path) -> None:
+    sizes = []
+    for goal in GOALS:
+        out = tmp_path / f"{goal}"
+        report = make(kind, source, out, goal)
+        found = stated(out)
+        assert found["divergence"] <= goal
+        assert found["divergence"] > goal / 3
+        assert pqweights.verify(out).ok
+        sizes.append(report.totals.output_bytes)
+    assert sizes[1] < 0.95 * sizes[0]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("kind", ["trellis", "gguf"])
+def test_an_interrupted_search_goes_on_and_a_finished_one_measures_nothing(
+    kind: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    make(kind, source, whole, GOALS[1])
+    measure, calls = Divergence.of, []
+
+    def once(self: Divergence, *given: Any) -> float:
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(given)
+        return measure(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(divergence, "MOST_BELOW", 0.02)
+        patch.setattr(Divergence, "of", once)
+        with contextlib.suppress(KeyboardInterrupt):
+            make(kind, source, out, GOALS[1])
+    make(kind, source, out, GOALS[1])
+    assert folder_bytes(out) == folder_bytes(whole)
+    monkeypatch.setattr(Divergence, "of", None)
+    make(kind, source, out, GOALS[1])
+
+
+def test_a_result_is_made_again_from_its_manifest(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    make("gguf", source, out, GOALS[1])
+    assert pqweights.verify(out, source=source, calibrate="self", threads=1).ok
+
+
+def test_what_cannot_be_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="calibrate"):
+        pqweights.quantize(source, tmp_path / "x", max_kl=0.1)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("max_kl: 0.1\n")
+    with pytest.raises(OptionError, match="calibrate"):
+        pqweights.quantize(source, tmp_path / "x", recipe)
+    with pytest.raises(OptionError, match="max_kl"):
+        pqweights.quantize(source, tmp_path / "x", max_kl=0.1, target_bpw=4, calibrate="self")
+    assert "--max-kl" in refused("quantize", source, tmp_path / "x", "--max-kl", 0, "--calibrate", "self", code=2)
+    with pytest.raises(RecipeError, match="least possible"):
+        pqweights.export(source, tmp_path / "x", "gguf", max_kl=1e-12, **SHORT)
+    assert not (tmp_path / "x").exists() or not list((tmp_path / "x").glob("*.gguf"))
