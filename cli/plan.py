@@ -34,6 +34,7 @@ from .report import (
 if TYPE_CHECKING:
     from pqweights.convert.needs import ResourceNeeds
     from pqweights.planning.calibration import PlannedCalibration
+    from pqweights.planning.expected import Expected
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import TensorPlan
     from pqweights.results.plan_report import HubTraffic, PlanReport
@@ -141,6 +142,7 @@ def _plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
         *totals_lines(plan.totals),
         f"output: {plan.output_bytes} bytes in {counted(len(plan.shards), 'safetensors file')}; "
         f"{counted(len(plan.companions), 'other file')} copied",
+        *_expected_lines(report.expected),
         f"needs: {_room(needs)}, at most {size_text(needs.peak_memory_bytes)} of memory",
         *_calibration_lines(report.calibration),
         *_fused_experts_lines(plan.tensors),
@@ -151,6 +153,17 @@ def _plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
         *export_lines(report.exports),
         *_hub_lines(report.hub, "in the output folder" if needs.scratch_bytes is None else "of disk space"),
     ]
+
+
+def _expected_lines(expected: Expected | None) -> list[str]:
+    """Return what about so many bits cost on the nearest model that was measured."""
+    if expected is None:
+        return []
+    costs = ", ".join(
+        f"{row.divergence:g} with {row.codec}{' --calibrate self' if row.is_calibrated else ''}"
+        for row in expected.rows
+    )
+    return [f"on {expected.model}, the nearest in size that was measured, so many bits cost in nats per token: {costs}"]
 
 
 def _calibration_lines(calibration: PlannedCalibration | None) -> list[str]:

@@ -133,8 +133,8 @@ def test_tables_match_the_benchmark_documents(tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_generated_parts_are_between_whole_markers(page):
     text = page.read_text(encoding="utf-8")
-    begun = re.findall(r"^<!-- begin ([\w-]+) -->$", text, re.MULTILINE)
-    assert begun == re.findall(r"^<!-- end ([\w-]+) -->$", text, re.MULTILINE)
+    begun = re.findall(r"^<!-- begin ([\w.-]+) -->$", text, re.MULTILINE)
+    assert begun == re.findall(r"^<!-- end ([\w.-]+) -->$", text, re.MULTILINE)
     assert len(begun) == len(re.findall(r"<!--\s+begin\s", text)) == len(re.findall(r"<!--\s+end\s", text))
 
 

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import safe_open
 
 from pqweights.checkpoint.digests import PIECE_BYTES, CheckedReads, digests_of_pieces, hash_of_pieces
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, build_header
@@ -98,6 +97,8 @@ def write_ready(path: Path, weights: Mapping[str, tuple[ColumnCodes, CodeMeasure
 
 def ready_values(path: Path) -> dict[str, npt.NDArray[np.float32]]:
     """Return the weights in a file of `write_ready`, by name, decoded: f32 in their shapes."""
+    from safetensors import safe_open  # calibrations alone need it
+
     with safe_open(path, "numpy") as stored:
         weights = json.loads(stored.metadata()[KEY])
         return {name: _decoded([stored.get_tensor(part) for part in _names(name)], of) for name, of in weights.items()}

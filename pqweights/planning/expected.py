@@ -7,7 +7,6 @@ figures these are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pqweights.formats.lloyd_max import LloydMax
@@ -15,7 +14,7 @@ from pqweights.formats.trellis import Trellis
 
 # The parameters of the models.
 SMOLLM2, QWEN = "SmolLM2-135M", "Qwen2.5-Coder-0.5B"
-PARAMETERS = {SMOLLM2: 134_515_008, QWEN: 494_032_768}
+PARAMETERS = {SMOLLM2: 134_515_008, QWEN: 630_167_424}
 # Masters are compared whose bits per weight differ by no more than this.
 ALIKE_BITS = 0.2
 
@@ -45,6 +44,10 @@ MEASURED = (
     Measured(SMOLLM2, Trellis.codec, 4.125, False, 0.1867, 0.743),
     Measured(SMOLLM2, Trellis.codec, 4.125, True, 0.0342, 0.906),
     Measured(SMOLLM2, Trellis.codec, 3.125, False, 0.8627, 0.506),
+    Measured(QWEN, LloydMax.codec, 6.125, False, 0.0054, 0.951),
+    Measured(QWEN, LloydMax.codec, 5.125, False, 0.0228, 0.905),
+    Measured(QWEN, Trellis.codec, 5.125, False, 0.0097, 0.936),
+    Measured(QWEN, Trellis.codec, 4.125, False, 0.0369, 0.877),
 )
 
 
@@ -65,9 +68,6 @@ def expected(parameters: int, bits_per_weight: float | None) -> Expected | None:
     if not parameters or bits_per_weight is None:
         return None
     model = min(PARAMETERS, key=lambda name: abs(math.log(PARAMETERS[name] / parameters)))
-    alike: Sequence[Measured] = [of for of in MEASURED if of.model == model and _is_near(of.bits, bits_per_weight)]
-    return Expected(model, PARAMETERS[model], tuple(alike)) if alike else None
-
-
-def _is_near(bits: float, other: float) -> bool:
-    return abs(bits - other) <= ALIKE_BITS
+    own = [of for of in MEASURED if of.model == model]
+    alike = tuple(of for of in own if abs(of.bits - bits_per_weight) <= ALIKE_BITS)
+    return Expected(model, PARAMETERS[model], alike) if alike else None

@@ -15,6 +15,7 @@ from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_
 from pqweights.convert.needs import ResourceNeeds, resource_needs
 from pqweights.convert.task import PossibleExport, RunOptions
 from pqweights.planning.calibration import PlannedCalibration, check_calibration, planned_calibration
+from pqweights.planning.expected import Expected, expected
 from pqweights.planning.fit import Fit
 from pqweights.planning.options import MemoryOptions, QuantizeOptions
 from pqweights.planning.plan import Plan, TensorPlan, Totals
@@ -57,6 +58,7 @@ class PlanReport:
     needs: disk space and memory
     hub: traffic with the Hub; None for a local source
     exports: what the result can be exported to
+    expected: what about so many bits cost on the nearest model that was measured; None if nothing alike was
     grids: how many weights lie on the grid of which format, and how many on none, by a sample; empty if none do
     memory: which exports a memory has room for; None if nobody asked
     calibration: what `calibrate` would do, with which the bytes of its weights are about those; None without it
@@ -67,6 +69,7 @@ class PlanReport:
     needs: ResourceNeeds
     hub: HubTraffic | None
     exports: tuple[PossibleExport, ...]
+    expected: Expected | None
     grids: dict[str, int]
     memory: MemoryAdvice | None = None
     calibration: PlannedCalibration | None = None
@@ -103,6 +106,7 @@ class PlanReport:
             "left_out_tensors": self.plan.left_out_tensors,
             "warnings": list(self.plan.remarks),
             **self.plan.quantized_before(),
+            **({} if self.expected is None else {"measured": self.expected.to_json()}),
             **({"grids": self.grids} if self.grids else {}),
             **({} if self.memory is None else {"memory": self.memory.to_json()}),
             **({} if self.calibration is None else {"calibration": asdict(self.calibration)}),
@@ -167,6 +171,7 @@ def report_plan(
         needs=needs,
         hub=_traffic(checkpoint),
         exports=exports,
+        expected=None if options.lossless else expected(plan.totals.weights, plan.totals.bits_per_weight),
         grids=sampled_grids(checkpoint),
         memory=advice,
         calibration=calibration,

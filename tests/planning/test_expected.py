@@ -1,0 +1,52 @@
+"""What a plan says that its bits cost: what was measured, on the model that is nearest in size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import families
+import pytest
+from commands import done
+
+import pqweights
+from pqweights.formats.lloyd_max import LloydMax
+from pqweights.formats.trellis import Trellis
+from pqweights.planning.expected import MEASURED, PARAMETERS, QWEN, SMOLLM2, Measured, expected
+
+REAL = Path(__file__).parents[2] / "docs" / "benchmarks" / "real.json"
+
+
+def test_figures_are_those_of_the_benchmark() -> None:
+    names = {name.lower(): name for name in PARAMETERS}
+    found, parameters = set(), dict[str, int]()
+    for row in json.loads(REAL.read_text())["rows"]:
+        if row["format"] == "master" and row["data"] in (None, "self"):
+            name, _, bits = row["name"].partition(" ")
+            codec, rate = (Trellis.codec, float(bits)) if bits else (LloydMax.codec, int(name[1:]) + 0.125)
+            figures = round(row["kl"], 4), round(row["top1"], 3)
+            found.add(Measured(names[row["model"]], codec, rate, row["data"] == "self", *figures))
+            parameters[names[row["model"]]] = round(8 * row["bytes"] / row["bits_per_parameter"])
+    assert found == set(MEASURED)
+    assert parameters == PARAMETERS
+
+
+@pytest.mark.parametrize(("parameters", "model"), [(5_000_000, SMOLLM2), (240_000_000, SMOLLM2), (9_000_000_000, QWEN)])
+def test_the_nearest_model_answers(parameters: int, model: str) -> None:
+    about = expected(parameters, 5.13)
+    assert about is not None and about.model == model
+    assert {row.bits for row in about.rows} == {5.125}
+
+
+def test_nothing_is_said_of_bits_that_were_not_measured() -> None:
+    assert expected(10**8, 8.125) is None
+    assert expected(10**8, None) is None
+
+
+def test_a_plan_says_it(tmp_path: Path) -> None:
+    source = families.build(families.FAMILIES["llama"], tmp_path / "model")
+    report = pqweights.plan(source)
+    assert report.expected is not None
+    assert report.to_json()["measured"]["model"] == SMOLLM2
+    assert "0.1132 with hadamard-lloyd-max" in done("plan", source).output
+    assert pqweights.plan(source, lossless=True).expected is None
