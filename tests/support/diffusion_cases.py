@@ -1,6 +1,7 @@
 """Tiny image and video models in the layout of their original code: one block of each kind, of 256 channels.
 
-Names and shapes are those of published files; what a family has for it to be told from others is always there.
+Names are those that the converters of diffusers and ComfyUI-GGUF read; what a family has for it to be told from others
+is always there.
 """
 
 from __future__ import annotations
