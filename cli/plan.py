@@ -181,9 +181,11 @@ def _calibration_lines(calibration: PlannedCalibration | None) -> list[str]:
             f"{calibration.weight_bytes} bytes, which are counted here",
             f"the search needs {disk}float32 with its inputs",
         ]
+    size = "as many as --max-kl takes, not the recipe's bits that are shown"
+    if calibration.weight_bytes:
+        size = f"about {calibration.weight_bytes} bytes together, shared out by what they are for"
     return [
-        f"calibrated: {counted(calibration.weights, 'weight')} of about {calibration.weight_bytes} bytes together, "
-        "shared out by what they are for",
+        f"calibrated: {counted(calibration.weights, 'weight')} of {size}",
         f"the calibration needs {disk}float32 with its moments",
     ]
 

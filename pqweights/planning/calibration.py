@@ -75,7 +75,8 @@ class PlannedCalibration:
 
     finds: what it learns: codes, scales or sensitivities
     weights: of how many weights, if the sample reaches them
-    weight_bytes: about how many bytes those take together of which it finds the codes, or the scales at most
+    weight_bytes: about how many bytes those take together of which it finds the codes, or the scales at most; 0 if as
+        many as a divergence takes
     disk_bytes: what it takes beside its result, while it runs
     """
 
@@ -99,10 +100,11 @@ def planned_calibration(
         count, disk = sum(tensor.action == QUANTIZE for tensor in tensors), states_bytes(config, tokens, more=2)
         return PlannedCalibration(finds=SENSITIVITIES, weights=count, weight_bytes=0, disk_bytes=disk)
     wanted = wanted_bits(recipe, tensors)
+    for_divergence = recipe.goal is not None and recipe.goal.divergence is not None
     return PlannedCalibration(
         finds=CODES,
         weights=len(wanted),
-        weight_bytes=round(sum(wanted.values()) / 8),
+        weight_bytes=0 if for_divergence else round(sum(wanted.values()) / 8),
         disk_bytes=work_bytes(config, tokens, wanted),
     )
 

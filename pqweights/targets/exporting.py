@@ -63,7 +63,10 @@ def settings_of(target: ExportTarget[Any], options: ExportOptions) -> Any:
         return each[""]
     if len({of.rounding for of in each.values()}) > 1:
         raise OptionError("`calibrate`: is for formats in which codes can be compensated; export the others without it")
-    return SeveralFormats(formats=each)
+    several = SeveralFormats(formats=each)
+    if several.recipe.goal is not None and several.recipe.goal.divergence is not None:
+        raise OptionError("`max_kl`: is measured of one result, found several formats; make them one after the other")
+    return several
 
 
 def plan_export(

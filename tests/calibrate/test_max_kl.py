@@ -135,6 +135,11 @@ def test_a_result_is_made_again_from_its_manifest(source: Path, tmp_path: Path) 
     assert pqweights.verify(out, source=source, calibrate="self", threads=1).ok
 
 
+def test_a_plan_does_not_pretend_to_know_the_size(source: Path) -> None:
+    planned = pqweights.plan(source, codec="hadamard-trellis", max_kl=GOALS[1], calibrate="self").calibration
+    assert planned is not None and planned.weight_bytes == 0
+
+
 def test_what_cannot_be_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="calibrate"):
         pqweights.quantize(source, tmp_path / "x", max_kl=0.1)
@@ -145,6 +150,8 @@ def test_what_cannot_be_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="max_kl"):
         pqweights.quantize(source, tmp_path / "x", max_kl=0.1, target_bpw=4, calibrate="self")
     assert "--max-kl" in refused("quantize", source, tmp_path / "x", "--max-kl", 0, "--calibrate", "self", code=2)
+    with pytest.raises(OptionError, match="max_kl"):
+        pqweights.export(source, tmp_path / "x", "mlx", format="q4,q8", max_kl=0.1, **SHORT)
     with pytest.raises(RecipeError, match="least possible"):
         pqweights.export(source, tmp_path / "x", "gguf", max_kl=1e-12, **SHORT)
     assert not (tmp_path / "x").exists() or not list((tmp_path / "x").glob("*.gguf"))
