@@ -48,7 +48,7 @@ from pqweights.storage import Store, open_store
 from pqweights.storage.addresses import repository_id
 from pqweights.storage.sources import find_result, local_folder
 from pqweights.targets import get_target
-from pqweights.targets.exporting import open_exported, plan_export, settings_of
+from pqweights.targets.exporting import open_exported, plan_export, readable, settings_of
 from pqweights.targets.master import Learned, plan_quantize
 from pqweights.targets.possible import possible_exports
 
@@ -376,7 +376,7 @@ def _exported(
         inputs: KnownInputs | None = known
 
         def exported_by(sensitivity: Sensitivity, tried: Store) -> Checkpoint:
-            own, again = replace(options, sensitivity=sensitivity), replace(run, overwrite=True)
+            own, again = replace(readable(to, options), sensitivity=sensitivity), replace(run, overwrite=True)
             trial = plan_export(source, opened, tried, target, options=own, run=again, inputs=inputs)
             convert(trial, tried, again)
             return open_exported(tried.path)[0]

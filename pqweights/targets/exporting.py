@@ -69,6 +69,12 @@ def settings_of(target: ExportTarget[Any], options: ExportOptions) -> Any:
     return several
 
 
+def readable(target: ExportTarget[Any], options: ExportOptions) -> ExportOptions:
+    """Return the options of a result with the same numbers that can be read again, as torchao's tiles cannot."""
+    is_tiled = "packing" in settings_of(target, options).describe()
+    return replace(options, packing="plain") if is_tiled else options
+
+
 def plan_export(
     source: str | Path,
     opened: tuple[Checkpoint, Manifest | None],

@@ -104,6 +104,11 @@ def test_results_have_the_divergence_and_more_of_it_takes_less_room(kind: str, s
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_tiles_that_cannot_be_read_are_measured_untiled(source: Path, tmp_path: Path) -> None:
+    pqweights.export(source, tmp_path / "out", "torchao", max_kl=GOALS[1], **SHORT)
+    assert stated(tmp_path / "out")["divergence"] <= GOALS[1]
+
+
 @pytest.mark.parametrize("kind", ["trellis", "gguf"])
 def test_an_interrupted_search_goes_on_and_a_finished_one_measures_nothing(
     kind: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
