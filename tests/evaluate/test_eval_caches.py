@@ -12,8 +12,8 @@ from caches import causal
 from calls import evaluate, export, quantize
 from closeness import ALIKE, ROUNDED_ONCE_MORE, approx, assert_near, assert_within
 from commands import done, invoke, refused
-from families import ATTENTION, FAMILIES, Family, build
-from test_eval_command import LLAMA, TEXT
+from evaluated import TEXT, model_folder
+from families import FAMILIES, build
 
 from pqweights.calibrate.options import EvaluationOptions
 from pqweights.errors import EvaluationError, OptionError
@@ -32,7 +32,7 @@ COMMAND = ("--window", 100, "--stride", 10, "--max-tokens", 130)
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with source, its master q3 with the BF16 export bf16, and text.txt."""
     folder = tmp_path_factory.mktemp("caches")
-    build(Family("LlamaForCausalLM", "LlamaConfig", LLAMA, ATTENTION), folder / "source")
+    model_folder(folder / "source")
     quantize(folder / "source", folder / "q3", load_recipe("q3"), threads=2)
     (folder / "text.txt").write_text(TEXT)
     return folder

@@ -12,6 +12,7 @@ from export_decoders import values_of
 from gguf_files import CONFIG, converted, llama_tensors, metadata
 from helpers import Tensor, as_float32, bf16, gaussian, run_command, write_checkpoint
 from integer_exports import integer_names
+from random_inputs import RandomInputs
 
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.convert.manifest import read_manifest
@@ -24,9 +25,10 @@ from pqweights.models.table import MODELS
 from pqweights.models.traits import Trait
 from pqweights.planning.recipe import load_recipe
 from pqweights.planning.sensitivity import groups_of
-from pqweights.targets.compensation import sources_of
+from pqweights.targets.compensation import Compensation
 from pqweights.targets.linear import FUSED_WITH_KEPT
 from pqweights.targets.master import rate_planner
+from pqweights.targets.target import GPTQ
 
 NAME = "quokka"
 # Its modules, and what Llama calls them.
@@ -114,7 +116,8 @@ def test_exports_state_its_roles(target: str, tmp_path: Path) -> None:
 def test_an_embedding_is_not_compensated(tmp_path: Path) -> None:
     tensor = open_local(write_checkpoint(tmp_path, {"hop.board.weight": bf16(gaussian(64, 128))})).tensors[0]
     rule = GroupRule(bits=4, group_size=32, symmetric=True, middle=True, rule=BEST)
-    assert sources_of(tensor, rule, {}, ROW) == ("it is looked up, not multiplied by inputs",)
+    sources = Compensation(RandomInputs(), [(tensor, rule)], ROW, GPTQ).sources
+    assert sources == {tensor.name: ("it is looked up, not multiplied by inputs",)}
 
 
 def test_targets_refuse_what_its_traits_rule_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
