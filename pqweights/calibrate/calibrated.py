@@ -44,7 +44,7 @@ from pqweights.calibrate.calibrated_weights import (
     stored_moments,
     together,
 )
-from pqweights.calibrate.divergence import ATTEMPTS, MOST_BELOW, Divergence
+from pqweights.calibrate.divergence import ATTEMPTS, MOST_BELOW, LayerwiseDivergence
 from pqweights.calibrate.layer_passes import LayerPasses
 from pqweights.calibrate.layer_statistics import InputMoments, LayerStatistics, moments_of_inputs
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
@@ -403,6 +403,7 @@ class LayerwiseCalibration:
         assert self.most_divergence is not None
         kinds = ("step", "divergence")
         known = np.array([[float(self._passes.read(k, n)[k]) for k in kinds] for n in range(last + 1)])
+        known[:, 1] = np.maximum(known[:, 1], 1e-12)  # as logarithms are taken
         steps, found = known.T
         is_small = found <= self.most_divergence
         if is_small[-1] and (found[-1] >= (1 - MOST_BELOW) * self.most_divergence or last >= ATTEMPTS):
@@ -437,9 +438,9 @@ class LayerwiseCalibration:
         return float(self._passes.read("divergence", attempt)["divergence"])
 
     @functools.cached_property
-    def _divergence(self) -> Divergence:
+    def _divergence(self) -> LayerwiseDivergence:
         assert self.unseen is not None
-        return Divergence(self.model, self.unseen)
+        return LayerwiseDivergence(self.model, self.unseen)
 
     def _attempted(self, attempt: int, step: float) -> tuple[Path, float]:
         """Encode all layers with a step; return the folder of the codes, and the bits that they take."""

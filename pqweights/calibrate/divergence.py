@@ -34,7 +34,7 @@ BATCH = 4
 MOST_BELOW, ATTEMPTS = 0.1, 5
 
 
-class Divergence:
+class LayerwiseDivergence:
     """What other weights do to the predictions of a model; the states of all tokens are in memory.
 
     model: the model
@@ -85,7 +85,7 @@ class _Attempt(NamedTuple):
 def scaled_for(
     goal: float,
     sensitivity: Sensitivity,
-    divergence: Divergence,
+    divergence: LayerwiseDivergence,
     make: Callable[[Sensitivity], LayeredModel],
     work: Path,
 ) -> Sensitivity:

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from pqweights.calibrate.collecting import VectorInputs, check_windows
-from pqweights.calibrate.divergence import Divergence, scaled_for
+from pqweights.calibrate.divergence import LayerwiseDivergence, scaled_for
 from pqweights.calibrate.finished import finished_manifest
 from pqweights.calibrate.layer_passes import LayerPasses
 from pqweights.calibrate.layer_statistics import LayerStatistics, weight_inputs
@@ -164,7 +164,7 @@ class SampledInputs:
                 return LayeredModel(export(sensitivity, tried), sample.described, remedy="leave out `max_kl`")
 
             with slow_step(MEASURING):
-                measured = Divergence(self._passes.model, sample.unseen(self.work, self._passes.ids))
+                measured = LayerwiseDivergence(self._passes.model, sample.unseen(self.work, self._passes.ids))
                 found = scaled_for(self.divergence, found, measured, make, self.work)
         return replace(found, method=found.method | {"identity": self.identity})
 

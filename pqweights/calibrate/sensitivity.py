@@ -25,7 +25,7 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from pqweights.calibrate.divergence import Divergence, scaled_for
+from pqweights.calibrate.divergence import LayerwiseDivergence, scaled_for
 from pqweights.calibrate.finished import stated_by_result
 from pqweights.calibrate.layer_passes import LayerPasses, save_whole
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
@@ -149,7 +149,7 @@ def _measured(
 
     with slow_step("measuring the divergence of masters"):
         model = LayeredModel(sample.checkpoint, sample.source, remedy=REMEDY)
-        divergence = Divergence(model, sample.unseen(work, sample.ids(work, threads)))
+        divergence = LayerwiseDivergence(model, sample.unseen(work, sample.ids(work, threads)))
         return scaled_for(recipe.goal.divergence, found, divergence, make, work)
 
 

@@ -19,7 +19,7 @@ from helpers import folder_bytes
 
 import pqweights
 from pqweights.calibrate import divergence, sample
-from pqweights.calibrate.divergence import Divergence
+from pqweights.calibrate.divergence import LayerwiseDivergence
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import OptionError, RecipeError
@@ -76,7 +76,7 @@ def test_the_divergence_is_that_of_whole_models(source: Path, tmp_path: Path) ->
     ids = torch.from_numpy(np.random.default_rng(9).integers(0, 490, (6, 32)))
     model = LayeredModel(open_local(source), source, remedy="")
     pqweights.export(other, tmp_path / "plain", "bf16")
-    measured = Divergence(model, ids).of(LayeredModel(open_local(tmp_path / "plain"), source, remedy=""))
+    measured = LayerwiseDivergence(model, ids).of(LayeredModel(open_local(tmp_path / "plain"), source, remedy=""))
     before, after = logs(source, ids), logs(tmp_path / "plain", ids)
     assert measured == approx(float((before.exp() * (before - after)).sum(-1).mean()), ALIKE)
 
@@ -86,7 +86,7 @@ def test_the_divergence_is_that_of_whole_models(source: Path, tmp_path: Path) ->
 
     doubled_logits = torch.log_softmax(2 * before, -1)
     expected = float((before.exp() * (before - doubled_logits)).sum(-1).mean())
-    assert Divergence(model, ids).of(model, doubled) == approx(expected, ALIKE)
+    assert LayerwiseDivergence(model, ids).of(model, doubled) == approx(expected, ALIKE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,9 +115,9 @@ def test_an_interrupted_search_goes_on_and_a_finished_one_measures_nothing(
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     make(kind, source, whole, GOALS[1])
-    measure, calls = Divergence.of, []
+    measure, calls = LayerwiseDivergence.of, []
 
-    def once(self: Divergence, *given: Any) -> float:
+    def once(self: LayerwiseDivergence, *given: Any) -> float:
         if calls:
             raise KeyboardInterrupt
         calls.append(given)
@@ -125,12 +125,12 @@ def test_an_interrupted_search_goes_on_and_a_finished_one_measures_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(divergence, "MOST_BELOW", 0.02)
-        patch.setattr(Divergence, "of", once)
+        patch.setattr(LayerwiseDivergence, "of", once)
         with contextlib.suppress(KeyboardInterrupt):
             make(kind, source, out, GOALS[1])
     make(kind, source, out, GOALS[1])
     assert folder_bytes(out) == folder_bytes(whole)
-    monkeypatch.setattr(Divergence, "of", None)
+    monkeypatch.setattr(LayerwiseDivergence, "of", None)
     make(kind, source, out, GOALS[1])
 
 
