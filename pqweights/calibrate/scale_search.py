@@ -174,7 +174,8 @@ def search_layer(
     reads: what its matrices read; None if the model was not seen to multiply by them
     inputs_of: returns the inputs of a vector, by its number
     """
-    format, shape = block_format_of(planned), planned.shape
+    # That weights are enlarged afterwards adds about as much to all errors, whatever the scales.
+    format, shape = block_format_of(planned).least_squares(), planned.shape
 
     def report(*results: SearchResult) -> LayerReport:
         return LayerReport(name=planned.name, codec=format.codec, bits=format.bits, matrices=results)

@@ -355,13 +355,9 @@ class Plan:
 
 
 def block_format_of(tensor: TensorPlan, effort: int | None = None) -> BlockFormat:
-    """Return the format in which a weight is encoded first, sized for it; an effort matters for encoding alone.
-
-    If input channels are scaled, their scales were searched for the least squared error.
-    """
+    """Return the format in which a weight is encoded first, sized for it; an effort matters for encoding alone."""
     assert tensor.action == QUANTIZE and tensor.codec is not None and tensor.bits is not None
-    format = get_codec(tensor.codec).at(tensor.bits, effort).sized(tensor.weights)
-    return format.least_squares() if tensor.is_scaled else format
+    return get_codec(tensor.codec).at(tensor.bits, effort).sized(tensor.weights)
 
 
 def format_of(tensor: TensorPlan, settings: Mapping[str, Any] | None = None) -> MasterFormat:
