@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.strict_json import rounded
@@ -26,27 +26,36 @@ from pqweights.models import text_config, text_model
 from pqweights.models.description import UNKNOWN, ModelDescription
 from pqweights.models.names import TIED_EMBEDDINGS, fused_layer
 
-# The alpha of a group in a model with one layer; groups in layers get it divided by the number of layers.
-EMBEDDING, HEAD, TIED = 0.5, 1.0, 1.5
-# The alpha of a group by its module, in this order: the output of attention, its inputs, what follows an activation,
-# and what precedes it.
+
+class Rule(NamedTuple):
+    """What the rule of thumb says of a kind of modules.
+
+    alpha: of those of all layers together, in a model of USUAL_LAYERS layers
+    first, last: the factors of the first layer and of the last
+    """
+
+    alpha: float
+    first: float = 1.0
+    last: float = 1.0
+
+
+EMBEDDING, HEAD, TIED, EXPERTS, OTHER = Rule(0.3), Rule(1.0), Rule(1.2), Rule(1.7, 2.0, 2.5), Rule(0.8, 1.5, 1.5)
+# Modules by name, in this order: the output of attention, its inputs, what follows an activation, and what precedes it.
 _MODULES = (
-    (re.compile(r".*\.(o_proj|out_proj|wo|dense|attn\.c_proj)$"), 0.15),
-    (re.compile(r".*\.(qkv|qkv_a|qkv_proj|c_attn|query_key_value|in_proj\w*|\w*_b_proj)$"), 0.3),
-    (re.compile(r".*\.(down_proj|w2|fc2|fc_out|dense_4h_to_h|c_proj)$"), 0.35),
-    (re.compile(r".*\.(gate_up|gate_up_proj|up_proj|fc1|fc_in|c_fc|dense_h_to_4h)$"), 0.5),
+    (re.compile(r".*\.(o_proj|out_proj|wo|dense|attn\.c_proj)$"), Rule(0.3, 2.0)),
+    (re.compile(r".*\.(qkv|qkv_a|qkv_proj|c_attn|query_key_value|in_proj\w*|\w*_b_proj)$"), Rule(1.06)),
+    (re.compile(r".*\.(down_proj|w2|fc2|fc_out|dense_4h_to_h|c_proj)$"), Rule(0.8, 2.0, 2.0)),
+    (re.compile(r".*\.(gate_up|gate_up_proj|up_proj|fc1|fc_in|c_fc|dense_h_to_4h)$"), Rule(1.0, 1.5, 3.0)),
 )
-EXPERTS, OTHER = 0.8, 0.4
+# All layers together have the more of it the more there are, but less than in proportion.
+USUAL_LAYERS, OF_LAYERS = 24, 1 / 3
 # The shares of the weights of a fused layer in its alpha, by the ends of their names, up to a factor; others have 1.
 _SHARES = (
-    (re.compile(r".*\.(q_proj|k_proj|wq|wk|query|key)$"), 0.5),
-    (re.compile(r".*\.(v_proj|wv|value)$"), 1.5),
-    (re.compile(r".*\.(gate_proj|w1)$"), 1.2),
-    (re.compile(r".*\.(up_proj|w3)$"), 0.8),
+    (re.compile(r".*\.(q_proj|k_proj|wq|wk|query|key)$"), 0.4),
+    (re.compile(r".*\.(v_proj|wv|value)$"), 2.2),
+    (re.compile(r".*\.(gate_proj|w1)$"), 0.9),
+    (re.compile(r".*\.(up_proj|w3)$"), 1.1),
 )
-# Factors for the first layer, which feeds all others, and for the last, which feeds the head: less corrects their
-# errors.
-FIRST, LAST = 3.0, 1.5
 _LAYER = re.compile(r"^(.*?\b(?:layers|h|blocks|layer)\.)(\d{1,9})\.")
 
 
@@ -58,16 +67,16 @@ def heuristic_alphas(groups: Mapping[str, Sequence[str]], roles: Mapping[str, st
     """
     matches = {name: match for name in groups if (match := _LAYER.match(name))}
     layers_of: dict[str, set[int]] = {}
-    for layer in matches.values():
-        layers_of.setdefault(layer[1], set()).add(int(layer[2]))
+    for match in matches.values():
+        layers_of.setdefault(match[1], set()).add(int(match[2]))
     result = {}
     for name, names in groups.items():
-        alpha = _alpha_of_one_layer(name, {roles[weight] for weight in names})
-        if name in matches:
-            stack, number = matches[name][1], int(matches[name][2])
-            layers = layers_of[stack]
-            alpha *= (FIRST if number == min(layers) else LAST if number == max(layers) else 1.0) / len(layers)
-        result[name] = alpha
+        rule, layer = _rule_of(name, {roles[weight] for weight in names}), matches.get(name)
+        result[name] = rule.alpha
+        if layer is not None:
+            layers, number = layers_of[layer[1]], int(layer[2])
+            result[name] *= (len(layers) / USUAL_LAYERS) ** OF_LAYERS / len(layers)
+            result[name] *= rule.first if number == min(layers) else rule.last if number == max(layers) else 1.0
     return result
 
 
@@ -104,8 +113,8 @@ def taken_apart(
     return single, divided
 
 
-def _alpha_of_one_layer(group: str, roles: set[str]) -> float:
-    """Return the alpha of a group in a model with one layer, by the group's name and the roles of its weights."""
+def _rule_of(group: str, roles: set[str]) -> Rule:
+    """Return what the rule of thumb says of a group, by its name and the roles of its weights."""
     if group == TIED_EMBEDDINGS:
         return TIED
     if roles == {"embedding"}:
@@ -114,7 +123,7 @@ def _alpha_of_one_layer(group: str, roles: set[str]) -> float:
         return HEAD
     if "expert" in roles:
         return EXPERTS
-    return next((value for pattern, value in _MODULES if pattern.match(group)), OTHER)
+    return next((rule for pattern, rule in _MODULES if pattern.match(group)), OTHER)
 
 
 def grouped(weights: Iterable[tuple[str, str]], tied: bool, model: ModelDescription = UNKNOWN) -> dict[str, list[str]]:

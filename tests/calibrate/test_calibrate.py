@@ -122,7 +122,7 @@ def test_codes_are_those_of_the_weights_times_the_scales(source, masters):
     stored, tensors = read_all(masters / "scaled"), read_all(source)
     for name in (name for name in tensors if name + "_awq_scale" in stored):
         scaled = np.ascontiguousarray(as_float32(tensors[name]) * stored[name + "_awq_scale"][1].astype(np.float32))
-        format = get_codec("hadamard-lloyd-max").at(3).least_squares()
+        format = get_codec("hadamard-lloyd-max").at(3)
         raw = scaled.view(np.uint8).reshape(-1)
         parts, _ = encode_weight(raw, dtype="F32", shape=scaled.shape, format=format)
         for suffix, part in zip(("_codes", "_norms"), parts, strict=True):

@@ -183,13 +183,13 @@ def test_weights_of_a_group_share_a_bit_width(source: Path) -> None:
 
 
 def test_weights_of_a_codec_that_no_runtime_computes_with_have_rates_of_their_own(source: Path) -> None:
-    """At equal sizes of the matrices, values get more bits than queries, and gates more than the others."""
+    """At equal sizes of the matrices, what is multiplied by a gate gets more bits than the gate."""
     fit, plan = fitted(source, parse_recipe("{codec: hadamard-trellis, bits: 4, target_bpw: 3.5}", "r"))
     assert all(len(group.weights) == 1 for group in fit.groups)
     bits = {name: width for name, width in bits_of(plan).items() if width is not None}
     for name in bits:
-        if name.endswith("gate_proj.weight"):
-            assert bits[name] > bits[name.replace("gate_proj", "up_proj")]
+        if name.endswith("up_proj.weight"):
+            assert bits[name] > bits[name.replace("up_proj", "gate_proj")]
     assert fit.bits_per_weight <= 3.5
 
 

@@ -53,25 +53,35 @@ def llama(layers: int) -> list[str]:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 12])
-def test_rule_of_thumb_is_positive_and_largest_for_the_first_layer(layers: int) -> None:
+def test_rule_of_thumb_weighs_the_first_and_the_last_layer(layers: int) -> None:
     alphas = rule(*llama(layers))
     assert all(0 < alpha < math.inf for alpha in alphas.values())
-    for kind in ("self_attn.qkv", "self_attn.o_proj", "mlp.gate_up", "mlp.down_proj"):
+    for kind, first, last in (
+        ("self_attn.qkv", 1.0, 1.0),
+        ("self_attn.o_proj", 2.0, 1.0),
+        ("mlp.gate_up", 1.5, 3.0),
+        ("mlp.down_proj", 2.0, 2.0),
+    ):
         of_layers = [alphas[f"model.layers.{layer}.{kind}"] for layer in range(layers)]
-        assert max(of_layers) == of_layers[0]
         if layers > 2:
-            assert of_layers[0] == approx(3 * of_layers[1])
-            assert of_layers[-1] == approx(1.5 * of_layers[1])
+            assert of_layers[0] == approx(first * of_layers[1])
+            assert of_layers[-1] == approx(last * of_layers[1])
             assert of_layers[1:-1] == [of_layers[1]] * (layers - 2)
     assert alphas["lm_head"] == 1.0
-    assert alphas["model.embed_tokens"] == 0.5
+    assert alphas["model.embed_tokens"] == 0.3
+
+
+def test_rule_of_thumb_gives_more_to_all_layers_of_a_deeper_model() -> None:
+    kind = "self_attn.qkv"
+    sums = [sum(alpha for name, alpha in rule(*llama(layers)).items() if name.endswith(kind)) for layers in (3, 24)]
+    assert sums[1] == approx(2 * sums[0])
 
 
 def test_rule_of_thumb_orders_the_parts_of_a_layer() -> None:
     alphas = rule(*llama(4), *(f"model.layers.1.mlp.experts.{e}.up_proj.weight" for e in range(3)))
     of = {
         kind: alphas[f"model.layers.1.{kind}"]
-        for kind in ("self_attn.o_proj", "self_attn.qkv", "mlp.down_proj", "mlp.gate_up", "mlp.experts")
+        for kind in ("self_attn.o_proj", "mlp.down_proj", "mlp.gate_up", "self_attn.qkv", "mlp.experts")
     }
     assert list(of) == sorted(of, key=of.__getitem__)
     assert len(set(of.values())) == 5
@@ -80,7 +90,8 @@ def test_rule_of_thumb_orders_the_parts_of_a_layer() -> None:
 def test_layers_of_encoder_and_decoder_are_counted_separately() -> None:
     names = [f"encoder.layers.{n}.fc1.weight" for n in range(2)] + [f"decoder.layers.{n}.fc1.weight" for n in range(8)]
     alphas = rule(*names)
-    assert alphas["encoder.layers.0.fc1"] == approx(4 * alphas["decoder.layers.0.fc1"])
+    # The fewer there are, the more each has: 4 times, but for the cube root of 4.
+    assert alphas["encoder.layers.0.fc1"] == approx(4 ** (2 / 3) * alphas["decoder.layers.0.fc1"])
 
 
 def test_rule_of_thumb_is_scaled_to_the_measured_groups() -> None:
@@ -115,7 +126,7 @@ def test_groups_taken_apart_have_the_alphas_of_the_whole() -> None:
         assert math.fsum(divided[part] for part in parts) == approx(alphas[name])
     layer = {module: divided[f"model.layers.1.{module}"] for module in MODULES}
     assert layer["self_attn.v_proj"] > layer["self_attn.q_proj"] == layer["self_attn.k_proj"]
-    assert layer["mlp.gate_proj"] > layer["mlp.up_proj"]
+    assert layer["mlp.up_proj"] > layer["mlp.gate_proj"]
 
 
 def test_groups_taken_apart_have_the_shares_that_were_measured() -> None:
