@@ -79,11 +79,14 @@ def outcomes() -> dict[str, dict[str, str]]:
         text["gguf"] = f"{text.get('gguf') or WRITTEN}, images"
     for name in known.OF_THE_HUB:
         rows.setdefault(name, {}).update(vllm=WRITTEN, mlx=RUN)
+    for name in known.OF_MLX_LM:
+        rows.setdefault(name, {})["mlx"] = RUN
     for about in known.ARCHITECTURES.values():
         row = rows.setdefault(type_of(about.config), {})
         for target in TARGETS[1:]:
-            found = {known.LOADS: RUN, known.IN_VLLM: WRITTEN}.get(about.expected[target], REFUSED)
-            row[target] = RUN if RUN in (found, row.get(target)) else found
+            kinds = {known.LOADS: RUN, known.IN_VLLM: WRITTEN, known.ON_METAL: WRITTEN}
+            found = kinds.get(about.expected[target], REFUSED)
+            row[target] = min(found, row.get(target) or found, key=(RUN, WRITTEN, REFUSED).index)
     return rows
 
 

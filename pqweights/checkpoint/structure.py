@@ -117,8 +117,9 @@ def _within_layers(layers: Mapping[int, set[str]], count: int, text: Config) -> 
 
 def _kinds(layers: Iterable[int], count: int, text: Config) -> list[Any]:
     """Return the kinds of layers, of as many as are stored; None where the configuration does not say."""
-    types = text.get("layer_types")
-    return types if isinstance(types, list) and len(types) == count else [None] * min(count, max(layers) + 1)
+    listed = [types for key, types in text.items() if key.endswith("_types") and isinstance(types, list)]
+    listed = [types for types in listed if len(types) == count]
+    return list(zip(*listed, strict=True)) if listed else [None] * min(count, max(layers) + 1)
 
 
 def _across_layers(shapes: Shapes, count: int, text: Config) -> Iterator[str]:

@@ -29,6 +29,7 @@ class ModelDescription:
     roles: the roles of modules, by expressions for the last component of their names; they come before the conventions,
         in plans and what becomes a linear layer of vllm and torchao
     fused: which modules runtimes compute with in one layer
+    plain_in_vllm: an expression found in the names of weights that vLLM takes in BF16 only
     always: the modules that its layers hold, whatever the configuration says; of hybrids, in some layers
     defaults: what keys of its configuration mean that are left out, as in transformers' class; a key without a default
         is None
@@ -46,6 +47,7 @@ class ModelDescription:
     mlx: MlxDifferences = field(default_factory=MlxDifferences)
     roles: Mapping[str, str] = field(default_factory=dict)
     fused: tuple[FusedLayer, ...] = FUSED
+    plain_in_vllm: str = ""
     always: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     in_memory: Mapping[str, str] = field(default_factory=dict)

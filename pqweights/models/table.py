@@ -21,7 +21,8 @@ from pqweights.models import (
     step,
     t5,
 )
-from pqweights.models.description import UNKNOWN
+from pqweights.models.conventions import FUSED, FusedLayer
+from pqweights.models.description import OWN_HEAD, UNKNOWN
 from pqweights.models.description import ModelDescription as Row
 from pqweights.models.mlx_lm import UNPREFIXED, UNWRAPPED, MlxDifferences
 from pqweights.models.traits import TYPES_WITH
@@ -40,6 +41,22 @@ _OTHERS: dict[str, Row] = {
     "gpt2": Row(mlx=MlxDifferences(layout=UNPREFIXED)),
     "gpt_neox": Row(
         mlx=MlxDifferences(rope_names={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"})
+    ),
+    # vLLM 0.32 builds all of its attention plain.
+    **dict.fromkeys(("glm5_next", "glm5_next_text"), Row(plain_in_vllm=r"\.self_attn\.")),
+    **dict.fromkeys(("inkling_mm_model", "inkling_text"), Row(defaults=OWN_HEAD)),
+    **dict.fromkeys(
+        ("inkling2", "inkling2_text"),
+        Row(defaults=OWN_HEAD, in_memory={r"\.attn\.([kv]_sconv\.weight_proj)$": r".self_attn.\1.weight"}),
+    ),
+    "muse_glimmer": Row(mlx=MlxDifferences(module="muse_glimmer", layout=UNWRAPPED)),
+    # Hyper-connections mix residual streams by small matrices; vLLM has them plain.
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"),
+        Row(
+            roles={r"input_mix_weight_(down|up)|block_inject_weight": "router", r"shard_\d+": "embedding"},
+            fused=(*FUSED, FusedLayer("key_proj|value_proj", "kv")),
+        ),
     ),
     "minicpm3": Row(mlx=MlxDifferences(differs=_minicpm3_differs)),
     "laguna": Row(in_memory={r"\.shared_expert\.": ".shared_experts."}),

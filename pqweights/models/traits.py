@@ -54,10 +54,12 @@ TYPES_WITH: dict[Trait, str] = {
     **dict.fromkeys((Trait.EXPERTS_EITHER_WAY, Trait.VLLM_TAKES_SINGLE_EXPERTS), "qwen3_vl_moe qwen3_vl_moe_text"),
     Trait.RESHAPED: """
 bailing_hybrid depth_pro dinov2 dinov2_with_registers gradium_phonon_tts gte hrm_text inkling_mm_model
-jina_embeddings_v3 minimax_m3_vl molmo2 molmo2_text nemo_speechlm nomic_bert qianfan_ocr radio sapiens2 tipsv2
-tipsv2_vision_model unlimited_ocr
+jina_embeddings_v3 minimax_m3_vl molmo2 molmo2_text nemo_speechlm nomic_bert qianfan_ocr qwen4_exp qwen4_exp_text radio
+sapiens2 tipsv2 tipsv2_vision_model unlimited_ocr
 """,
-    Trait.VLLM_ALONE: "glm5_next glm5_next_text kimi_linear nomic_bert olmo_hybrid step3p7",
+    Trait.VLLM_ALONE: """
+glm5_next glm5_next_text kimi_linear nomic_bert olmo_hybrid qwen4_exp qwen4_exp_text step3p7
+""",
     Trait.RENAMED: """
 altclip audio-spectrogram-transformer beit cohere_asr cosmos3_edge cosmos3_omni csm d_fine deit dinov3_vit
 ernie4_5_vl_moe glm5_next glm5_next_text granite_speech granite_speech_plus grounding-dino hy_v4 ijepa inkling2

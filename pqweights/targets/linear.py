@@ -447,6 +447,8 @@ def _not_linear(
         return f"{role}: the runtime does not quantize it"
     if NEVER_QUANTIZED.search(tensor.name):
         return "vLLM joins it with another, and holds both plain"
+    if model.plain_in_vllm and re.search(model.plain_in_vllm, tensor.name):
+        return "vLLM has no quantized layer in its place"
     if len(tensor.shape) != 2:
         return "the format stores single linear layers"
     if role == "expert" and experts is not None:

@@ -22,7 +22,14 @@ from pqweights.checkpoint.source import open_local
 # Settings that a model reads although the class of its configuration does not name them.
 READ_BY_MODEL = ("position_buckets", "rope_theta")
 # transformers cuts or joins some of their weights as it loads them; these are decoded where others stay packed.
-REARRANGED = ("GteConfig", "HrmTextConfig", "JinaEmbeddingsV3Config", "NomicBertConfig")
+REARRANGED = (
+    "GteConfig",
+    "HrmTextConfig",
+    "Inkling2TextConfig",
+    "InklingConfig",
+    "JinaEmbeddingsV3Config",
+    "NomicBertConfig",
+)
 IDS = [5, 77, 3, 9, 100, 42, 7, 7]
 
 

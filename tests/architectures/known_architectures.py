@@ -75,6 +75,21 @@ MLA: dict[str, Any] = {
     "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 32, "first_k_dense_replace": 1, "n_routed_experts": 4,
     "n_group": 2, "topk_group": 1,
 }  # fmt: skip
+QWEN4: dict[str, Any] = {
+    **TEXT, **EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": WIDTH, "hc_count": 2, "hc_lowrank": 16,
+    "ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_vocab_size_base": 64, "split_ngram_parts": 2,
+    "make_ngram_vocab_size_divisible_by": 4, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32,
+    "indexer_budget": 4, "indexer_compress_ratio": 2,
+}  # fmt: skip
+MUSE: dict[str, Any] = {
+    "out_hidden_size": 4 * WIDTH, "projector_hidden_size": WIDTH,
+    "vision_config": {**IMAGE, "patch_size": 8, "pos_emb_height": 4, "pos_emb_width": 4},
+}  # fmt: skip
+INKLING: dict[str, Any] = {
+    **TEXT, **EXPERTS, "n_routed_experts": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
+    "swa_head_dim": 32, "sliding_window_size": 4, "d_rel": 8, "rel_extent": 16,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+}  # fmt: skip
 LOADS = "loads"
 UNKNOWN_TO_MLX = "it has no model of type"
 TRANSPOSED = "it stores its linear weights transposed"
@@ -84,6 +99,7 @@ DIRECTLY = "computes with its weights directly"
 # vLLM is not here; test_vllm_formats.py compares files of Qwen3 VL with those of its text model.
 IN_VLLM = "written for vLLM alone"
 BOTH_WAYS = "attends both ways"
+ON_METAL = "written for Macs alone"  # mlx-lm computes it by a kernel that there is for Metal only
 
 
 @dataclass(frozen=True)
@@ -93,7 +109,7 @@ class Architecture:
     model, config: names of its classes in transformers
     settings: arguments of the config
     takes: what the model is called with: "ids", "seq2seq", "image", "image and ids", "sound" or "features"
-    expected: what is expected of each target: LOADS, IN_VLLM, or a pattern of its refusal
+    expected: what is expected of each target: LOADS, IN_VLLM, ON_METAL, or a pattern of its refusal
     published: patterns in the names of tensors that transformers saves, and what published files have in their place
     """
 
@@ -425,6 +441,48 @@ ARCHITECTURES: dict[str, Architecture] = {
             "num_attention_heads": 4, "patch_size": 8, "pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 4},
         image_token_id=99, projection_hidden_size=WIDTH
     ),
+    "qwen4_exp": A("Qwen4Exp", QWEN4, config="Qwen4ExpText", vllm=IN_VLLM, torchao=RESHAPED),
+    "qwen4_exp with images": A(
+        "Qwen4Exp", head=GENERATES, text_config=QWEN4, vision_config=QWEN_VISION, vllm=IN_VLLM, torchao=RESHAPED
+    ),
+    "muse_glimmer": A("MuseGlimmer", MUSE, head=GENERATES, mlx=LOADS, text_config={**TEXT, "sliding_window": 4}),
+    "muse_spark": A(
+        "MuseSpark", MUSE, head=GENERATES, mlx=ON_METAL,  # which quantizes neither the first nor the last layer
+        text_config={**TEXT, **EXPERTS, "num_hidden_layers": 3, "moe_hidden_size": WIDTH, "sliding_window": 4},
+        audio_config={"patch_sizes": [16, 6, 5, 4], "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1],
+            "out_hidden_size": WIDTH}
+    ),
+    "muse_spark with a dense layer": A(
+        "MuseSpark", MUSE, head=GENERATES, mlx="Dense feed-forward layers are not supported",
+        text_config={**TEXT, **EXPERTS, "moe_hidden_size": WIDTH, "mlp_layer_types": ["dense", "sparse"]},
+        audio_config={"patch_sizes": [16, 6, 5, 4], "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1],
+            "out_hidden_size": WIDTH}
+    ),
+    "glm5_next": A(
+        "Glm5Next", head=GENERATES, vllm=IN_VLLM, torchao=RENAMED,
+        text_config={**TEXT, **EXPERTS, **MLA, "num_hidden_layers": 4, "qk_rope_head_dim": 0, "index_n_heads": 4,
+            "index_head_dim": 32, "index_topk": 4, "index_kpool": 2, "linear_head_dim": 32, "linear_num_heads": 4,
+            "hc_mult": 2, "n_group": 1, "layer_types": ["linear_attention", "indexed_attention"] * 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+        vision_config={**QWEN_VISION, "image_size": 32, "patch_size": 8, "projection_intermediate_size": WIDTH}
+    ),
+    "hy_v4": A(
+        "HYV4", TEXT, EXPERTS, MLA, torchao=RENAMED, n_group=1, num_hidden_layers=3, index_n_heads=4, index_head_dim=32,
+        index_topk=4, hc_mult=2, indexer_types=["full", "shared", "full"]
+    ),
+    "inkling": A(
+        "Inkling", INKLING, config="InklingText", mlp_layer_types=["dense", "sparse"]
+    ),
+    "inkling with images": A(
+        "Inkling", head=GENERATES, vllm=RESHAPED, torchao=RESHAPED,
+        text_config={**INKLING, "mlp_layer_types": ["dense", "sparse"]},
+        audio_config={"n_mel_bins": 4, "mel_vocab_size": 8},
+        vision_config={"patch_size": 8, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    ),
+    "inkling2": A(
+        "Inkling2", INKLING, config="Inkling2Text", torchao=RENAMED, unpadded_vocab_size=VOCABULARY - 3,
+        n_layers_per_attn_res_block=1
+    ),
     "lfm2_vl": A(
         "Lfm2Vl", head=GENERATES, mlx=LOADS,
         text_config={**TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_ff_dim": WIDE},
@@ -447,10 +505,58 @@ OF_THE_HUB: dict[str, tuple[str, dict[str, str]]] = {
     "gemma3n": ("gemma3n_text", {r"^model\.": "model.language_model."}),
 }  # fmt: skip
 
+# Types that mlx-lm has and transformers has not: configurations, and the shapes of tensors by their published names.
+_KDA = {f"self_attn.{p}_proj.weight": (WIDTH, WIDTH) for p in ("q", "k", "v", "o", "g")}
+_KDA |= {f"self_attn.{p}_conv1d.weight": (WIDTH, 1, 4) for p in ("q", "k", "v")}
+_KDA |= {"self_attn.f_a_proj.weight": (32, WIDTH), "self_attn.f_b_proj.weight": (WIDTH, 32)}
+_KDA |= {"self_attn.b_proj.weight": (4, WIDTH), "self_attn.A_log": (4,), "self_attn.dt_bias": (WIDTH,)}
+_KDA |= {"self_attn.o_norm.weight": (32,)}
+_LATENT = {
+    "self_attn.q_a_proj.weight": (WIDTH, WIDTH), "self_attn.q_a_layernorm.weight": (WIDTH,),
+    "self_attn.q_b_proj.weight": (4 * 48, WIDTH), "self_attn.kv_a_proj_with_mqa.weight": (WIDTH + 16, WIDTH),
+    "self_attn.kv_a_layernorm.weight": (WIDTH,), "self_attn.kv_b_proj.weight": (4 * 64, WIDTH),
+    "self_attn.o_proj.weight": (WIDTH, 4 * 32), "self_attn.g_proj.weight": (4 * 32, WIDTH),
+}  # fmt: skip
+_DENSE = {f"mlp.{p}_proj.weight": (WIDE, WIDTH) for p in ("gate", "up")} | {"mlp.down_proj.weight": (WIDTH, WIDE)}
+_SPARSE = {
+    f"experts.{e}.{w}.weight": (WIDTH, 64) if w != "w2" else (64, WIDTH) for e in range(4) for w in ("w1", "w2", "w3")
+}
+_SPARSE |= {"gate.weight": (4, WIDTH), "gate.e_score_correction_bias": (4,), "routed_expert_norm.weight": (64,)}
+_SPARSE |= {"routed_expert_down_proj.weight": (64, WIDTH), "routed_expert_up_proj.weight": (WIDTH, 64)}
+_SPARSE |= {f"shared_experts.{p}_proj.weight": (WIDTH, WIDTH) for p in ("gate", "up", "down")}
+_EVERY = dict.fromkeys(
+    ("input_layernorm", "post_attention_layernorm", "self_attention_res_norm", "mlp_res_norm"), (WIDTH,)
+) | {"self_attention_res_proj": (1, WIDTH), "mlp_res_proj": (1, WIDTH)}  # fmt: skip
+_LAYERS = [_KDA | _DENSE, _LATENT | {f"block_sparse_moe.{name}": shape for name, shape in _SPARSE.items()}]
+OF_MLX_LM: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "kimi_k3": (
+        {"text_config": {
+            **TEXT, "model_type": "kimi_linear", "num_key_value_heads": 4, "hidden_act": "situ", "rms_norm_eps": 1e-5,
+            "activation_situ_beta": 4.0, "activation_situ_linear_beta": 7.0, "attn_res_block_size": 1,
+            "linear_attn_config": {
+                "num_heads": 4, "head_dim": 32, "short_conv_kernel_size": 4, "kda_layers": [1], "full_attn_layers": [2],
+                "gate_lower_bound": -5.0, "use_full_rank_gate": True,
+            },
+            "q_lora_rank": WIDTH, "kv_lora_rank": WIDTH, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+            "v_head_dim": 32, "mla_use_output_gate": True, "num_experts": 4, "num_experts_per_token": 2,
+            "num_shared_experts": 1, "moe_intermediate_size": WIDTH, "first_k_dense_replace": 1,
+            "routed_expert_hidden_size": 64, "latent_moe_use_norm": True,
+        }},
+        {f"language_model.{name}": shape for name, shape in {
+            **{f"model.layers.{n}.{name}": shape for n, layer in enumerate(_LAYERS) for name, shape in layer.items()},
+            **{f"model.layers.{n}.{name}.weight": shape for n in range(2) for name, shape in _EVERY.items()},
+            "model.embed_tokens.weight": (VOCABULARY, WIDTH), "lm_head.weight": (VOCABULARY, WIDTH),
+            "model.norm.weight": (WIDTH,), "model.output_attn_res_norm.weight": (WIDTH,),
+            "model.output_attn_res_proj.weight": (1, WIDTH),
+        }.items()},
+    ),
+}  # fmt: skip
+
 
 # What the page says of a pattern of refusal.
 IN_SHORT = {
     LOADS: "yes", IN_VLLM: "written for vLLM alone: transformers does not load it",
+    ON_METAL: "written: mlx-lm runs it on Metal alone",
     TRANSPOSED: "no: its weights are stored transposed",
     RESHAPED: "no: transformers cuts or joins its weights", RENAMED: "no: transformers renames its layers",
     DIRECTLY: "no: it computes with its weights directly", UNKNOWN_TO_MLX: "no",

@@ -25,7 +25,9 @@ from known_architectures import (
     END,
     IN_VLLM,
     LOADS,
+    OF_MLX_LM,
     OF_THE_HUB,
+    ON_METAL,
     Architecture,
     markdown,
     with_table,
@@ -49,7 +51,8 @@ def check_master(about: Architecture, folder: Path, decoded: Any, expected: Arra
         assert exported[name][1].tobytes() == source[name][1].tobytes(), name
     plain, state = load(about, folder / "bf16", torch.bfloat16).state_dict(), decoded.state_dict()
     assert plain.keys() == state.keys()
-    assert all(torch.equal(state[name].to(value.dtype), value) for name, value in plain.items())
+    # Of some types, transformers keeps weights in float32 that the export has in BF16.
+    assert all(torch.equal(state[name].bfloat16(), value.bfloat16()) for name, value in plain.items())
     assert_within(distance(expected, computed(about, load(about, folder / "src"))), "8-bit weights")
 
 
@@ -150,7 +153,7 @@ def test_every_target_loads_an_architecture_or_refuses_it(name: str, tmp_path: P
     for target, check in CHECKS.items():
         expected, out = about.expected[target], tmp_path / target
         command = {"export": str(tmp_path / "master"), "target": target, **OPTIONS.get(target, {})}
-        if expected in (LOADS, IN_VLLM):
+        if expected in (LOADS, IN_VLLM, ON_METAL):
             report = run_command(command, out)
             assert any("vLLM alone" in line for line in report.warnings) == (expected == IN_VLLM)
             if expected == LOADS:
@@ -183,6 +186,29 @@ def test_type_of_the_hub_alone_is_written_for_vllm_and_computes_in_mlx_lm(model_
         )
     check_mlx(ARCHITECTURES[name], tmp_path, tmp_path / "mlx", expected)
     assert {*integer_names(tmp_path / "vllm")} < master_weights(tmp_path / "master").keys()
+
+
+@pytest.mark.parametrize("model_type", OF_MLX_LM)
+def test_type_of_mlx_lm_alone_computes_there_as_before(model_type: str, tmp_path: Path) -> None:
+    from mlx.core import array, float32
+    from mlx_lm.utils import load_model
+
+    config, shapes = OF_MLX_LM[model_type]
+    tensors = {
+        name: bf16(gaussian(*shape, seed=n, scale=0.1) + ("norm" in name))
+        for n, (name, shape) in enumerate(shapes.items())
+    }
+    config = {"model_type": model_type, "dtype": "bfloat16"} | config
+    source = write_checkpoint(tmp_path / "src", tensors, config=config)
+    model = load_model(source)[0]
+    model.set_dtype(float32)  # there are experts of no other on a CPU
+    expected = np.array(model(array([IDS]))[0])
+    run_command({"quantize": str(source), "recipe": "q8"}, tmp_path / "master")
+    run_command({"export": str(tmp_path / "master"), "target": "mlx", **OPTIONS["mlx"]}, tmp_path / "mlx")
+    found = open_model(tmp_path / "mlx").logits(np.array(IDS), len(IDS))
+    assert_within(distance(found, expected), "8-bit weights")
+    run_command({"export": str(tmp_path / "master"), "target": "bf16"}, tmp_path / "bf16")
+    assert read_all(tmp_path / "bf16").keys() == tensors.keys()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
