@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pqweights.checkpoint import quantized
+from pqweights.checkpoint.blocks import BlocksTensor, grid_of_stored, grid_spec
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.names import AWQ_SUFFIX, QUANT_METHOD, awq_name
 from pqweights.checkpoint.native import NativeImage, NativePart, NativeTensor, coded_specs
@@ -41,6 +42,8 @@ from pqweights.formats.master import BlockFormat, MasterFormat, exact_rate
 from pqweights.formats.native import Native
 from pqweights.formats.packed import QuantizedTensor
 from pqweights.formats.weight import block_count
+from pqweights.kernels import VALUE_DTYPES
+from pqweights.kernels.gguf_types import BLOCK_TYPES
 
 # Of the format of masters, docs/format.md.
 FORMAT_VERSION = 1
@@ -282,15 +285,38 @@ class _Reader:
             raise _damaged(f"coded: {min(unknown)!r} is not a coded tensor of this checkpoint")
         image = NativeImage(storage, parts)
         by_name = {part.tensor.name: part for part in parts}
+        on_grids = [of for part in parts if (of := self._on_grid(image, part.tensor)) is not None]
+        blocks = {of.stored.name for of in on_grids}
+        others = {name: part.tensor for name, part in by_name.items() if name not in blocks}
         try:
-            tensors, left_out, _ = quantized.logical_tensors(
-                image, {name: part.tensor for name, part in by_name.items()}, {"quantization_config": self._source}
-            )
+            tensors, left_out, _ = quantized.logical_tensors(image, others, {"quantization_config": self._source})
         except SourceError as error:
             raise _damaged(f"source: {error}") from None
         if left_out:
             raise _damaged(f"{min(left_out)!r} is not part of a weight, and not in kept")
-        return [self._native(storage, of, [by_name[part.name] for part in of.parts]) for of in tensors]
+        return [self._native(storage, of, [by_name[part.name] for part in of.parts]) for of in (*tensors, *on_grids)]
+
+    def _on_grid(self, image: NativeImage, part: StoredTensor) -> BlocksTensor | None:
+        """Return the weight whose blocks a stored tensor of the image is; None if it is something else."""
+        weight, kind = grid_of_stored(part.name) or ("", "")
+        if weight not in self.overrides:
+            return None
+        own = self._weight_settings(weight)
+        if own.dtype not in VALUE_DTYPES or not own.shape or own.shape[-1] % BLOCK_TYPES[kind].block_size:
+            raise _damaged(
+                f"{weight!r}: expected a float dtype and whole blocks of {kind}, found {own.dtype} {own.shape}"
+            )
+        if (expected := grid_spec(weight, own.shape, kind)) != TensorSpec(*part[:3]):
+            raise _damaged(f"{part.name!r}: expected {expected}, found {TensorSpec(*part[:3])}")
+        return BlocksTensor(
+            storage=image,
+            stored=part,
+            name=weight,
+            shape=own.shape,
+            kind=kind,
+            dtype=own.dtype,
+            plain_dtype=own.dtype,
+        )
 
     def _native_parts(self, stored: Mapping[str, StoredTensor]) -> list[NativePart]:
         """Return the stored tensors of the source that these are, one after the other."""
@@ -331,19 +357,17 @@ class _Reader:
 
     def _native(self, storage: Storage, of: LogicalTensor, parts: Sequence[NativePart]) -> NativeTensor:
         """Return a weight that a reader of sources found."""
-        where, merged = f"{of.name!r}", self._merged(of.name)
-        _check_keys(f"overrides of {where}", self.overrides.get(of.name, {}), _WeightSettings.__struct_fields__)
-        own = as_document(merged, _WeightSettings, lambda problem: _damaged(f"{where}: {problem}"))
+        where, own = f"{of.name!r}", self._weight_settings(of.name)
         held = tuple(stored for part in parts for stored in part.held)
         bits = native.bits_of(sum(stored.byte_count for stored in held), max(1, math.prod(of.shape)))
-        is_native = isinstance(of, QuantizedTensor) or (isinstance(of, PlainTensor) and len(held) > 1)
+        is_native = isinstance(of, QuantizedTensor | BlocksTensor) or (isinstance(of, PlainTensor) and len(held) > 1)
         stated = (own.codec, own.bits, own.dtype, own.shape)
         if not is_native or stated != (Native.codec, bits, of.dtype, of.shape):
             raise _damaged(
                 f"{where}: expected a weight of {Native.codec}, {bits} bits, {of.dtype}, {list(of.shape)}, as it "
                 f"is stored, or in kept; found {stated}"
             )
-        assert isinstance(of, PlainTensor | QuantizedTensor)
+        assert isinstance(of, PlainTensor | QuantizedTensor | BlocksTensor)
         return NativeTensor(
             storage=storage,
             name=of.name,
@@ -354,6 +378,11 @@ class _Reader:
             source=of,
             source_parts=tuple(parts),
         )
+
+    def _weight_settings(self, name: str) -> _WeightSettings:
+        """Return the settings of a weight of `native`, which has none of its own."""
+        _check_keys(f"overrides of {name!r}", self.overrides.get(name, {}), _WeightSettings.__struct_fields__)
+        return as_document(self._merged(name), _WeightSettings, lambda problem: _damaged(f"{name!r}: {problem}"))
 
     def _merged(self, name: str) -> dict[str, Any]:
         """The settings of a weight: the defaults with its overrides."""

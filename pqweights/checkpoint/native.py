@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.blocks import BlocksTensor
 from pqweights.checkpoint.digests import Reads
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
 from pqweights.checkpoint.readers import EncodedTensor, PlainTensor
@@ -27,7 +28,8 @@ from pqweights.kernels.lossless import CHUNK_ITEMS
 from pqweights.kernels.workers import scratch
 
 Bytes = npt.NDArray[np.uint8]
-SourceTensor = PlainTensor | QuantizedTensor  # a weight of a source that is made of stored tensors alone
+# A weight of a source that is made of stored tensors alone, or of the blocks that its numbers were decoded from.
+SourceTensor = PlainTensor | QuantizedTensor | BlocksTensor
 
 
 def coded_specs(spec: TensorSpec, total: int) -> tuple[TensorSpec, TensorSpec]:

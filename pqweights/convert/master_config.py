@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pqweights.checkpoint.blocks import grid_of_stored, grid_spec
 from pqweights.checkpoint.config import edited_config, guarded_config, model_dtype, quantization_settings
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import Encoding, NativeSource, quantization_config
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.convert.records import TensorRecord
-from pqweights.formats.native import Native
+from pqweights.formats.native import CODED, Native
 from pqweights.planning.plan import KEEP, QUANTIZE, TensorPlan, format_of
 
 
@@ -41,6 +42,10 @@ def native_source(checkpoint: Checkpoint, tensors: Sequence[TensorPlan]) -> Nati
     held = {spec.name for tensor in native.values() for spec in tensor.stored}
     parts = (part for tensor in checkpoint.tensors if tensor.name in native for part in tensor.parts)
     coded = {part.name: TensorSpec(*part[:3]) for part in parts if part.name not in held}
+    for name, tensor in native.items():
+        blocks = tensor.stored[0].name.removesuffix(CODED)
+        if blocks not in held and (of_grid := grid_of_stored(blocks)) is not None and of_grid[0] == name:
+            coded[blocks] = grid_spec(name, tensor.shape, of_grid[1])
     own = {tensor.name: (tensor.dtype, tensor.shape) for tensor in native.values()}
     return NativeSource(
         settings=quantization_settings(checkpoint.config),

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.blocks import BlocksTensor
 from pqweights.checkpoint.gguf.views import ComputedTensor, InterleavedTensor, RenamedTensor, SourceTensor
 from pqweights.checkpoint.native import NativeTensor
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
@@ -135,7 +136,8 @@ def stored_dtype(tensor: LogicalTensor) -> str:
     if isinstance(tensor, MovedTensor):
         (dtype, *others) = {stored_dtype(source) for source in tensor.sources}
         return "F32" if others else dtype
-    return tensor.dtype if isinstance(tensor, PlainTensor) and tensor.dtype in VALUE_DTYPES else "F32"
+    is_stored = isinstance(tensor, PlainTensor | BlocksTensor)
+    return tensor.dtype if is_stored and tensor.dtype in VALUE_DTYPES else "F32"
 
 
 def recovered_groups(rule: RoundingRule, values: Floats, dtype: str) -> tuple[Groups, Truths] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,15 @@ SAMPLED_WEIGHTS, SAMPLED_NUMBERS = 256, 2048
 OFF_GRID = "none"
 
 
-def _grids() -> dict[str, RoundingRule]:
-    """Return the grids by name, those of the fewest bits first: many lie on that of a wider format, too."""
+def block_grids() -> dict[str, RoundingRule]:
+    """Return the grids of types of GGUF, those of the fewest bits first: many lie on that of a wider type, too."""
     types = sorted(RECOVERED_TYPES, key=lambda name: BLOCK_TYPES[name].bits_per_weight)
-    blocks: dict[str, RoundingRule] = {name: BlockRule.of(name) for name in types}
+    return {name: BlockRule.of(name) for name in types}
+
+
+def grids_by_name() -> dict[str, RoundingRule]:
+    """Return all grids, those of the fewest bits first."""
+    blocks = block_grids()
     groups: dict[str, RoundingRule] = {}
     for size, dtype in itertools.product((128, 64), ("BF16", "F16")):
         of_size: dict[str, Any] = {"bits": 4, "group_size": size, "scale_dtype": dtype}
@@ -40,7 +46,7 @@ def _grids() -> dict[str, RoundingRule]:
         groups[name] = GroupRule(symmetric=True, middle=True, **of_size)
         groups[f"{name} with zeros"] = GroupRule(symmetric=False, middle=False, zeros=True, **of_size)
         groups[f"{name} with offsets"] = GroupRule(symmetric=False, middle=False, **of_size)
-    narrow = [name for name in types if BLOCK_TYPES[name].bits < 4]
+    narrow = [name for name in blocks if BLOCK_TYPES[name].bits < 4]
     return {name: blocks[name] for name in narrow} | groups | blocks
 
 
@@ -60,22 +66,24 @@ def sampled_grids(checkpoint: Checkpoint) -> dict[str, int]:
         and 0 not in tensor.shape
         and classify(tensor.name, tensor.dtype, tensor.shape, model).keep is None
     ]
-    grids = _grids()
+    grids = grids_by_name()
     chosen = weights if len(weights) <= SAMPLED_WEIGHTS else weights[:: -(-len(weights) // SAMPLED_WEIGHTS)]
-    counts = Counter(_grid_of(tensor, grids) for tensor in chosen)
+    counts = Counter(grid_of(tensor, grids) or OFF_GRID for tensor in chosen)
     return dict(counts.most_common()) if counts.keys() - {OFF_GRID} else {}
 
 
-def _grid_of(tensor: PlainTensor, grids: dict[str, RoundingRule]) -> str:
-    """Return the first grid on which the middle row of a weight lies."""
+def grid_of(tensor: PlainTensor, grids: Mapping[str, RoundingRule]) -> str | None:
+    """Return the first grid on which the middle row of a weight lies, by up to SAMPLED_NUMBERS of it."""
     width, rows = tensor.shape[-1], int(np.prod(tensor.shape[:-1]))
     count = min(width, SAMPLED_NUMBERS)
     raw = np.empty(count * item_bytes("F32"), dtype=np.uint8)
     tensor.read(rows // 2 * width, count, "F32", raw)
     values = raw.view(np.float32)
+    if not np.isfinite(values).all():
+        return None
     for name, rule in grids.items():
         if width % rule.group_size == 0:
             recovered = recovered_groups(rule, values, tensor.dtype)
             if recovered is not None and (recovered[1] | ~values.reshape(-1, rule.group_size).any(axis=1)).all():
                 return name
-    return OFF_GRID
+    return None

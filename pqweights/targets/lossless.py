@@ -1,5 +1,7 @@
 """Masters without loss: weights in the source's own numbers, coded by their entropy where that makes them smaller.
 
+A weight whose numbers were decoded from blocks of llama.cpp's, all of them to the bit, is stored as these blocks.
+
 How small a chunk becomes is known once it is coded. So the source is read twice: `measure` codes every chunk and notes
 its bytes, from which the plan knows the whole result, and the run codes it again and writes it.
 """
@@ -15,11 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pqweights.checkpoint.blocks import BlocksTensor, grid_spec
 from pqweights.checkpoint.header import ByteReads, StoredTensor, TensorSpec
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.native import SourceTensor, coded_specs
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.dtypes import from_float32, item_bytes, to_float32
 from pqweights.common.threads import Progress
 from pqweights.convert.conversion import MASTER, Conversion, make_plan
 from pqweights.convert.jobs import CopyJob, Job
@@ -30,13 +34,17 @@ from pqweights.convert.task import RunOptions
 from pqweights.errors import SourceChangedError, SourceError
 from pqweights.formats.native import Native, bits_of, item_width
 from pqweights.formats.packed import QuantizedTensor
-from pqweights.kernels import lossless
+from pqweights.kernels import VALUE_DTYPES, lossless
+from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
+from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.lossless import CHUNK_ITEMS, Bytes, Lengths
+from pqweights.kernels.recovery import recover_blocks
 from pqweights.kernels.workers import scratch
 from pqweights.models import text_model
 from pqweights.models.description import ModelDescription
 from pqweights.planning.plan import KEEP, QUANTIZE, Safetensors, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
+from pqweights.targets.grids import block_grids, grid_of
 
 # What the manifest states in the place of a recipe.
 RECIPE = {
@@ -79,52 +87,124 @@ def runs_of(storage: ByteReads, stored: StoredTensor) -> list[ChunkRun]:
     return [ChunkRun(storage, stored, first) for first in range(0, chunks, RUN_CHUNKS)]
 
 
-def source_tensor(tensor: LogicalTensor, model: ModelDescription) -> SourceTensor | None:
-    """Return a tensor whose numbers are stored by their entropy, if that pays; None for what is kept as it is."""
+class OffGridError(SourceChangedError):
+    """Weights that are not decoded from blocks: of another grid, or changed since."""
+
+
+class RecoveredBlocks(NamedTuple):
+    """The blocks that a weight was decoded from, found again where they are read: ByteReads of one stored tensor.
+
+    kind: the name of their type
+    """
+
+    tensor: PlainTensor
+    kind: str
+
+    def read_into(self, file: str, offset: int, buffer: Bytes) -> None:
+        """Fill the buffer with bytes of the blocks. Raises OffGridError if they do not decode to the very weights."""
+        kind, dtype = BLOCK_TYPES[self.kind], self.tensor.dtype
+        first, last = offset // kind.block_bytes, -(-(offset + len(buffer)) // kind.block_bytes)
+        count = (last - first) * kind.block_size
+        stored = scratch("weights of blocks", count * item_bytes(dtype))
+        self.tensor.read(first * kind.block_size, count, dtype, stored)
+        values = to_float32(stored, dtype)
+        blocks, _ = recover_blocks(self.kind, values, dtype)
+        zeros = (values == 0).reshape(-1, kind.block_size).all(axis=1)  # which any scale is good for
+        blocks[zeros] = encode_blocks(self.kind, np.zeros((1, kind.block_size), dtype=np.float32), None).codes
+        if not np.array_equal(from_float32(decode_blocks(self.kind, blocks).reshape(-1), dtype), stored):
+            name = self.tensor.name
+            raise OffGridError(f"{file}: tensor {name!r} changed while it was read; run the same command again")
+        skipped = offset - first * kind.block_bytes
+        buffer[:] = blocks.reshape(-1)[skipped : skipped + len(buffer)]
+
+
+def on_grid(tensor: PlainTensor, kind: str) -> BlocksTensor:
+    """Return a weight as the blocks that it was decoded from. kind: the name of their type"""
+    spec = grid_spec(tensor.name, tensor.shape, kind)
+    return BlocksTensor(
+        storage=RecoveredBlocks(tensor, kind),
+        stored=StoredTensor(*spec, tensor.stored.file, 0, spec.byte_count),
+        name=tensor.name,
+        shape=tensor.shape,
+        kind=kind,
+        dtype=tensor.dtype,
+        plain_dtype=tensor.dtype,
+    )
+
+
+def source_tensor(tensor: LogicalTensor, model: ModelDescription, kind: str | None) -> SourceTensor | None:
+    """Return a tensor whose numbers are stored by their entropy, if that pays; None for what is kept as it is.
+
+    kind: the type from whose blocks its numbers were decoded
+    """
     if isinstance(tensor, QuantizedTensor):
         return tensor
-    role = classify(tensor.name, tensor.dtype, tensor.shape, model)
-    return tensor if isinstance(tensor, PlainTensor) and not role.structural else None
+    if not isinstance(tensor, PlainTensor) or classify(tensor.name, tensor.dtype, tensor.shape, model).structural:
+        return None
+    return tensor if kind is None else on_grid(tensor, kind)
 
 
-def measure(checkpoint: Checkpoint, threads: int, progress: Progress) -> dict[str, Lengths]:
-    """Return the bytes of each chunk of the stored tensors that get smaller when they are coded, by name."""
-    model = text_model(checkpoint.config)
+class Measured(NamedTuple):
+    """What is known of a source before it is coded.
+
+    kinds: the types from whose blocks weights were decoded, by their names
+    lengths: the bytes of each chunk of the stored tensors that get smaller when they are coded, by name
+    """
+
+    kinds: Mapping[str, str]
+    lengths: Mapping[str, Lengths]
+
+
+def measure(checkpoint: Checkpoint, threads: int, progress: Progress) -> Measured:
+    """Look for weights on grids, and code every chunk."""
+    model, grids = text_model(checkpoint.config), block_grids()
     for tensor in checkpoint.tensors:
         if not isinstance(tensor, PlainTensor | QuantizedTensor):
             raise SourceError(
                 f"{tensor.parts[0].file}: lossless takes checkpoints in safetensors, as published; expected one, found "
                 "a GGUF file or a master, whose weights would be decoded: keep it as it is"
             )
-    sources = [of for tensor in checkpoint.tensors if (of := source_tensor(tensor, model)) is not None]
-    runs = [
-        run
-        for of in sources
-        for part in of.parts
-        if part.byte_count >= FEWEST_BYTES
-        for run in runs_of(of.storage, part)
-    ]
-    total, done = sum(part.byte_count for of in sources for part in of.parts), 0
-    lengths: dict[str, list[Lengths]] = {}
-    sizes = {run.stored.name: run.stored.byte_count for run in runs}
+    kinds = {
+        tensor.name: kind
+        for tensor in checkpoint.tensors
+        if isinstance(tensor, PlainTensor) and tensor.dtype in VALUE_DTYPES and 0 not in tensor.shape
+        if isinstance(source_tensor(tensor, model, None), PlainTensor)
+        if (kind := grid_of(tensor, grids)) is not None
+    }
+    total = sum(part.byte_count for tensor in checkpoint.tensors for part in tensor.parts)
+    done, lengths = 0, dict[str, Lengths]()
     with ThreadPoolExecutor(threads, "pqweights") as pool:
-        for run, of_run in _in_order(pool, runs, 2 * threads):
-            lengths.setdefault(run.stored.name, []).append(of_run)
-            done += len(of_run) * CHUNK_ITEMS * item_width(run.stored.dtype)
-            progress(min(done, total), total, run.stored.name)
-    whole = {name: np.concatenate(of_runs) for name, of_runs in lengths.items()}
-    return {name: of for name, of in whole.items() if of.sum(dtype=np.int64) + of.nbytes < sizes[name]}
+        for tensor in checkpoint.tensors:
+            try:
+                lengths |= _lengths(source_tensor(tensor, model, kinds.get(tensor.name)), pool, 2 * threads)
+            except OffGridError:
+                del kinds[tensor.name]
+                lengths |= _lengths(source_tensor(tensor, model, None), pool, 2 * threads)
+            done += sum(part.byte_count for part in tensor.parts)
+            progress(done, total, tensor.name)
+    return Measured(kinds, lengths)
 
 
-def _in_order(pool: ThreadPoolExecutor, runs: Sequence[ChunkRun], most: int) -> Iterator[tuple[ChunkRun, Lengths]]:
+def _lengths(source: SourceTensor | None, pool: ThreadPoolExecutor, most: int) -> dict[str, Lengths]:
+    """Return the bytes of each chunk of a weight's stored tensors that get smaller. most: chunk runs under way"""
+    parts = [part for part in (() if source is None else source.parts) if part.byte_count >= FEWEST_BYTES]
+    lengths = {
+        part.name: np.concatenate([*_in_order(pool, runs_of(source.storage, part), most)])
+        for part in parts
+        if source is not None
+    }
+    sizes = {part.name: part.byte_count for part in parts}
+    return {name: of for name, of in lengths.items() if of.sum(dtype=np.int64) + of.nbytes < sizes[name]}
+
+
+def _in_order(pool: ThreadPoolExecutor, runs: Sequence[ChunkRun], most: int) -> Iterator[Lengths]:
     """Yield the bytes of each chunk of runs, of which only some are under way at a time."""
-    under_way: deque[tuple[ChunkRun, Future[Lengths]]] = deque()
+    under_way: deque[Future[Lengths]] = deque()
     for run in runs:
-        under_way.append((run, pool.submit(run.lengths)))
+        under_way.append(pool.submit(run.lengths))
         if len(under_way) > most:
-            first, future = under_way.popleft()
-            yield first, future.result()
-    yield from ((run, future.result()) for run, future in under_way)
+            yield under_way.popleft().result()
+    yield from (future.result() for future in under_way)
 
 
 def plan_lossless(checkpoint: Checkpoint, max_shard_bytes: int, run: RunOptions) -> Conversion:
@@ -135,14 +215,14 @@ def plan_lossless(checkpoint: Checkpoint, max_shard_bytes: int, run: RunOptions)
     Raises SourceError for a source that would be decoded.
     """
     checkpoint.storage.keep(checkpoint.weight_files, run.progress)
-    lengths, model = measure(checkpoint, run.threads, run.progress), text_model(checkpoint.config)
-    tensors = [_planned(tensor, model, lengths) for tensor in checkpoint.tensors]
+    measured, model = measure(checkpoint, run.threads, run.progress), text_model(checkpoint.config)
+    tensors = [_planned(tensor, model, measured) for tensor in checkpoint.tensors]
     return Conversion(
         kind=MASTER,
         made_by={"recipe": RECIPE},
         checkpoint=checkpoint,
         plan=make_plan(checkpoint, tensors, Safetensors(), max_shard_bytes),
-        encode=partial(encode, lengths=lengths),
+        encode=partial(encode, measured=measured),
         configs={CONFIG_FILE: master_config},
     )
 
@@ -153,27 +233,31 @@ def _stored(part: StoredTensor, lengths: Mapping[str, Lengths]) -> tuple[TensorS
     return (spec,) if of_part is None else coded_specs(spec, int(of_part.sum(dtype=np.int64)))
 
 
-def _planned(tensor: LogicalTensor, model: ModelDescription, lengths: Mapping[str, Lengths]) -> TensorPlan:
+def _planned(tensor: LogicalTensor, model: ModelDescription, measured: Measured) -> TensorPlan:
     """Plan a tensor by what was measured."""
-    role, source = classify(tensor.name, tensor.dtype, tensor.shape, model), source_tensor(tensor, model)
+    role, kind = classify(tensor.name, tensor.dtype, tensor.shape, model), measured.kinds.get(tensor.name)
+    source, lengths = source_tensor(tensor, model, kind), measured.lengths
     is_coded = source is not None and any(part.name in lengths for part in source.parts)
-    if source is None or not math.prod(tensor.shape) or not (is_coded or isinstance(source, QuantizedTensor)):
+    if source is None or not math.prod(tensor.shape) or (isinstance(source, PlainTensor) and not is_coded):
         reason = role.keep if source is None and role.keep else "coding would not make it smaller"
         stored: tuple[TensorSpec, ...] = (TensorSpec(tensor.name, tensor.plain_dtype, tensor.shape),)
         action, codec, bits = KEEP, None, None
     else:
         stored = tuple(spec for part in source.parts for spec in _stored(part, lengths))
         action, codec, bits = QUANTIZE, Native.codec, bits_of(stored_bytes(stored), math.prod(tensor.shape))
-        reason = "lossless, coded by its entropy" if is_coded else "lossless, as it is stored"
+        reason = f"lossless{'' if kind is None else f', on the grid of {kind}'}"
+        reason += ", coded by its entropy" if is_coded else ", as it is stored"
     return TensorPlan.of(tensor, stored, role=role.name, action=action, reason=reason, codec=codec, bits=bits)
 
 
-def encode(planned: TensorPlan, tensor: LogicalTensor, *, lengths: Mapping[str, Lengths]) -> Job:
+def encode(planned: TensorPlan, tensor: LogicalTensor, *, measured: Measured) -> Job:
     """Return the pass that codes a weight, or copies a tensor that is kept."""
     if planned.action == KEEP:
         return CopyJob(planned, tensor)
     assert isinstance(tensor, PlainTensor | QuantizedTensor)
-    return LosslessJob(planned, tensor, lengths)
+    if isinstance(tensor, PlainTensor) and (kind := measured.kinds.get(tensor.name)) is not None:
+        return LosslessJob(planned, on_grid(tensor, kind), measured.lengths)
+    return LosslessJob(planned, tensor, measured.lengths)
 
 
 class LosslessJob:

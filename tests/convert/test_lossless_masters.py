@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import families
+import gguf
 import helpers
 import numpy as np
 import pytest
@@ -37,9 +38,13 @@ from pqweights.checkpoint.source import open_local
 from pqweights.convert.listed_files import open_result
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import MasterError
+from pqweights.kernels.gguf_encoding import encode_blocks
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.recovery import recover_blocks
 from pqweights.planning.options import ExportOptions
 from pqweights.results.verify import verify
 from pqweights.targets import lossless
+from pqweights.targets.carried import stored_dtype
 
 
 def plain_source(folder: Path) -> Path:
@@ -64,6 +69,32 @@ def plain_source(folder: Path) -> Path:
         },
         config={"model_type": "llama", "dtype": "bfloat16"},
     )
+
+
+FLOATS_OF_TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+# Types of blocks, and the dtypes of weights that are decoded from them.
+GRIDS = {"Q4_0": "BF16", "Q4_1": "F16", "Q5_0": "BF16", "Q8_0": "F32", "Q3_K": "BF16", "Q4_K": "BF16", "Q6_K": "BF16"}
+
+
+def decoded_from(kind: str, *, seed: int, rows: int = 20) -> Any:
+    """Numbers that the gguf package decodes from blocks; some are zeros, of either sign."""
+    values = helpers.gaussian(rows, 512, seed=seed)
+    values[3:9, ::3] = 0
+    blocks = encode_blocks(kind, values, None).codes
+    return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind]).reshape(values.shape)
+
+
+def on_grids(folder: Path) -> Path:
+    """A source whose weights were decoded from blocks of GGUF; of one, the last row was not."""
+    weights = {kind: decoded_from(kind, seed=number) for number, kind in enumerate(GRIDS)}
+    make = {"BF16": helpers.bf16, "F16": helpers.f16, "F32": helpers.f32}
+    tensors = {
+        f"model.layers.{number}.mlp.up_proj.weight": make[GRIDS[kind]](weights[kind])
+        for number, kind in enumerate(GRIDS)
+    }
+    weights["Q4_1"][-1] = helpers.gaussian(512, seed=9)
+    tensors["model.layers.0.mlp.down_proj.weight"] = helpers.bf16(weights["Q4_1"])
+    return helpers.write_checkpoint(folder, tensors, config={"model_type": "llama", "dtype": "bfloat16"})
 
 
 def block_fp8(folder: Path) -> Path:
@@ -91,6 +122,7 @@ def transposed(made: tuple[dict[str, Any], dict[str, Any], Any]) -> Callable[[Pa
 
 SOURCES = {
     "plain": plain_source,
+    "on grids": on_grids,
     "block FP8": block_fp8,
     "MXFP4 of gpt-oss": gpt_oss,
     **{
@@ -157,6 +189,15 @@ def test_independent_decoder_finds_every_stored_byte_of_the_source(name: str, tm
             found[whole] = decode(array.tobytes(), lengths, own["dtype"], tuple(own["shape"]))
         elif not stored.endswith("_lengths"):
             found[stored] = array.tobytes()
+    for stored in [*found]:
+        weight, kind = next(((stored[: -len(k) - 1], k) for k in GRIDS if stored.endswith(f"_{k.lower()}")), ("", ""))
+        if weight in config["overrides"]:
+            own = {"dtype": config["dtype"], **config["overrides"][weight]}
+            blocks = np.frombuffer(found.pop(stored), np.uint8).reshape(own["shape"][0], -1)
+            decoded = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+            found[weight] = (
+                torch.from_numpy(decoded).to(FLOATS_OF_TORCH[own["dtype"]]).view(torch.uint8).numpy().tobytes()
+            )
     expected = helpers.read_safetensors(source / "model.safetensors")
     assert found == {stored: array.tobytes() for stored, (_, array) in expected.items()}
 
@@ -228,9 +269,9 @@ def test_source_that_changes_between_the_readings_is_refused(tmp_path: Path, mon
     measured = lossless.measure
 
     def other(*arguments: Any) -> Any:
-        lengths = measured(*arguments)
-        lengths["model.embed_tokens.weight"][0] += 1
-        return lengths
+        found = measured(*arguments)
+        found.lengths["model.embed_tokens.weight"][0] += 1
+        return found
 
     monkeypatch.setattr("pqweights.targets.lossless.measure", other)
     line = refused("quantize", source, tmp_path / "out", "--lossless")
@@ -249,6 +290,45 @@ def test_damage_is_noticed_without_a_manifest(part: str, tmp_path: Path) -> None
     tensor = tensor_of(master, "model.embed_tokens.weight")
     with pytest.raises(MasterError, match=f"model.embed_tokens.weight_{part}'"):
         values(tensor, "F32")
+
+
+def test_weights_that_were_decoded_from_blocks_are_stored_as_these(tmp_path: Path) -> None:
+    source = on_grids(tmp_path / "source")
+    master = made(tmp_path, source)
+    stored = {tensor.name.removesuffix("_coded"): tensor for tensor in open_local(master).stored}
+    for number, kind in enumerate(GRIDS):
+        of_kind = stored[f"model.layers.{number}.mlp.up_proj.weight_{kind.lower()}"]
+        assert of_kind.byte_count <= 20 * 512 * BLOCK_TYPES[kind].bits_per_weight / 8
+    assert "model.layers.0.mlp.down_proj.weight" in stored  # its last row is on no grid
+    assert "on the grid of Q6_K" in done("inspect", master, "--json").stdout
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+def test_gguf_of_a_master_has_the_blocks_of_its_source(kind: str, tmp_path: Path) -> None:
+    """As the numbers are those of the source, so are the codes that are found in them."""
+    source = on_grids(tmp_path / "source")
+    number = list(GRIDS).index(kind)
+    name = f"model.layers.{number}.mlp.up_proj.weight"
+    tensors = [tensor_of(folder, name) for folder in (source, made(tmp_path, source))]
+    assert [stored_dtype(tensor) for tensor in tensors] == [GRIDS[kind]] * 2
+    found = [
+        recover_blocks(kind, np.frombuffer(raw(tensor, "F32", 0, 20 * 512), np.float32), GRIDS[kind])
+        for tensor in tensors
+    ]
+    assert all(of.all() for _, of in found)
+    assert found[0][0].tobytes() == found[1][0].tobytes()
+
+
+def test_a_configuration_that_contradicts_blocks_is_refused(tmp_path: Path) -> None:
+    master = made(tmp_path, on_grids(tmp_path / "source"))
+    config = json.loads((master / "config.json").read_text())
+    name = "model.layers.0.mlp.up_proj.weight"
+    for key, other in (("shape", [20, 511]), ("shape", [21, 512]), ("dtype", "I32")):
+        edited = json.loads(json.dumps(config))
+        edited["quantization_config"]["overrides"][name][key] = other
+        (master / "config.json").write_text(json.dumps(edited))
+        with pytest.raises(MasterError, match=name):
+            open_local(master)
 
 
 LEFT_OUT = [("--recipe", "q5"), ("--bits", "4"), ("--strict",)]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pqweights.checkpoint.blocks import BlocksTensor
 from pqweights.checkpoint.companions import check_links, companions
 from pqweights.checkpoint.config import model_dtype
 from pqweights.checkpoint.config_schema import check_layers, model_config
@@ -51,11 +51,9 @@ from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint, open_files
 from pqweights.checkpoint.storage import Storage, check_not_interrupted
 from pqweights.checkpoint.wrapped import ADAPTED_TYPES
-from pqweights.common.dtypes import FLOAT_DTYPES, from_float32
+from pqweights.common.dtypes import FLOAT_DTYPES
 from pqweights.errors import ExportError, SourceChangedError, SourceError, SourceReadError
-from pqweights.kernels.gguf_encoding import decode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.kernels.workers import scratch
 from pqweights.models.description import ModelDescription
 from pqweights.models.llama_cpp import JOINED
 from pqweights.models.qwen import OF_IMAGES, TEXT_PARTS
@@ -454,40 +452,12 @@ def _read_as(storage: ByteReads, tensor: FileTensor, stored: StoredTensor, dtype
         return PlainTensor.of(storage, stored)
     if tensor.type not in BLOCK_TYPES:
         raise SourceError(f"{tensor.file}: tensor {tensor.name!r}: the type {tensor.type} cannot be decoded")
-    return BlockSourceTensor(
-        storage=storage, stored=stored, name=tensor.name, shape=tensor.shape, dtype=tensor.type, plain_dtype=dtype
+    return BlocksTensor(
+        storage=storage,
+        stored=stored,
+        name=tensor.name,
+        shape=tensor.shape,
+        kind=tensor.type,
+        dtype=tensor.type,
+        plain_dtype=dtype,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockSourceTensor:
-    """A tensor in blocks of llama.cpp's; see LogicalTensor. dtype: the name of the type"""
-
-    # Elements decoded at once.
-    BAND_ELEMENTS = 1 << 20
-
-    storage: ByteReads
-    stored: StoredTensor
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    plain_dtype: str
-
-    @property
-    def parts(self) -> tuple[StoredTensor, ...]:
-        """The blocks."""
-        return (self.stored,)
-
-    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Decode the blocks that hold the elements, and round once."""
-        kind, done = BLOCK_TYPES[self.dtype], 0
-        while done < count:
-            first, skip = divmod(start + done, kind.block_size)
-            blocks = min(-(-(skip + count - done) // kind.block_size), max(1, self.BAND_ELEMENTS // kind.block_size))
-            raw = scratch("blocks", blocks * kind.block_bytes)
-            self.storage.read_into(self.stored.file, self.stored.offset + first * kind.block_bytes, raw)
-            decoded = decode_blocks(self.dtype, raw.reshape(blocks, -1)).reshape(-1)[skip : skip + count - done]
-            converted = from_float32(decoded, dtype)
-            width = len(converted) // len(decoded)
-            out[done * width : done * width + len(converted)] = converted
-            done += len(decoded)

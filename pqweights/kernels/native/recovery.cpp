@@ -35,6 +35,7 @@ struct Interval {
 };
 
 double rounded(double x) { return __builtin_rint(x); }
+bool has_sign(float x) { return __builtin_signbit(x) != 0; }
 
 // Call right(number) for the whole numbers of an interval from `least` to `most`, until it says so.
 template <class Right>
@@ -147,12 +148,14 @@ struct Part {
     float values[size];
     Interval intervals[size];
     Dtype dtype;
+    bool zero[2];  // whether there are any, positive and negative ones
 
     // False for weights that are not finite numbers of the dtype, and for more than `most`.
     bool load(const float* weights, int64_t weight_count, int most, Dtype of) {
-        count = 0, dtype = of;
+        count = 0, dtype = of, zero[0] = zero[1] = false;
         for (int64_t i = 0; i < weight_count; i++) {
             const float w = weights[i];
+            if (w == 0) zero[has_sign(w)] = true;
             int place = count;
             while (place > 0 && values[place - 1] > w) place--;
             if (place > 0 && values[place - 1] == w) continue;
@@ -170,6 +173,8 @@ struct Part {
     float most() const { return last() > -first() ? last() : -first(); }
     double range() const { return double(last()) - first(); }
     bool is_zero() const { return count == 1 && first() == 0; }
+    // Whether zeros have their signs with this scale, whose sign they get.
+    bool has_zeros_of(float scale) const { return !zero[scale > 0]; }
 
     // Whether these codes, between two limits, are the weights.
     bool is(float scale, float offset, int lowest, int highest) const {
@@ -276,7 +281,8 @@ bool find_symmetric(const Part& part, const Rule& rule, int& tries, Pair& pair) 
     const int most = -rule.lowest > rule.highest ? -rule.lowest : rule.highest;
     for (int steps = most; steps > 0; steps--) {
         const Interval size = step_from_zero(part, steps);
-        for (float sign : {1.0f, -1.0f}) {
+        const float likely = part.zero[1] ? -1.0f : 1.0f;  // zeros have the sign of the scale
+        for (float sign : {likely, -likely}) {
             if (any_number(size, rule.dtype, tries, [&](float scale) {
                     return part.is(pair.scale = scale * sign, pair.offset = 0, rule.lowest, rule.highest);
                 })) {
@@ -351,6 +357,7 @@ struct Block {
     int choice_counts[parts];
     Levels found{};
     int tries;
+    bool signed_zeros;  // whether zeros must have their signs
 
     static constexpr auto BETWEEN = [](const auto& part, int steps) { return step_between(part, steps); };
     static constexpr auto FROM_ZERO = [](const auto& part, int steps) { return step_from_zero(part, steps); };
@@ -368,7 +375,8 @@ struct Block {
 
     // --- symmetric: each part for itself, once there is a d ---
 
-    bool find_symmetric(const SymmetricLimits& limits) {
+    bool find_symmetric(const SymmetricLimits& limits, bool with_signed_zeros) {
+        signed_zeros = with_signed_zeros, tries = MOST_TRIES;
         const int lowest = int(limits.lowest), highest = int(limits.highest);
         const int least = int(limits.least_factor), most = int(limits.most_factor);
         int widest = 0;
@@ -396,6 +404,7 @@ struct Block {
             if (any_whole(steps[i][k].size / d, 1, -least, [&](int level) {
                     for (int own : {level, -level}) {
                         found.scales[i] = own;
+                        if (signed_zeros && !part[i].has_zeros_of(found.d * float(own))) continue;
                         if (own > most || tries-- <= 0) continue;
                         if (part[i].is(found.d * float(own), 0, lowest, highest)) return true;
                     }
@@ -590,14 +599,16 @@ void recover(const Job& job) {
             if (is_found) fields.d = half_of(pairs[0].scale), fields.dmin = half_of(pairs[0].offset);
         } else {
             if constexpr (affine) is_found = is_found && block.find_affine(limits);
-            else is_found = is_found && block.find_symmetric(limits);
+            else is_found = is_found && (block.find_symmetric(limits, true) || block.find_symmetric(limits, false));
             if (is_found) block.write(least, fields, pairs);
         }
         job.found[number] = is_found;
         if (!is_found) continue;
         for (int i = 0; i < size; i++) {
             const Pair& pair = pairs[i / part_size];
-            fields.codes[i] = uint8_t(code_of(around(values[i], job.dtype), pair.scale, pair.offset) - rule.lowest);
+            double code = code_of(around(values[i], job.dtype), pair.scale, pair.offset);
+            if (!affine && pair.scale == 0 && has_sign(values[i]) != has_sign(pair.scale)) code = -1;  // of zeros alone
+            fields.codes[i] = uint8_t(code - rule.lowest);
         }
         Format packed;
         packed.pack(fields);
