@@ -95,7 +95,7 @@ def draw(model: Any, *, windows: int, tokens: int, first: int, seed: int) -> Ten
             logits = output.logits[:, -1].float()
             if not bool(logits.sum().isfinite()):
                 raise EvaluationError("the sample: the model's logits are not finite, so its weights are broken")
-            ids[:, at] = _chosen(logits, random)
+            ids[:, at] = drawn(torch.softmax(logits, -1), random)
     return ids
 
 
@@ -129,12 +129,12 @@ def _with_room(cache: Any, tokens: int) -> Any:
     return cache
 
 
-def _chosen(logits: Tensor, random: torch.Generator) -> Tensor:
-    """Draw a token for each row of logits, [windows].
+def drawn(probabilities: Tensor, random: torch.Generator) -> Tensor:
+    """Draw a token for each row of probabilities, [rows].
 
     It takes one random number, where torch.multinomial takes one for each token of the vocabulary, and so most of the
     time of a small model.
     """
-    totals = torch.softmax(logits, -1).cumsum(-1, dtype=torch.float64)
-    thresholds = torch.rand(len(logits), 1, dtype=torch.float64, generator=random) * totals[:, -1:]
+    totals = probabilities.cumsum(-1, dtype=torch.float64)
+    thresholds = torch.rand(len(totals), 1, dtype=torch.float64, generator=random) * totals[:, -1:]
     return torch.searchsorted(totals, thresholds, right=True)[:, 0]

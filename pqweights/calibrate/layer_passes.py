@@ -18,6 +18,7 @@ import torch
 from safetensors.numpy import load_file, save
 from torch import Tensor
 
+from pqweights.calibrate.drawing import drawn
 from pqweights.calibrate.layered import OUTSIDE, LayerCall, LayeredModel
 from pqweights.checkpoint.writer import write_whole
 from pqweights.errors import SourceError
@@ -87,7 +88,7 @@ class LayerPasses:
 
     def check_finite(self, layer: int, *found: Tensor) -> None:
         """Raise SourceError for values or gradients that cannot be used."""
-        if not all(bool(values.isfinite().all()) for values in found):
+        if not all(torch.stack(values.aminmax()).isfinite().all() for values in found if values.numel()):
             name = "the head" if layer == OUTSIDE else f"layer {layer}"
             raise SourceError(f"{name} of the model computes values that are not finite, or too large")
 
@@ -164,8 +165,11 @@ class LayerPasses:
                 inputs = hidden[window : window + 1].float().requires_grad_()
                 logits = model.end(self.ids[window : window + 1], inputs)[0]
                 self.check_finite(OUTSIDE, logits.detach())
-                labels = torch.multinomial(torch.softmax(logits.detach(), -1), 1, generator=random)[:, 0]
-                torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+                # The gradient of the cross entropy at the logits is their softmax, and 1 less for the label.
+                gradient = torch.softmax(logits.detach(), -1)
+                labels = drawn(gradient, random)
+                gradient[torch.arange(len(labels)), labels] -= 1
+                logits.backward(gradient)
                 gradients[window : window + 1] = _gradient(inputs)
                 watch.next_batch()
             self.check_finite(OUTSIDE, gradients)

@@ -56,7 +56,8 @@ class InputMoments:
 
     def add(self, rows: Tensor) -> None:
         """Add inputs, [rows, K]."""
-        rows = rows[rows.any(1)]
+        used = are_used(rows)
+        rows = rows if used.all() else rows[used]
         self._sums.add(rows)
         self._batches += 1
         if self._batches % HELD_EVERY == 0:
@@ -117,6 +118,11 @@ class ProductStatistics:
     along_rows: bool
     makes_logits: bool = False
     squares: Tensor | None = None
+
+
+def are_used(rows: Tensor) -> Tensor:
+    """Return which rows are not zero, [rows]; faster than `any`."""
+    return rows.abs().amax(1) != 0
 
 
 def moments_of_inputs(size: int) -> InputMoments:
@@ -181,7 +187,7 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
                     inputs = values if of_stack is None else values[of_stack]
                     product = self._record(matrix, inputs, along_rows)
                     if result.requires_grad:
-                        used = inputs.detach().reshape(-1, inputs.shape[-1]).any(1)
+                        used = are_used(inputs.detach().reshape(-1, inputs.shape[-1]))
                         result.register_hook(functools.partial(self._add_gradient, product, of_stack, used))
         return result
 
@@ -247,21 +253,23 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
         own = gradient.detach() if of_stack is None else gradient.detach()[of_stack]
         rows = own.reshape(-1, own.shape[-1])
         rows = rows if used.all() else rows[used]
-        squares = (expected_squares(rows) if product.makes_logits else rows.square()).sum(0)
+        squares = expected_squares(rows) if product.makes_logits else rows.square().sum(0)
         product.squares = squares if product.squares is None else product.squares + squares
 
 
 def expected_squares(gradients: Tensor) -> Tensor:
-    """Return the mean squares of gradients at logits over all labels that might have been drawn, [rows, vocabulary].
+    """Return the sums over rows of the mean squares of gradients at logits over all labels, [vocabulary].
 
-    gradients: of cross entropies with drawn labels. They are p for a token, and p - 1 for the label, so their squares
-    are p (1 - p) in the mean, which is |g| (1 - |g|) for both: nearly all tokens are no label of a sample, and still
-    known by their p. Of a model that scales its logits, the mean square of all together stays that of the gradients.
+    gradients: [rows, vocabulary], of cross entropies with drawn labels. They are p for a token, and p - 1 for the
+    label, so their squares are p (1 - p) in the mean, which is |g| (1 - |g|) for both: nearly all tokens are no label
+    of a sample, and still known by their p. Of a model that scales its logits, the mean square of all together stays
+    that of the gradients.
     """
     sizes = gradients.abs()
-    expected = (1 - sizes).mul_(sizes).clamp_(min=0)
+    expected = torch.addcmul(sizes, sizes, sizes, value=-1).clamp_(min=0).sum(0)
+    squares = float(torch.linalg.vector_norm(gradients, dim=-1).double().square().sum())
     total = float(expected.sum(dtype=torch.float64))
-    return expected.mul_(float(torch.linalg.vector_norm(gradients, dtype=torch.float64)) ** 2 / total if total else 0.0)
+    return expected.mul_(squares / total if total else 0.0)
 
 
 def weight_inputs(

@@ -331,7 +331,7 @@ def test_each_weight_has_the_bits_of_its_rule_if_that_is_wanted(source: Path, tm
 
 
 def test_a_size_that_is_missed_is_said(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrated, "_TOLERANCE", 1e-9)
+    monkeypatch.setattr(calibrated, "_TOLERANCE", -1.0)
     out, encoded = tmp_path / "out", []
 
     def stop(done: int, total: int, what: str) -> None:

@@ -75,9 +75,7 @@ def test_squares_of_gradients_at_logits_are_those_of_all_labels(scale: float) ->
     found, exact = expected_squares(gradients), probabilities * (1 - probabilities)
     assert float(found.sum()) == approx(float(gradients.square().sum()), ALIKE)
     drawn = gradients.square().sum(0)
-    error, error_of_drawn = (
-        (of / of.sum() - exact.sum(0) / exact.sum()).square().sum() for of in (found.sum(0), drawn)
-    )
+    error, error_of_drawn = ((of / of.sum() - exact.sum(0) / exact.sum()).square().sum() for of in (found, drawn))
     assert error < error_of_drawn / 4
 
 
