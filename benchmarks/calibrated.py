@@ -33,13 +33,13 @@ from harness import PQWEIGHTS, Cell, Document, argument_parser, machine, measure
 from quality import measures, number, remembering
 from safetensors.numpy import save_file
 
-from pqweights.calibrate.options import TextOptions
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import open_local
 from pqweights.kernels.groups import unpack_bits
 from pqweights.runtime.evaluation import choose_windows
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import Model, open_model
+from pqweights.runtime.options import EvaluationOptions
 from pqweights.runtime.protocol import TextWindows, compare
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 
@@ -392,7 +392,7 @@ def open_bench(model: Path, options: Any, work: Path) -> Bench:
         model=model,
         base=remembering(open_model(model)),
         ids=ids[: options.max_tokens],
-        windows=choose_windows([read_folder(model)], TextOptions(window=WINDOW)),
+        windows=choose_windows([read_folder(model)], EvaluationOptions(window=WINDOW)),
         calibration=calibration,
         work=work,
         environments=str(options.environments.absolute()),

@@ -38,7 +38,6 @@ from pqweights.kernels.compensation import MomentsFactor, compensate, empty_matr
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.kernels.trellis import STATES
-from pqweights.planning.options import ExportOptions
 from pqweights.runtime.kv.polar_transform import LEVELS
 from pqweights.targets import mlx, torchao, vllm
 
@@ -146,9 +145,8 @@ def vllm_format(kind: str) -> Pieces:
 
 def torchao_format(kind: str) -> Pieces:
     """A format of torchao."""
-    rules = ("best", "minmax") if kind == torchao.INT4 else (None,)
-    options = (ExportOptions(format=kind, qparams=rule) for rule in rules)
-    return rounded(*(torchao.read_options(each).formats[kind].format(SHAPE, 128) for each in options))
+    how = torchao.FORMATS[kind]
+    return rounded(*(replace(how, qparams=way).format(SHAPE, 128) for way in how.ways))
 
 
 def mlx_format(kind: str) -> Pieces:

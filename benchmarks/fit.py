@@ -27,12 +27,11 @@ import numpy as np
 from harness import Cell, Document, argument_parser, machine, now, publish, table
 from quality import remembering
 
-from pqweights.calibrate.options import TextOptions
 from pqweights.calibrate.sensitivity import measured
+from pqweights.common.options import DEFAULT_SAMPLE_TOKENS, SELF, Options
 from pqweights.convert.convert import convert
 from pqweights.convert.task import RunOptions, usable_cores
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS, SELF, QuantizeOptions, RecipeOptions
 from pqweights.planning.plan import QUANTIZE, TensorPlan, block_format_of
 from pqweights.planning.recipe import Goal, Recipe, Rule, load_recipe
 from pqweights.planning.sensitivity import Sensitivity, alphas_for, groups_of
@@ -40,6 +39,7 @@ from pqweights.results.inspect import inspect
 from pqweights.runtime.evaluation import choose_windows
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import Model, open_model
+from pqweights.runtime.options import EvaluationOptions
 from pqweights.runtime.protocol import TextWindows, compare, perplexity
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.storage import open_store
@@ -72,7 +72,7 @@ def measured_sensitivity(model: Path, text: str | None, tokens: int) -> Sensitiv
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "text.txt")
         file.write_text(text or "", encoding="utf-8")
-        asked = QuantizeOptions(calibrate=SELF if text is None else file, calibration_tokens=tokens)
+        asked = Options(calibrate=SELF if text is None else file, calibration_tokens=tokens)
         threads = usable_cores()
         return measured(
             model, Path(folder), load_recipe("q5"), asked, threads=threads, progress=lambda done, total, what: None
@@ -114,7 +114,7 @@ class Bench:
         self.model, self.work = model, work
         text = read_text(model / "eval.txt")
         self.ids: Ids = tokenize(model, text, max_tokens)
-        self.windows: TextWindows = choose_windows([read_folder(model)], TextOptions(stride=128))
+        self.windows: TextWindows = choose_windows([read_folder(model)], EvaluationOptions(stride=128))
         self.base: Model = remembering(open_model(model))
         self.perplexity = 0.0
         self.measured: dict[tuple[tuple[str, float | None], ...], dict[str, Any]] = {}
@@ -170,7 +170,7 @@ class Bench:
     def rows(self) -> list[dict[str, Any]]:
         """Everything that is compared."""
         q5 = load_recipe("q5")
-        rows = [self.row(f"uniform {bits}", choose_recipe(q5, RecipeOptions(bits=bits))) for bits in UNIFORM]
+        rows = [self.row(f"uniform {bits}", choose_recipe(q5, Options(bits=bits))) for bits in UNIFORM]
         hand_made = self.row(HAND_MADE.name, HAND_MADE)
         rows.append(hand_made)
         targets = [Goal(bits_per_weight=bits) for bits in TARGETS]

@@ -40,10 +40,10 @@ from pqweights.checkpoint.gguf.mixes import MIXES
 from pqweights.checkpoint.gguf.model import gguf_model
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.views import View
+from pqweights.common.options import Options
 from pqweights.convert.task import usable_cores
 from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.planning.options import ExportOptions
 from pqweights.runtime.models import Model, open_model
 from pqweights.runtime.protocol import TextWindows, compare
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
@@ -251,7 +251,7 @@ def quantize_by_llama_cpp(plain: Path, out: Path, name: str, held: list[tuple[st
 
 def importances(model: Path, text: Path, work: Path) -> list[tuple[str, np.ndarray]]:
     """The mean squares of the inputs of matrices, by name in a GGUF file: llama.cpp's importance matrix."""
-    held, options = [], ExportOptions(calibrate=text)
+    held, options = [], Options(calibrate=text)
     checkpoint, out = open_local(model), open_store(work)
     with inputs_of(model, checkpoint, out, options, usable_cores()) as inputs:
         inputs.prepare(lambda *_: None)

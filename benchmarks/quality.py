@@ -38,23 +38,23 @@ from safetensors.numpy import save_file
 
 import pqweights
 from pqweights.calibrate.collecting import HELD_BACK_OF
-from pqweights.calibrate.options import TextOptions
 from pqweights.calibrate.sample import WINDOW
 from pqweights.calibrate.scale_search import FEWEST_WINDOWS
 from pqweights.checkpoint.source import open_local
+from pqweights.common.options import SELF, Options
 from pqweights.convert.task import usable_cores
 from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.formats.lloyd_max import LloydMax
 from pqweights.formats.trellis import Trellis
 from pqweights.planning import fit
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.options import SELF, RecipeOptions
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Goal, Recipe, load_recipe
 from pqweights.results.inspect import inspect
 from pqweights.runtime.evaluation import choose_windows
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import Model, open_model
+from pqweights.runtime.options import EvaluationOptions
 from pqweights.runtime.protocol import Scores, TextWindows, compare, perplexity_change
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.targets.master import rate_planner
@@ -205,7 +205,7 @@ def trellis_masters(bench: Bench) -> Iterator[dict[str, Any]]:
     """The rows of trellis masters."""
     base = replace(load_recipe("t4"), name="trellis")
     for rate in TRELLIS_RATES:
-        recipe = choose_recipe(base, RecipeOptions(bits=rate))
+        recipe = choose_recipe(base, Options(bits=rate))
         yield master(bench, recipe, f"trellis {rate:g}")
         for states, at in LONGER:
             if at == rate:
@@ -220,10 +220,10 @@ def variants(bench: Bench) -> Iterator[dict[str, Any]]:
     for rate in VARIED_RATES:
         for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
             with mock.patch.multiple(Trellis, first_step_power=power, most_gained=0):
-                yield master(bench, choose_recipe(base, RecipeOptions(bits=rate)), f"trellis {rate:g}, {what}")
-    yield master(bench, choose_recipe(base, RecipeOptions(bits=2.125)), f"trellis 2.125, {ENLARGED}")
+                yield master(bench, choose_recipe(base, Options(bits=rate)), f"trellis {rate:g}, {what}")
+    yield master(bench, choose_recipe(base, Options(bits=2.125)), f"trellis 2.125, {ENLARGED}")
     for power, what in ((0, ONE_STEP), (0.5, BY_NORM)):
-        recipe = choose_recipe(base, RecipeOptions(bits=3.125))
+        recipe = choose_recipe(base, Options(bits=3.125))
         with mock.patch.object(Trellis, "first_step_power", power):
             yield master(bench, recipe, f"trellis 3.125 AWQ, {what}", awq=True)
     for rate in VARIED_RATES:
@@ -243,7 +243,7 @@ def calibrated_masters(bench: Bench) -> Iterator[dict[str, Any]]:
     text.write_text(bench.calibration, encoding="utf-8")
     for bits in CALIBRATED_RATES:
         for sample, states in CALIBRATIONS:
-            recipe = choose_recipe(replace(load_recipe("t4"), effort=states), RecipeOptions(bits=bits))
+            recipe = choose_recipe(replace(load_recipe("t4"), effort=states), Options(bits=bits))
             on = text if sample == ON_TEXT else sample
             pqweights.quantize(bench.model, out, recipe, calibrate=on, threads=usable_cores(), overwrite=True)
             what = f"calibrated {bits:g}, {sample}, {states} states"
@@ -377,7 +377,7 @@ def open_bench(model: Path, options: Any, work: Path) -> Bench:
         base=remembering(open_model(model)),
         ids=ids[: options.max_tokens],
         rest=ids[options.max_tokens :][:CALIBRATION_TOKENS],
-        windows=choose_windows([read_folder(model)], TextOptions(window=options.window, stride=options.stride)),
+        windows=choose_windows([read_folder(model)], EvaluationOptions(window=options.window, stride=options.stride)),
         widths=tuple(options.bits),
         work=work,
     )

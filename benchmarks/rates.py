@@ -17,8 +17,8 @@ from typing import Any
 from fit import CODECS, SAMPLED, Bench, run
 from harness import Cell, Document, table
 
+from pqweights.common.options import Options
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import Goal, Recipe, load_recipe
 
 TARGETS = (2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
@@ -32,7 +32,7 @@ def recipes(target: float) -> dict[str, Recipe]:
     widths, trellis = load_recipe("q5"), load_recipe("t4")
     return {
         WIDTHS: replace(widths, goal=goal),
-        UNIFORM: choose_recipe(trellis, RecipeOptions(bits=target)),
+        UNIFORM: choose_recipe(trellis, Options(bits=target)),
         FITTED: replace(trellis, goal=goal),
     }
 

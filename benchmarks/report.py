@@ -49,7 +49,7 @@ import strips
 import throughput
 from harness import RATES, Cell, Document, machine_line, stale_lines, table
 
-from pqweights.planning.options import SELF
+from pqweights.common.options import SELF
 
 Panels = np.ndarray  # [panels] of matplotlib axes
 

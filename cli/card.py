@@ -31,12 +31,12 @@ def command(
     with output.errors(quiet=quiet):
         from pqweights.convert.manifest import read_manifest
         from pqweights.publish.card import make_card, read_card, write_card
-        from pqweights.publish.options import CardOptions, model_id
+        from pqweights.publish.options import PublishOptions, model_id
 
         if shown and json:
             raise typer.BadParameter("expected either --print or --json, found both")
         repository = None if repo is None else model_id("repo", repo, namespace=True)
-        card_options = CardOptions(repository=repository, base_model=base_model)
+        card_options = PublishOptions(repository=repository, base_model=base_model)
         report.warn_of_broken_files(folder, read_manifest(folder))
         if shown:
             output.write_text(make_card(folder, card_options, old=read_card(folder)).text)

@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pqweights.calibrate.options import EvaluationOptions
+from pqweights.common.options import path_of
 from pqweights.common.units import counted, size_text
-from pqweights.planning.options import path_of
+from pqweights.runtime.options import EvaluationOptions
 
 from . import options, output
 
 if TYPE_CHECKING:
-    from pqweights.common.parameters import HubOptions
-    from pqweights.results.evaluation_record import EvaluationRecord, Place
+    from pqweights.common.options import Options
+    from pqweights.results.evaluation_record import EvaluationRecord, ResultFolder
     from pqweights.runtime.report import EvaluationReport, EvaluationSettings, ModelScores
     from pqweights.storage.sources import Fetched
 
@@ -56,7 +56,7 @@ def command(
     """
     with output.errors(quiet=quiet):
         from pqweights.errors import OptionError
-        from pqweights.results.evaluation_record import find_place
+        from pqweights.results.evaluation_record import result_folder_of
         from pqweights.results.parts import models_in
         from pqweights.runtime.evaluation import evaluate
         from pqweights.runtime.saved_reference import is_saved_reference
@@ -86,17 +86,17 @@ def command(
         words = wikitext() if dataset is not None else read_text(text) if text is not None else None
         evaluation = replace(evaluation, reference=base and base.path)
         paths = [(path, model) for model in fetched for path in models_in(model.path)]
-        places = [None if no_record or kv_cache or model.origin else find_place(path) for path, model in paths]
+        folders = [None if no_record or kv_cache or model.origin else result_folder_of(path) for path, model in paths]
         with output.progress("evaluating", unit="steps") as progress:
             done = evaluate([path for path, _ in paths], words, evaluation, progress=progress)
         names = dict(zip((*models, str(reference)), (*fetched, base), strict=True))
         _show(done.renamed({str(model.path): name for name, model in names.items() if model and model.origin}), json)
         if save_reference is not None:
             output.note(f"{save_reference}: {size_text(save_reference.stat().st_size)}, for --reference")
-        _record_all(done, places, words, tokenizer=path_of(tokenizer), reference=reference)
+        _record_all(done, folders, words, tokenizer=path_of(tokenizer), reference=reference)
 
 
-def _fetched(models: Sequence[str], hub: HubOptions) -> list[Fetched]:
+def _fetched(models: Sequence[str], hub: Options) -> list[Fetched]:
     """Return the folders of models; the revision is of those on the Hub."""
     from pqweights.errors import OptionError
     from pqweights.storage.addresses import repository_id
@@ -110,7 +110,7 @@ def _fetched(models: Sequence[str], hub: HubOptions) -> list[Fetched]:
 
 def _record_all(
     done: EvaluationReport,
-    places: Sequence[Place | None],
+    folders: Sequence[ResultFolder | None],
     words: str | None,
     *,
     tokenizer: Path | None,
@@ -121,9 +121,9 @@ def _record_all(
     from pqweights.storage.addresses import repository_id
 
     base = None if reference is None else repository_id(reference)
-    for row, place in zip(done.rows, places, strict=False):
-        if place is not None:
-            _record(place, make_record(done, row, words, tokenizer=tokenizer, reference=base))
+    for row, folder in zip(done.rows, folders, strict=False):
+        if folder is not None:
+            _record(folder, make_record(done, row, words, tokenizer=tokenizer, reference=base))
 
 
 def _show(done: EvaluationReport, json: bool) -> None:
@@ -133,7 +133,7 @@ def _show(done: EvaluationReport, json: bool) -> None:
         output.show(*_lines(done))
 
 
-def _record(place: Place, record: EvaluationRecord) -> None:
+def _record(folder: ResultFolder, record: EvaluationRecord) -> None:
     """Write figures beside their model; a failure is only a note, because the figures are printed already."""
     from pqweights.errors import MasterError, OutputError
     from pqweights.results.evaluation_record import FEWEST_TOKENS_FOR_CARD, write_record
@@ -142,7 +142,7 @@ def _record(place: Place, record: EvaluationRecord) -> None:
         f"; too few tokens for the model card, which shows evaluations that score at least {FEWEST_TOKENS_FOR_CARD}"
     )
     try:
-        output.note(f"recorded in {write_record(place, record)}{'' if record.is_for_card else too_few}")
+        output.note(f"recorded in {write_record(folder, record)}{'' if record.is_for_card else too_few}")
     except (MasterError, OutputError) as error:
         output.note(f"not recorded: {error}")
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
+from pqweights.common.options import DEFAULT_SAMPLE_TOKENS
 from pqweights.common.units import counted, size_text
-from pqweights.planning.options import DEFAULT_SAMPLE_TOKENS
 
 from . import options, output, report
 from .push import push_lines

@@ -1,7 +1,7 @@
 """What an interrupt (Ctrl-C, SIGINT) does: one line on stderr, and exit code 130, from the start of a command.
 
 `answer_at_once` is called before anything large is imported; only Python's own start-up comes before it. Outside
-`Raised`, there is nothing to clean up, and an exception could be swallowed by an import, so the process ends right
+`raised`, there is nothing to clean up, and an exception could be swallowed by an import, so the process ends right
 away.
 """
 
@@ -11,10 +11,11 @@ import contextlib
 import os
 import signal
 import sys
-from types import FrameType, TracebackType
+from collections.abc import Iterator
+from types import FrameType
 
 EXIT_CODE = 130  # 128 + SIGINT, as shells have it
-# Whether an interrupt came inside Raised. Some libraries turn the KeyboardInterrupt into an error of their own.
+# Whether an interrupt came inside raised. Some libraries turn the KeyboardInterrupt into an error of their own.
 _came = False
 
 
@@ -24,28 +25,26 @@ def answer_at_once() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
-class Raised(contextlib.AbstractContextManager["Raised"]):
-    """A context in which an interrupt raises KeyboardInterrupt, and every error after it counts as its consequence."""
-
-    def __enter__(self) -> Raised:
-        global _came
-        _came = False
-        self._ours = signal.getsignal(signal.SIGINT) is _end  # not in a program that answers interrupts itself
-        if self._ours:
-            signal.signal(signal.SIGINT, _raise)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._ours:
+@contextlib.contextmanager
+def raised() -> Iterator[None]:
+    """Have an interrupt raise KeyboardInterrupt, and every error after it count as its consequence."""
+    global _came
+    _came = False
+    ours = signal.getsignal(signal.SIGINT) is _end  # not in a program that answers interrupts itself
+    if ours:
+        signal.signal(signal.SIGINT, _raise)
+    try:
+        yield
+    finally:
+        if ours:
             signal.signal(signal.SIGINT, _end)
+        error = sys.exception()
         if _came and error is not None and not isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt from error
 
 
 def came() -> bool:
-    """Whether an interrupt came inside the last Raised."""
+    """Whether an interrupt came inside the last `raised`."""
     return _came
 
 

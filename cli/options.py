@@ -15,7 +15,7 @@ import typer
 from . import output
 
 if TYPE_CHECKING:
-    from pqweights.common.parameters import HubOptions
+    from pqweights.common.options import Options
     from pqweights.storage.sources import Fetched
 
 # Samples of text for a calibration.
@@ -740,14 +740,14 @@ def _is_fetched(source: str) -> bool:
     return repository_id(source) is not None
 
 
-def hub(revision: str | None, token: str | None) -> HubOptions:
+def hub(revision: str | None, token: str | None) -> Options:
     """Return how a command reaches the Hub."""
-    from pqweights.common.parameters import HubOptions
+    from pqweights.common.options import Options
 
-    return HubOptions(revision=revision, token=token, tell=output.note)
+    return Options(revision=revision, token=token, tell=output.note)
 
 
-def fetched(source: str, hub: HubOptions) -> Fetched:
+def fetched(source: str, hub: Options) -> Fetched:
     """Return a local folder, or a repository on the Hub as a folder in the cache."""
     from pqweights.storage.sources import local_folder
 

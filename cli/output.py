@@ -117,7 +117,7 @@ def errors(kept: Callable[[], bool | Path | None] | None = None, quiet: bool = F
 
     _quiet = quiet
     try:
-        with interrupts.Raised(), _warnings_of_ours():
+        with interrupts.raised(), _warnings_of_ours():
             yield
     except OptionError as error:
         fail(str(error), code=2)

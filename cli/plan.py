@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pqweights.common.units import counted, first_names, size_text
-from pqweights.planning.options import (
+from pqweights.common.options import (
     BY_MODEL,
     DEFAULT_MAX_SHARD_SIZE,
     DEFAULT_SAMPLE_TOKENS,
-    MemoryOptions,
-    QuantizeOptions,
+    Options,
 )
+from pqweights.common.units import counted, first_names, size_text
 
 from . import memory, options, output, report, tables
 from .printable import printable
@@ -34,7 +33,7 @@ from .report import (
 if TYPE_CHECKING:
     from pqweights.convert.needs import ResourceNeeds
     from pqweights.planning.calibration import PlannedCalibration
-    from pqweights.planning.expected import Expected
+    from pqweights.planning.expected import Measured
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import TensorPlan
     from pqweights.results.plan_report import HubTraffic, PlanReport
@@ -109,11 +108,11 @@ def show_plan(
     from pqweights.api import planned
     from pqweights.convert.task import thread_count
 
-    quantizing, room = QuantizeOptions.of(given), MemoryOptions.of(given)
+    asked = Options.of(given)
     count = thread_count(given.get("threads"))
     with output.progress("measuring", unit="steps") as progress:
-        progress.status("reading the weights" if quantizing.lossless else "reading the headers")
-        made = planned(given["source"], quantizing, count, out, memory=room, progress=progress)
+        progress.status("reading the weights" if asked.lossless else "reading the headers")
+        made = planned(given["source"], asked, count, out, progress=progress)
     warn_if_nothing_is_quantized(made.plan.totals)
     for warning in (*made.plan.remarks, *(() if made.memory is None else made.memory.warnings)):
         output.warn(warning)
@@ -155,15 +154,15 @@ def _plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
     ]
 
 
-def _expected_lines(expected: Expected | None) -> list[str]:
+def _expected_lines(measured: Sequence[Measured]) -> list[str]:
     """Return what about so many bits cost on the nearest model that was measured."""
-    if expected is None:
+    if not measured:
         return []
     costs = ", ".join(
-        f"{row.divergence:g} with {row.codec}{' --calibrate self' if row.is_calibrated else ''}"
-        for row in expected.rows
+        f"{row.divergence:g} with {row.codec}{' --calibrate self' if row.is_calibrated else ''}" for row in measured
     )
-    return [f"on {expected.model}, the nearest in size that was measured, so many bits cost in nats per token: {costs}"]
+    nearest = f"on {measured[0].model}, the nearest in size that was measured"
+    return [f"{nearest}, so many bits cost in nats per token: {costs}"]
 
 
 def _calibration_lines(calibration: PlannedCalibration | None) -> list[str]:

@@ -33,7 +33,7 @@ def command(
     What is there already is not sent again: after an interruption, the same command continues.
     """
     with output.errors(quiet=quiet, kept=None if dry_run else lambda: True):
-        from pqweights.publish.options import PushOptions
+        from pqweights.publish.options import PublishOptions
         from pqweights.publish.push import push
 
         with (
@@ -42,7 +42,7 @@ def command(
             output.progress("pushing") as pushing,
         ):
             shown = {"verifying": verifying, "comparing": comparing, "progress": pushing}
-            pushed = PushOptions.of(ctx.params | shown)
+            pushed = PublishOptions.of(ctx.params | shown)
             done = push(folder, repository, options.hub(revision, token), options=pushed)
         _show(done, dry_run=dry_run, json=json)
 

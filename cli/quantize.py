@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pqweights.planning.options import BY_MODEL, DEFAULT_MAX_SHARD_SIZE, DEFAULT_SAMPLE_TOKENS
+from pqweights.common.options import BY_MODEL, DEFAULT_MAX_SHARD_SIZE, DEFAULT_SAMPLE_TOKENS
 
 from . import options, output, report
 from .plan import fit_lines, show_plan
@@ -104,5 +104,4 @@ def _lines(done: RewriteReport) -> list[str]:
         *report.kept_lines(done.plan.tensors),
         *report.already_quantized_lines(done.plan),
         *report.left_out_lines(done.plan),
-        *report.export_lines(done.exports),
     ]

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from pqweights.checkpoint.storage import Storage
     from pqweights.convert.manifest import Manifest
     from pqweights.convert.records import TensorRecord
-    from pqweights.convert.task import PossibleExport, RewriteReport
+    from pqweights.convert.task import RewriteReport
     from pqweights.planning.plan import Plan, TensorPlan, Totals
+    from pqweights.targets.possible import PossibleExport
 
     Pairs = Sequence[tuple[TensorPlan, TensorRecord]]
 
@@ -160,9 +161,9 @@ def already_quantized_lines(plan: Plan) -> list[str]:
     """Return a line for each format in which the source has weights already, of those that are quantized again."""
     original = f"the original, {plan.original}" if plan.original else "the original in 16 bits, if there is one"
     return [
-        f"{counted(of.tensors, 'weight')} already quantized to {of.bits} bits by {of.format}: a second rounding adds "
-        f"to its loss, and the squared errors of both add up; give {printable(original)}"
-        f"{'' if of.format == 'GGUF' else ', or keep the codes with --lossless'}"
+        f"{counted(of['tensors'], 'weight')} already quantized to {of['bits']} bits by {of['format']}: a second "
+        f"rounding adds to its loss, and the squared errors of both add up; give {printable(original)}"
+        f"{'' if of['format'] == 'GGUF' else ', or keep the codes with --lossless'}"
         for of in plan.already_quantized
     ]
 

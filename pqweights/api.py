@@ -10,13 +10,24 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.common.parameters import HubOptions, StrPath, Tell, text
+from pqweights.common.options import (
+    BY_MODEL,
+    DEFAULT_MAX_SHARD_SIZE,
+    DEFAULT_SAMPLE_TOKENS,
+    FormatsByPattern,
+    Options,
+    StrPath,
+    Tell,
+    located,
+    path_of,
+    text,
+)
 from pqweights.common.threads import Progress, no_progress
 from pqweights.convert.again import made_again, unkept_store
-from pqweights.convert.conversion import Conversion
+from pqweights.convert.conversion import MASTER, Conversion
 from pqweights.convert.convert import convert, unmeasured
 from pqweights.convert.distributed.engine import engine_of
 from pqweights.convert.manifest import Manifest, parse_manifest, read_manifest
@@ -25,18 +36,6 @@ from pqweights.errors import OptionError
 from pqweights.planning.calibration import check_calibration, measures
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.inputs import KnownInputs
-from pqweights.planning.options import (
-    BY_MODEL,
-    DEFAULT_MAX_SHARD_SIZE,
-    DEFAULT_SAMPLE_TOKENS,
-    ExportOptions,
-    FormatsByPattern,
-    MemoryOptions,
-    QuantizeOptions,
-    RebuildOptions,
-    located,
-    path_of,
-)
 from pqweights.results.inspect import Inspection
 from pqweights.results.inspect import inspect as inspect_folder
 from pqweights.results.plan_report import PlanReport, report_plan
@@ -50,7 +49,6 @@ from pqweights.storage.sources import find_result, local_folder
 from pqweights.targets import get_target
 from pqweights.targets.exporting import open_exported, plan_export, readable, settings_of
 from pqweights.targets.master import Learned, plan_quantize
-from pqweights.targets.possible import possible_exports
 
 if TYPE_CHECKING:
     from pqweights.calibrate.sampled_inputs import SampledInputs
@@ -58,8 +56,6 @@ if TYPE_CHECKING:
     from pqweights.planning.recipe import Recipe
     from pqweights.planning.sensitivity import Sensitivity
     from pqweights.runtime.generation import Generation
-
-Opening = TypeVar("Opening", QuantizeOptions, ExportOptions)
 
 
 def plan(
@@ -105,20 +101,12 @@ def plan(
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
-    arguments = locals()
-    options, room = QuantizeOptions.of(arguments), MemoryOptions.of(arguments)
-    count, show = thread_count(threads), calibration_progress or no_progress
-    return planned(located("source", source), options, count, memory=room, progress=show)
+    options, count, show = Options.of(locals()), thread_count(threads), calibration_progress or no_progress
+    return planned(located("source", source), options, count, progress=show)
 
 
 def planned(
-    source: str | Path,
-    options: QuantizeOptions,
-    threads: int,
-    out: Store | None = None,
-    *,
-    memory: MemoryOptions,
-    progress: Progress,
+    source: str | Path, options: Options, threads: int, out: Store | None = None, *, progress: Progress
 ) -> PlanReport:
     """Plan what quantizing a source would do, with sensitivities that are measured if it depends on them.
 
@@ -131,7 +119,7 @@ def planned(
 
         check_calibration(options)
         known = learned_for_plan(source, recipe, options, threads, progress)
-    return report_plan(source, recipe, options, threads, out, memory=memory, learned=known)
+    return report_plan(source, recipe, options, threads, out, learned=known)
 
 
 def quantize(
@@ -208,17 +196,18 @@ def quantize(
 
     Raises SourceError, RecipeError, OptionError, OutputError or HubError.
     """
-    options = QuantizeOptions.of(locals())
+    options = Options.of(locals())
     store, show = open_store(located("out", out)), calibration_progress or no_progress
-    with _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run:
-        with _quantized(located("source", source), store, options, run, show) as (conversion, checked):
-            report = convert(conversion, store, checked)
-        return replace(report, exports=possible_exports(report.conversion.checkpoint))
+    with (
+        _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run,
+        _quantized(located("source", source), store, options, run, show) as (conversion, checked),
+    ):
+        return convert(conversion, store, checked)
 
 
 @contextlib.contextmanager
 def _quantized(
-    source: str | Path, store: Store, options: QuantizeOptions, run: RunOptions, show: Progress
+    source: str | Path, store: Store, options: Options, run: RunOptions, show: Progress
 ) -> Iterator[tuple[Conversion, RunOptions]]:
     """Learn what options ask for, and yield what is to be made of it. show: called with the steps of what is learned"""
     chosen, known = choose_recipe(options.recipe, options), Learned()
@@ -313,7 +302,7 @@ def export(
 
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
-    options = ExportOptions.of(locals())
+    options = Options.of(locals())
     settings_of(get_target(target), options)  # refuses wrong values before anything is fetched
     if ray is not None and calibrate is not None:
         raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
@@ -335,27 +324,27 @@ def export(
     ):
         if push is None:
             return convert(conversion, store, checked)
-        return _sent(push, conversion, store, checked, HubOptions(token=token, tell=tell), private=private)
+        return _sent(push, conversion, store, checked, Options(token=token, tell=tell), private=private)
 
 
 def _sent(
-    repository: str, conversion: Conversion, store: Store, run: RunOptions, hub: HubOptions, *, private: bool
+    repository: str, conversion: Conversion, store: Store, run: RunOptions, hub: Options, *, private: bool
 ) -> RewriteReport:
     """Make a result, and send each of its files to a repository once it is whole. private: see `export`"""
-    from pqweights.publish.options import PushOptions
+    from pqweights.publish.options import PublishOptions
     from pqweights.publish.push import begin_sending, push
 
     read = conversion.checkpoint.storage
     read.frees = min(1, read.frees)
     sending = begin_sending(repository, hub, conversion.manifest, private=private)
     report = convert(conversion, replace(store, sending=sending), run)
-    options = PushOptions(threads=run.threads, private=private)
+    options = PublishOptions(threads=run.threads, private=private)
     return replace(report, pushed=push(store.path, repository, hub, options=options, sent=sending.files))
 
 
 @contextlib.contextmanager
 def _exported(
-    source: str | Path, store: Store, target: str, options: ExportOptions, run: RunOptions
+    source: str | Path, store: Store, target: str, options: Options, run: RunOptions
 ) -> Iterator[tuple[Conversion, RunOptions]]:
     """Learn what options ask for, and yield what is to be made of it."""
     to = get_target(target)
@@ -369,7 +358,7 @@ def _exported(
             folder, options = _fetched(source, options, run)
             store.check_apart(folder)
             local = replace(options, revision=None, include_files=(), low_disk=False)
-            checkpoint, wanted = open_exported(folder, local)[0], goal and goal.divergence
+            checkpoint, wanted = open_exported(folder, local)[0], None if goal is None else goal.divergence
             known = kept.enter_context(inputs_of(folder, checkpoint, store, options, run.threads, wanted))
             run = replace(run, check=known.check_source)
         opened = open_exported(source, options)
@@ -395,12 +384,12 @@ def _exported(
             write_imatrix(file, known, opened[0], str(options.calibrate))
 
 
-def _has_goal(target: str, options: ExportOptions) -> bool:
+def _has_goal(target: str, options: Options) -> bool:
     """Whether formats are chosen for a goal, which depends on how much each weight matters."""
     return settings_of(get_target(target), options).recipe.goal is not None
 
 
-def _fetched(source: str | Path, options: Opening, run: RunOptions) -> tuple[Path, Opening]:
+def _fetched(source: str | Path, options: Options, run: RunOptions) -> tuple[Path, Options]:
     """Fetch a model that is to be run, and return its folder, and the options with the commit that was fetched."""
     fetched = local_folder(source, options, progress=run.progress)
     if fetched.origin is None:
@@ -438,9 +427,9 @@ def verify(
     Raises MasterError if the folder has no readable manifest, SourceError or HubError; every other problem is a line
     of the result.
     """
-    options = RebuildOptions.of(locals() | {"revision": None})
+    options = Options.of(locals() | {"revision": None})
     show, count = progress or no_progress, thread_count(threads)
-    access = HubOptions(revision=revision, token=token, tell=tell)
+    access = Options(revision=revision, token=token, tell=tell)
     result = find_result(located("folder", folder), access, ours=True, progress=show)
     verified = verify_folder(result.where, threads=count, beside=result.not_fetched, progress=show)
     if source is None:
@@ -491,8 +480,8 @@ def rebuild(
 
     Raises MasterError for what is no manifest; and what `quantize` and `export` raise.
     """
-    options = RebuildOptions.of(locals())
-    stated = _read_manifest(located("manifest", manifest), HubOptions(token=token, tell=tell))
+    options = Options.of(locals())
+    stated = _read_manifest(located("manifest", manifest), Options(token=token, tell=tell))
     store, learning = open_store(located("out", out)), calibration_progress or no_progress
     with (
         _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run,
@@ -503,18 +492,18 @@ def rebuild(
     return Rebuilt(report=report, differences=tuple(differences(stated, made, some=type is not None)))
 
 
-def _read_manifest(given: str | Path, access: HubOptions) -> Manifest:
+def _read_manifest(given: str | Path, access: Options) -> Manifest:
     if (path := Path(given)).is_file():
         return parse_manifest(path.read_bytes())
     return read_manifest(find_result(given, access, only=[MANIFEST_FILE]).where)
 
 
 def _as_stated(
-    manifest: Manifest, source: str | Path, store: Store, given: RebuildOptions, run: RunOptions, show: Progress
+    manifest: Manifest, source: str | Path, store: Store, given: Options, run: RunOptions, show: Progress
 ) -> contextlib.AbstractContextManager[tuple[Conversion, RunOptions]]:
     """Return what makes a result as its manifest states it."""
     options = options_of(manifest, source, given)
-    if isinstance(options, QuantizeOptions):
+    if manifest.kind == MASTER:
         return _quantized(source, store, options, run, show)
     return _exported(source, store, str(manifest.made_by["target"]), options, run)
 
@@ -532,7 +521,7 @@ def inspect(
 
     Raises MasterError, SourceError or HubError.
     """
-    hub = HubOptions(revision=revision, token=token, tell=tell)
+    hub = Options(revision=revision, token=token, tell=tell)
     return inspect_folder(find_result(located("folder", folder), hub, only=[MANIFEST_FILE]).where)
 
 
@@ -582,7 +571,7 @@ def generate(
     if revision is not None and repository_id(str(model)) is None:
         raise OptionError("`revision`: expected a repository on the Hub as MODEL")
     fetched = local_folder(
-        located("model", model), HubOptions(revision=revision, token=token, tell=tell), progress=progress or no_progress
+        located("model", model), Options(revision=revision, token=token, tell=tell), progress=progress or no_progress
     )
     return continued(fetched.path, prompt, options, name=str(model), on_text=on_text or _say_nothing)
 

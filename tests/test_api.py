@@ -17,9 +17,9 @@ from commands import answer
 from pqweights_cli.main import app
 
 import pqweights
+from pqweights.common.options import Options
 from pqweights.errors import MasterError, OptionError, OutputError, RecipeError, SourceError
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.options import RecipeOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 FUNCTIONS = ("plan", "quantize", "export", "verify", "rebuild", "inspect", "generate")
@@ -151,7 +151,7 @@ def test_progress_reaches_the_end(source, tmp_path, monkeypatch):
 
 
 def test_a_recipe_object_is_taken_with_what_options_added(source):
-    recipe = choose_recipe("q5", RecipeOptions(keep=("lm_head.weight",)))
+    recipe = choose_recipe("q5", Options(keep=("lm_head.weight",)))
     again = pqweights.plan(source, recipe, set_format={"*.q_proj.weight": 6})
     bits = {tensor.name: tensor.bits for tensor in again.tensors}
     assert bits["lm_head.weight"] is None and bits["model.layers.0.self_attn.q_proj.weight"] == 6
@@ -188,7 +188,7 @@ def test_wrong_types_are_named(source, arguments, message):
     ("call", "error", "message"),
     [
         (lambda source, out: pqweights.plan(source, threads=0), OptionError, "`threads`: expected 1 to 256"),
-        (lambda source, out: pqweights.plan(source, calibration_tokens=4096), OptionError, "`awq`"),
+        (lambda source, out: pqweights.plan(source, calibration_tokens=4096), OptionError, "`calibrate`"),
         (lambda source, out: pqweights.plan(source, target_size=1e5 + 0.5), OptionError, "whole number of bytes"),
         (lambda source, out: pqweights.plan(source, keep=["nothing*"]), RecipeError, "nothing"),
         (lambda source, out: pqweights.quantize(source, out, max_shard_size="many"), OptionError, "max_shard_size"),

@@ -33,7 +33,7 @@ LAYERS = (
         "pqweights.common.strict_json",
         "pqweights.common.threads",
         "pqweights.common.units",
-        "pqweights.common.parameters",
+        "pqweights.common.options",
     ),
     ("pqweights.models",),
     ("pqweights.kernels",),
@@ -42,13 +42,12 @@ LAYERS = (
     ("pqweights.checkpoint",),
     ("pqweights.checkpoint.gguf",),
     ("pqweights.storage",),
-    ("pqweights.planning.options", "pqweights.planning"),
+    ("pqweights.planning",),
     ("pqweights.convert",),
     ("pqweights.targets",),
     ("pqweights.runtime.loading", "pqweights.results", "pqweights.runtime.kv"),
     ("pqweights.convert.distributed",),
     ("pqweights.runtime.options",),
-    ("pqweights.calibrate.options",),
     ("pqweights.calibrate", "pqweights.runtime"),
     ("pqweights.publish.options",),
     ("pqweights.publish", "pqweights.api"),
@@ -86,10 +85,8 @@ HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
 LIGHT = {
     "pqweights.common.units",
     "pqweights.runtime.options",
-    "pqweights.planning.options",
-    "pqweights.common.parameters",
+    "pqweights.common.options",
     "pqweights.publish.options",
-    "pqweights.calibrate.options",
 }
 BAR = "pqweights_cli.bar"  # it imports rich, and is itself imported where a bar is shown
 

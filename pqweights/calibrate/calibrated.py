@@ -264,8 +264,8 @@ class LayerwiseCalibration:
         """Write what is kept of the weights of a layer; nothing of those that the sample hardly reached."""
         number = OUTSIDE if keep_moments else layer
         parameters, own = self.model.parameters_of(number), self.weights.get(number, ())
-        found = {weight.label: self._gradients(number, weight, statistics) for weight in own}
-        known = {label: gradients for label, gradients in found.items() if gradients is not None}
+        gradients_of = {weight.label: self._gradients(number, weight, statistics) for weight in own}
+        known = {label: gradients for label, gradients in gradients_of.items() if gradients is not None}
         stacks = {weight.name for weight in own if weight.label in known and weight.number is not None}
         pooled = {weight.label for weight in own if weight.name in stacks and weight.label not in known}
         is_kept = not keep_moments and not pooled and self._has_room(statistics)
@@ -313,8 +313,8 @@ class LayerwiseCalibration:
         count: of the inputs of all
         """
         matrices = [weight.place.matrix for weight in self.weights[layer] if weight.name == name]
-        found = [seen.mean_squares(matrix, self.ids.numel()) for matrix in matrices]
-        total = sum((squares for squares in found if squares is not None), start=np.zeros(1))
+        mean_squares = [seen.mean_squares(matrix, self.ids.numel()) for matrix in matrices]
+        total = sum((squares for squares in mean_squares if squares is not None), start=np.zeros(1))
         return total * min(1 / len(matrices), FEWEST_INPUTS / count)
 
     # --- the step ---
@@ -382,10 +382,10 @@ class LayerwiseCalibration:
             folder, taken = self._attempted(attempt, step)
             encoded = functools.partial(Encoded, folder=folder, bits=taken, wanted_bits=aim)
             if self.most_divergence is not None:
-                found = self._diverged(attempt, folder)
+                divergence = self._diverged(attempt, folder)
                 is_met, corrected = self._next_for_divergence(attempt)
                 if is_met or corrected is None:
-                    return encoded(divergence=found, is_met=is_met)
+                    return encoded(divergence=divergence, is_met=is_met)
             else:
                 is_met = abs(taken / goal - 1) <= slack
                 if is_met or attempt + 1 == _ATTEMPTS:
@@ -404,9 +404,9 @@ class LayerwiseCalibration:
         kinds = ("step", "divergence")
         known = np.array([[float(self._passes.read(k, n)[k]) for k in kinds] for n in range(last + 1)])
         known[:, 1] = np.maximum(known[:, 1], 1e-12)  # as logarithms are taken
-        steps, found = known.T
-        is_small = found <= self.most_divergence
-        if is_small[-1] and (found[-1] >= (1 - MOST_BELOW) * self.most_divergence or last >= ATTEMPTS):
+        steps, divergences = known.T
+        is_small = divergences <= self.most_divergence
+        if is_small[-1] and (divergences[-1] >= (1 - MOST_BELOW) * self.most_divergence or last >= ATTEMPTS):
             return True, None
         if last >= ATTEMPTS:
             return False, None
@@ -433,8 +433,8 @@ class LayerwiseCalibration:
                     if weight.name in values:
                         weight.take(parameters, values[weight.name])
 
-            found = self._divergence.of(self.model, with_codes)
-            self._passes.save("divergence", attempt, {"divergence": np.array(found)})
+            divergence = self._divergence.of(self.model, with_codes)
+            self._passes.save("divergence", attempt, {"divergence": np.array(divergence)})
         return float(self._passes.read("divergence", attempt)["divergence"])
 
     @functools.cached_property

@@ -20,18 +20,18 @@ from pqweights.calibrate.layered import OUTSIDE, LayeredModel
 from pqweights.calibrate.sample import SEED, SampleOf
 from pqweights.calibrate.work_folder import check_space, folder_beside, worked_on_in
 from pqweights.checkpoint.readers import element_count
+from pqweights.common.options import BY_TENSOR, Options
 from pqweights.common.strict_json import rounded
 from pqweights.common.threads import Progress
 from pqweights.convert.distributed.engine import local_files
-from pqweights.convert.ready import FinishedWeights, ReadyWeights
+from pqweights.convert.ready import ReadyWeights
 from pqweights.convert.task import RunOptions
 from pqweights.formats.trellis import Trellis
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
-from pqweights.planning.options import BY_TENSOR, QuantizeOptions
 from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Goal, Recipe
 from pqweights.storage import Store
-from pqweights.targets.master import plan_quantize
+from pqweights.targets.master import Learned, plan_quantize
 
 # Of the trellis, unless the effort says otherwise: beside the rest of a calibration 64 cost nothing.
 STATES = 64
@@ -41,8 +41,8 @@ LOST = 0.3
 
 @contextlib.contextmanager
 def calibrated_codes(
-    source: Path, out: Store, recipe: Recipe, options: QuantizeOptions, *, run: RunOptions, progress: Progress
-) -> Iterator[tuple[ReadyWeights | FinishedWeights, RunOptions]]:
+    source: Path, out: Store, recipe: Recipe, options: Options, *, run: RunOptions, progress: Progress
+) -> Iterator[tuple[Learned, RunOptions]]:
     """Calibrate a checkpoint, and yield the codes; see `learned`.
 
     recipe: which weights are calibrated, those of the trellis, and about how many bits they take together
@@ -58,10 +58,8 @@ def calibrated_codes(
     planned = [(tensor.name, tensor.bytes) for tensor in plan.tensors]
     stated = [*sample.stated, recipe.to_json(), planned, states, options.rate]
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
-    if (finished := stated_by_result(out, "calibrated", key, overwrite=run.overwrite)) is not None:
-        manifest = finished_manifest(out, overwrite=False)
-        assert manifest is not None
-        yield FinishedWeights(stated=finished, tensors={tensor.name: tensor for tensor, _ in manifest.pairs}), run
+    if stated_by_result(out, "calibrated", key, overwrite=run.overwrite) is not None:
+        yield Learned(finished=finished_manifest(out, overwrite=False)), run
         return
     model = LayeredModel(checkpoint, source, remedy="quantize it without `calibrate`")
     with worked_on_in(folder_beside(out), out, key, run.threads, sample.contents.is_same) as work:
@@ -96,7 +94,8 @@ def calibrated_codes(
         sample.check_source()
         warnings = (*_missed(encoded, goal), *_warnings(left, wanted, weights, ready))
         pooled = _pooled(calibration.hardly_reached, ready)
-        yield ready.with_warnings((*warnings, *pooled)), replace(run, check=sample.check_source)
+        learned = Learned(ready=replace(ready, warnings=(*warnings, *pooled)))
+        yield learned, replace(run, check=sample.check_source)
 
 
 def _about(sample: SampleOf, ids: Tensor, *, states: int, rate: str) -> dict[str, Any]:

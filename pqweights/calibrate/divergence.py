@@ -8,10 +8,11 @@ is wanted results are made and measured, and the prediction is multiplied by wha
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -75,13 +76,6 @@ class LayerwiseDivergence:
                 yield torch.log_softmax(logits.double(), -1).numpy()
 
 
-class _Attempt(NamedTuple):
-    """A result that was made: by what the prediction was multiplied, and the divergence."""
-
-    scale: float
-    divergence: float
-
-
 def scaled_for(
     goal: float,
     sensitivity: Sensitivity,
@@ -97,16 +91,16 @@ def scaled_for(
 
     Raises what `make` raises, RecipeError among them if no result has so little.
     """
-    attempts: list[_Attempt] = []
+    attempts: list[tuple[float, float]] = []  # by what the prediction was multiplied, and the divergence
     while len(attempts) < ATTEMPTS:
         file, aim = work / f"attempt-{len(attempts)}.safetensors", goal * (1 - MOST_BELOW / 2)
-        scale = attempts[-1].scale * attempts[-1].divergence / aim if attempts else 1.0
+        scale = math.prod(attempts[-1]) / aim if attempts else 1.0
         if not file.exists():
-            found = divergence.of(make(sensitivity.scaled(scale)))
-            save_whole(file, {"divergence": np.array(found)})
-        attempts.append(_Attempt(scale, float(load_file(file)["divergence"])))
-        if 1 - MOST_BELOW <= attempts[-1].divergence / goal <= 1:
+            measured = divergence.of(make(sensitivity.scaled(scale)))
+            save_whole(file, {"divergence": np.array(measured)})
+        attempts.append((scale, float(load_file(file)["divergence"])))
+        if 1 - MOST_BELOW <= attempts[-1][1] / goal <= 1:
             break
-    scale, found = min(attempts, key=lambda attempt: (attempt.divergence > goal, abs(attempt.divergence - goal)))
+    scale, measured = min(attempts, key=lambda attempt: (attempt[1] > goal, abs(attempt[1] - goal)))
     scaled = sensitivity.scaled(scale)
-    return replace(scaled, method=scaled.method | {"divergence": rounded(found), "max_kl": goal})
+    return replace(scaled, method=scaled.method | {"divergence": rounded(measured), "max_kl": goal})

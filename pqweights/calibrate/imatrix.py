@@ -30,10 +30,10 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import View
 from pqweights.checkpoint.writer import write_whole
+from pqweights.common.options import IMATRIX
 from pqweights.common.threads import Progress
 from pqweights.errors import OptionError, SourceError
 from pqweights.planning.inputs import InputVector, KnownInputs, WeightInputs
-from pqweights.planning.options import IMATRIX
 
 Floats = npt.NDArray[np.float32]
 
@@ -61,13 +61,13 @@ def read_imatrix(path: Path) -> dict[str, Importances]:
         raise SourceError(f"{path}: expected an importance matrix of at most {MOST_BYTES} bytes")
     with open(path, "rb") as stream:
         is_gguf = stream.read(len(MAGIC)) == MAGIC
-    found = _of_gguf(path) if is_gguf else _of_list(path)
-    if not found:
+    importances = _of_gguf(path) if is_gguf else _of_list(path)
+    if not importances:
         raise SourceError(f"{path}: expected importances of weights, found none")
-    for name, of in found.items():
+    for name, of in importances.items():
         if not np.isfinite(of.squares).all() or (of.squares < 0).any() or not np.isfinite(of.counts).all():
             raise SourceError(f"{path}: {name!r}: expected mean squares, found numbers that are none")
-    return found
+    return importances
 
 
 def _of_gguf(path: Path) -> dict[str, Importances]:
@@ -89,22 +89,22 @@ def _of_gguf(path: Path) -> dict[str, Importances]:
 
 def _of_list(path: Path) -> dict[str, Importances]:
     """Read the older form: a number of entries, and for each the length of its name, name, calls, values."""
-    raw, place = path.read_bytes(), 0
+    raw, offset = path.read_bytes(), 0
 
     def integer() -> int:
-        nonlocal place
-        if place + 4 > len(raw):
+        nonlocal offset
+        if offset + 4 > len(raw):
             raise SourceError(f"{path}: expected an importance matrix of llama.cpp, found another or a cut file")
-        (value,) = struct.unpack_from("<i", raw, place)
-        place += 4
+        (value,) = struct.unpack_from("<i", raw, offset)
+        offset += 4
         return int(value)
 
     def taken(count: int) -> bytes:
-        nonlocal place
-        if not 0 < count <= len(raw) - place:
+        nonlocal offset
+        if not 0 < count <= len(raw) - offset:
             raise SourceError(f"{path}: expected an importance matrix of llama.cpp, found another or a cut file")
-        place += count
-        return raw[place - count : place]
+        offset += count
+        return raw[offset - count : offset]
 
     result = {}
     for _ in range(min(integer(), len(raw))):
@@ -135,16 +135,16 @@ class FileInputs:
 
         Raises SourceError for a file of another model, ExportError for a model that llama.cpp does not have.
         """
-        found = read_imatrix(path)
+        importances = read_imatrix(path)
         tensors = {tensor.name: tensor for tensor in model_tensors(checkpoint)}
-        for name in found:
+        for name in importances:
             if name not in tensors and name not in SHARED:
                 raise SourceError(f"{path}: it is of another model, as this one has no {name!r}")
         vectors, squares = list[InputVector](), list[Floats]()
         reads: dict[str, dict[int, int]] = {}
-        turned: dict[str, bool] = {}
+        is_transposed: dict[str, bool] = {}
         for name, tensor in tensors.items():
-            if (known := found.get(name)) is None:
+            if (known := importances.get(name)) is None:
                 continue
             matrices, width = math.prod(tensor.shape[:-2]), tensor.shape[-1]
             if known.squares.size != matrices * width:
@@ -157,12 +157,12 @@ class FileInputs:
                 if counts[number] <= 0:
                     continue
                 for source, matrix, transposed in _read_by(tensor, number):
-                    if turned.setdefault(source, transposed) == transposed:  # MLA's are read both ways
+                    if is_transposed.setdefault(source, transposed) == transposed:  # MLA's are read both ways
                         reads.setdefault(source, {}).setdefault(matrix, len(vectors))
                 vectors.append(InputVector(size=width, tokens=int(counts[number]), held_back=0, windows=0))
                 squares.append(np.ascontiguousarray(values))
         weights = {
-            source: WeightInputs(vectors=tuple(map(of.get, range(max(of) + 1))), transposed=turned[source])
+            source: WeightInputs(vectors=tuple(map(of.get, range(max(of) + 1))), transposed=is_transposed[source])
             for source, of in reads.items()
         }
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -183,7 +183,7 @@ class FileInputs:
 
 
 def _read_by(tensor: LogicalTensor, number: int) -> list[tuple[str, int, bool]]:
-    """Return the matrices of the checkpoint whose rows a matrix of llama.cpp has: name, number, and whether turned."""
+    """Return the matrices of the checkpoint whose rows a matrix of llama.cpp has: name, number, whether transposed."""
     if not isinstance(tensor, View):
         return [(tensor.name, number, False)]
     result = []

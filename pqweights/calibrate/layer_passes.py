@@ -86,9 +86,9 @@ class LayerPasses:
         """Return what was written of a layer."""
         return load_file(self.file(kind, layer))
 
-    def check_finite(self, layer: int, *found: Tensor) -> None:
+    def check_finite(self, layer: int, *tensors: Tensor) -> None:
         """Raise SourceError for values or gradients that cannot be used."""
-        if not all(torch.stack(values.aminmax()).isfinite().all() for values in found if values.numel()):
+        if not all(torch.stack(values.aminmax()).isfinite().all() for values in tensors if values.numel()):
             name = "the head" if layer == OUTSIDE else f"layer {layer}"
             raise SourceError(f"{name} of the model computes values that are not finite, or too large")
 

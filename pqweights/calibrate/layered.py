@@ -232,15 +232,15 @@ class LayeredModel:
             name, pattern = rename_source_key(tensor.name, renamings, converters, self.model.base_model_prefix, state)
             name, pattern = (name, pattern) if name in state else (tensor.name, None)
             if name in state:
-                turned = [
+                transposing = [
                     rule for rule in converters if pattern in rule.source_patterns and _transposes(rule) is not None
                 ]
-                transposed = any(_transposes(rule) or state[name].shape != tensor.shape for rule in turned)
+                transposed = any(_transposes(rule) or state[name].shape != tensor.shape for rule in transposing)
                 if pattern is not None:
                     fused.setdefault((name, pattern), []).append(tensor)
                 elif state[name].shape == tensor.shape and len(tensor.shape) == 2:
                     self._places[tensor.name] = MatrixPlace(ModelMatrix(name), slice(None))
-                if len(tensor.shape) in (2, 3) and (turned or (pattern is None and state[name].ndim == 3)):
+                if len(tensor.shape) in (2, 3) and (transposing or (pattern is None and state[name].ndim == 3)):
                     count = tensor.shape[0] if len(tensor.shape) == 3 else 1
                     stack = tuple(ModelMatrix(name, number) for number in range(count))
                     self._stacks[tensor.name] = StoredMatrices(stack, transposed)
@@ -359,8 +359,8 @@ def _transposes(converter: Any) -> bool | None:
     """Whether transformers transposes always, or only tensors of another shape than the model's; None if never."""
     from transformers.core_model_loading import Transpose
 
-    found = [operation for operation in converter.operations if isinstance(operation, Transpose)]
-    return None if not found else not found[0].check_dims
+    transposes = [operation for operation in converter.operations if isinstance(operation, Transpose)]
+    return None if not transposes else not transposes[0].check_dims
 
 
 def _places_in_stack(

@@ -11,11 +11,11 @@ from pqweights.calibrate.calibrated_master import calibrated_codes
 from pqweights.calibrate.scale_finding import found_scales
 from pqweights.calibrate.sensitivity import measured, sensitivity_for
 from pqweights.checkpoint.gguf.file import is_gguf
+from pqweights.common.options import Options
 from pqweights.common.threads import Progress
 from pqweights.convert.task import RunOptions
 from pqweights.errors import OptionError, SourceError
 from pqweights.planning.calibration import measures
-from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import Recipe
 from pqweights.storage import Store
 from pqweights.storage.sources import local_folder
@@ -24,7 +24,7 @@ from pqweights.targets.master import Learned
 
 @contextlib.contextmanager
 def learned(
-    source: Path, out: Store, recipe: Recipe, options: QuantizeOptions, *, run: RunOptions, progress: Progress
+    source: Path, out: Store, recipe: Recipe, options: Options, *, run: RunOptions, progress: Progress
 ) -> Iterator[tuple[Learned, RunOptions]]:
     """Yield what is learned of a checkpoint, continuing what was interrupted.
 
@@ -51,15 +51,13 @@ def learned(
         with sensitivity_for(source, out, recipe, options, run=run, progress=progress) as (sensitivity, checked):
             yield Learned(sensitivity=sensitivity), checked
     else:
-        with calibrated_codes(source, out, recipe, options, run=run, progress=progress) as (ready, checked):
-            yield Learned(ready=ready), checked
+        with calibrated_codes(source, out, recipe, options, run=run, progress=progress) as (codes, checked):
+            yield codes, checked
 
 
-def learned_for_plan(
-    source: str | Path, recipe: Recipe, options: QuantizeOptions, threads: int, show: Progress
-) -> Learned:
+def learned_for_plan(source: str | Path, recipe: Recipe, options: Options, threads: int, show: Progress) -> Learned:
     """Return the sensitivities by which a plan chooses bit widths. show: called with steps, as progress is"""
     fetched = local_folder(source, options)
     with TemporaryDirectory() as work:
-        found = measured(fetched.path, Path(work), recipe, options, threads=threads, progress=show)
-    return Learned(sensitivity=found)
+        sensitivity = measured(fetched.path, Path(work), recipe, options, threads=threads, progress=show)
+    return Learned(sensitivity=sensitivity)

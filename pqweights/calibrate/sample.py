@@ -21,11 +21,11 @@ from pqweights.calibrate.sample_file import SUFFIX, TOKENS, Windows, read_sample
 from pqweights.calibrate.sample_text import is_data_set, prose, sample_text
 from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, described_folder
+from pqweights.common.options import MIXTURE, SELF, Options, path_of
 from pqweights.common.threads import slow_step
 from pqweights.convert.convert import convert
 from pqweights.convert.task import RunOptions
 from pqweights.errors import EvaluationError, SourceError
-from pqweights.planning.options import MIXTURE, SELF, QuantizeOptions, path_of
 from pqweights.planning.recipe import load_recipe
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import check_loaded
@@ -61,7 +61,7 @@ class SampleOf:
     tokens: how many at most
     save: the file that it is also written to; None for no such
     is_checked: whether `unseen` is asked for as well
-    allow_pickle, leave_out: as in QuantizeOptions
+    allow_pickle, leave_out: as in Options
     """
 
     source: Path
@@ -74,9 +74,7 @@ class SampleOf:
     is_checked: bool = False
 
     @staticmethod
-    def of(
-        source: Path, checkpoint: Checkpoint, text: str, options: QuantizeOptions, *, is_checked: bool = False
-    ) -> SampleOf:
+    def of(source: Path, checkpoint: Checkpoint, text: str, options: Options, *, is_checked: bool = False) -> SampleOf:
         """Return the sample that options ask for."""
         return SampleOf(
             source=source,
@@ -204,13 +202,13 @@ class SampleOf:
     def texts(self, windows: int, size: int) -> Tensor:
         """Cut the prose of the mixture, for up to so many windows; none if no tokenizer of the model can read it."""
         described = self.described
-        found = np.empty((0, size), dtype=np.int64)
+        prose_windows = np.empty((0, size), dtype=np.int64)
         if windows and has_tokenizer(described):
             with contextlib.suppress(EvaluationError, SourceError):
-                found = _cut(_encoded(described, prose(), windows * size), size)
-                if (found == load_tokenizer(described).unk_token_id).mean() > MOST_UNKNOWN:
-                    found = found[:0]
-        return torch.from_numpy(found)
+                prose_windows = _cut(_encoded(described, prose(), windows * size), size)
+                if (prose_windows == load_tokenizer(described).unk_token_id).mean() > MOST_UNKNOWN:
+                    prose_windows = prose_windows[:0]
+        return torch.from_numpy(prose_windows)
 
     def _own(self, work: Path, shape: tuple[int, int], threads: int) -> Tensor:
         """Make a sample by the model, or by a draft master of it that stays packed. shape: windows, and tokens"""
@@ -227,7 +225,7 @@ class SampleOf:
         with slow_step(DRAWING):
             if with_draft:
                 adapters = [adapter.given for adapter in self.checkpoint.adapters]
-                opened = QuantizeOptions(allow_pickle=self.allow_pickle, leave_out=self.leave_out, adapter=adapters)
+                opened = Options(allow_pickle=self.allow_pickle, leave_out=self.leave_out, adapter=adapters)
                 run = RunOptions(threads=threads, overwrite=True)  # what lies there is of this content
                 recipe, out = load_recipe(DRAFT_RECIPE), open_store(folder)
                 convert(plan_quantize(self.source, recipe, opened, out=out, run=run), out, run)

@@ -8,8 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from pqweights.common.options import MIXTURE
 from pqweights.errors import EvaluationError
-from pqweights.planning.options import MIXTURE
 from pqweights.runtime.packages import REFUSALS, package, quiet
 from pqweights.runtime.texts import CHARACTERS_PER_TOKEN, file_text
 
@@ -61,14 +61,14 @@ def _of_data_set(name: str, characters: int) -> str:
     datasets = package("datasets", "eval", f"{name}, no such file here, as a data set of the Hub,")
     repository, _, configuration = name.partition(":")
     texts: list[str] = []
-    found = 0
+    length = 0
     try:
         with quiet():
             splits = datasets.load_dataset(repository, configuration or None, streaming=True)
             rows = iter(splits["train"] if "train" in splits else next(iter(splits.values())))
-            while found < characters and (row := next(rows, None)) is not None:
+            while length < characters and (row := next(rows, None)) is not None:
                 texts.append("\n".join(_strings(row.get("text", row))))
-                found += len(texts[-1])
+                length += len(texts[-1])
     except (*REFUSALS, datasets.exceptions.DatasetsError) as error:
         # There is no network, no such data set, several configurations, or files that `datasets` cannot read.
         said = " ".join(str(error).split())[:200]

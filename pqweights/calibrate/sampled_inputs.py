@@ -33,12 +33,12 @@ from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import write_whole
 from pqweights.common.documents import as_json
+from pqweights.common.options import Options, path_of
 from pqweights.common.threads import Progress, slow_step, told_steps
 from pqweights.errors import SourceError
 from pqweights.planning.calibration import states_bytes
 from pqweights.planning.choice import DEFAULT_RECIPE
 from pqweights.planning.inputs import InputVector, WeightInputs
-from pqweights.planning.options import ExportOptions, path_of
 from pqweights.planning.recipe import load_recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.storage import Store, open_store
@@ -56,7 +56,7 @@ def inputs_of(
     source: Path,
     checkpoint: Checkpoint,
     out: Store,
-    options: ExportOptions,
+    options: Options,
     threads: int,
     divergence: float | None = None,
 ) -> Iterator[SampledInputs]:
@@ -156,7 +156,7 @@ class SampledInputs:
             return Sensitivity.read(stated)
         sample, sizes = self.sample, block_sizes(self.sample.checkpoint, load_recipe(DEFAULT_RECIPE))
         with slow_step(READING):
-            found = measure(sample, self.work, sizes, threads=self.threads, progress=lambda *_: None)
+            sensitivity = measure(sample, self.work, sizes, threads=self.threads, progress=lambda *_: None)
         if self.divergence is not None:
             tried = open_store(self.work / "tried")
 
@@ -165,8 +165,8 @@ class SampledInputs:
 
             with slow_step(MEASURING):
                 measured = LayerwiseDivergence(self._passes.model, sample.unseen(self.work, self._passes.ids))
-                found = scaled_for(self.divergence, found, measured, make, self.work)
-        return replace(found, method=found.method | {"identity": self.identity})
+                sensitivity = scaled_for(self.divergence, sensitivity, measured, make, self.work)
+        return replace(sensitivity, method=sensitivity.method | {"identity": self.identity})
 
     def mean_squares(self, vector: int) -> Floats:
         """Return the mean square of each channel of a vector, [K]."""

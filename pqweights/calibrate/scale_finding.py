@@ -29,12 +29,12 @@ from pqweights.calibrate.scale_search import Inputs, LayerReport, search_layer
 from pqweights.calibrate.work_folder import check_space, folder_beside, worked_on_in
 from pqweights.checkpoint.names import awq_name
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.options import Options
 from pqweights.common.threads import Progress, slow_step
 from pqweights.convert.scales import AwqScales, write_scales
 from pqweights.convert.task import RunOptions
 from pqweights.errors import RecipeError
 from pqweights.planning.calibration import states_bytes
-from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.storage import Store
@@ -50,7 +50,7 @@ KIND = "scales"  # of what is kept of a layer
 
 @contextlib.contextmanager
 def found_scales(
-    source: Path, out: Store, recipe: Recipe, options: QuantizeOptions, *, run: RunOptions, progress: Progress
+    source: Path, out: Store, recipe: Recipe, options: Options, *, run: RunOptions, progress: Progress
 ) -> Iterator[tuple[AwqScales, RunOptions]]:
     """Search the scales of a checkpoint's weights on the sample of `awq`, continuing an interrupted search.
 
@@ -121,10 +121,10 @@ def _searched(
         return LayerStatistics(parameters, partial(VectorInputs, rows=SEARCHED_ROWS, held_back=HELD_BACK_ROWS))
 
     def search(layer: int, file: Path, seen: LayerStatistics[VectorInputs]) -> None:
-        found = _search_all(checkpoint, own[layer], model=model, seen=seen, threads=threads)
+        searched = _search_all(checkpoint, own[layer], model=model, seen=seen, threads=threads)
         passes.check()
-        reports = {name: report.to_json() for name, (report, _) in found.items()}
-        write_scales(file, reports, {name: scales for name, (_, scales) in found.items() if scales is not None})
+        reports = {name: report.to_json() for name, (report, _) in searched.items()}
+        write_scales(file, reports, {name: scales for name, (_, scales) in searched.items() if scales is not None})
 
     files = [passes.file(KIND, layer) for layer in range(last + 1)]
     for layer, file in enumerate(files[:last]):

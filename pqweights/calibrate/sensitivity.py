@@ -32,6 +32,7 @@ from pqweights.calibrate.layered import OUTSIDE, LayeredModel
 from pqweights.calibrate.sample import SEED, SampleOf
 from pqweights.calibrate.work_folder import check_space, folder_beside, worked_on_in
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.options import Options
 from pqweights.common.strict_json import rounded
 from pqweights.common.threads import Progress, slow_step
 from pqweights.convert.convert import convert
@@ -41,7 +42,6 @@ from pqweights.formats import CODECS
 from pqweights.models import text_model
 from pqweights.planning.calibration import states_bytes
 from pqweights.planning.decisions import decide, without
-from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.storage import Store, open_store
@@ -102,7 +102,7 @@ def _squares(values: Tensor, block_size: int) -> Tensor:
 
 @contextlib.contextmanager
 def sensitivity_for(
-    source: Path, out: Store, recipe: Recipe, options: QuantizeOptions, *, run: RunOptions, progress: Progress
+    source: Path, out: Store, recipe: Recipe, options: Options, *, run: RunOptions, progress: Progress
 ) -> Iterator[tuple[Sensitivity, RunOptions]]:
     """Measure the sensitivities by which the bit widths of a master are chosen; see `learned`."""
     sample, key = _sample(source, recipe, options)
@@ -110,21 +110,24 @@ def sensitivity_for(
         yield Sensitivity.read(stated), run
         return
     with worked_on_in(folder_beside(out), out, key, run.threads, sample.contents.is_same) as work:
-        found = _measured(sample, work, recipe, options, threads=run.threads, progress=progress)
-        yield replace(found, method=found.method | {"identity": key}), replace(run, check=sample.check_source)
+        sensitivity = _measured(sample, work, recipe, options, threads=run.threads, progress=progress)
+        yield (
+            replace(sensitivity, method=sensitivity.method | {"identity": key}),
+            replace(run, check=sample.check_source),
+        )
 
 
 def measured(
-    source: Path, work: Path, recipe: Recipe, options: QuantizeOptions, *, threads: int, progress: Progress
+    source: Path, work: Path, recipe: Recipe, options: Options, *, threads: int, progress: Progress
 ) -> Sensitivity:
     """Measure the sensitivities by which a plan chooses bit widths. work: an empty folder"""
     sample, key = _sample(source, recipe, options)
     with worked_on_in(work / "sensitivity", source, key, threads, sample.contents.is_same) as folder:
-        found = _measured(sample, folder, recipe, options, threads=threads, progress=progress)
-    return replace(found, method=found.method | {"identity": key})
+        sensitivity = _measured(sample, folder, recipe, options, threads=threads, progress=progress)
+    return replace(sensitivity, method=sensitivity.method | {"identity": key})
 
 
-def _sample(source: Path, recipe: Recipe, options: QuantizeOptions) -> tuple[SampleOf, str]:
+def _sample(source: Path, recipe: Recipe, options: Options) -> tuple[SampleOf, str]:
     """Return the sample that is wanted, and a digest of everything on which the sensitivities depend."""
     checkpoint = without(open_source(source, allow_pickle=options.allow_pickle), options.leave_out)
     sizes = block_sizes(checkpoint, recipe)
@@ -134,12 +137,12 @@ def _sample(source: Path, recipe: Recipe, options: QuantizeOptions) -> tuple[Sam
 
 
 def _measured(
-    sample: SampleOf, work: Path, recipe: Recipe, options: QuantizeOptions, *, threads: int, progress: Progress
+    sample: SampleOf, work: Path, recipe: Recipe, options: Options, *, threads: int, progress: Progress
 ) -> Sensitivity:
     """Measure sensitivities, by masters that are made of them if the recipe is for a divergence."""
-    found = measure(sample, work, block_sizes(sample.checkpoint, recipe), threads=threads, progress=progress)
+    sensitivity = measure(sample, work, block_sizes(sample.checkpoint, recipe), threads=threads, progress=progress)
     if recipe.goal is None or recipe.goal.divergence is None:
-        return found
+        return sensitivity
     tried, run = open_store(work / "tried"), RunOptions(threads=threads, overwrite=True)
 
     def make(sensitivity: Sensitivity) -> LayeredModel:
@@ -150,7 +153,7 @@ def _measured(
     with slow_step("measuring the divergence of masters"):
         model = LayeredModel(sample.checkpoint, sample.source, remedy=REMEDY)
         divergence = LayerwiseDivergence(model, sample.unseen(work, sample.ids(work, threads)))
-        return scaled_for(recipe.goal.divergence, found, divergence, make, work)
+        return scaled_for(recipe.goal.divergence, sensitivity, divergence, make, work)
 
 
 def block_sizes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, int]:

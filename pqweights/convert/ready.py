@@ -12,9 +12,9 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from pqweights.common.documents import Document, Number, as_json, read_document
 from pqweights.common.strict_json import rounded
 from pqweights.convert.jobs import CopyJob
 from pqweights.convert.records import TensorRecord
-from pqweights.errors import OutputError, SourceError
+from pqweights.errors import SourceError
 from pqweights.formats.columns import (
     ColumnCodes,
     ColumnCut,
@@ -148,7 +148,7 @@ class ReadyWeights:
     files: Checkpoint
     weights: Mapping[str, _ReadyWeight]
     about: Mapping[str, Any]
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
     @staticmethod
     def open(folder: Path, *, about: Mapping[str, Any] | None = None) -> ReadyWeights:
@@ -185,11 +185,7 @@ class ReadyWeights:
             is_master=False,
             checked=checked,
         )
-        return ReadyWeights(files=files, weights=weights, about=about or {}, warnings=())
-
-    def with_warnings(self, warnings: tuple[str, ...]) -> ReadyWeights:
-        """Return the same with other warnings."""
-        return replace(self, warnings=warnings)
+        return ReadyWeights(files=files, weights=weights, about=about or {})
 
     def describe(self) -> dict[str, Any]:
         """Return what manifests say of them: how many there are, and a digest of all codes."""
@@ -243,40 +239,3 @@ class ReadyWeights:
             weighed_mse=weight.weighed_mse,
         )
         return CopyJob(planned, *self._parts(planned.name), record=record)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinishedWeights:
-    """The codes of a finished result: what a run needs to find that there is nothing to do.
-
-    stated: what its manifest says of the calibration
-    tensors: the plans of its tensors, by name
-    """
-
-    stated: Mapping[str, Any]
-    tensors: Mapping[str, TensorPlan]
-
-    weights: ClassVar[Mapping[str, Any]] = {}
-    warnings: ClassVar[tuple[str, ...]] = ()
-    files: ClassVar[None] = None
-
-    def describe(self) -> dict[str, Any]:
-        """Return what manifests say of them: how many there are, and a digest of all codes."""
-        return dict(self.stated)
-
-    def planned(self, tensors: Sequence[TensorPlan]) -> list[TensorPlan]:
-        """Return the plans of the tensors of a checkpoint, with these codes for the weights that they are of.
-
-        The result has the codes.
-        """
-        return [self.tensors[tensor.name] if self._has(tensor.name) else tensor for tensor in tensors]
-
-    def _has(self, name: str) -> bool:
-        return name in self.tensors and self.tensors[name].codec == TrellisColumns.codec
-
-    def job(self, planned: TensorPlan) -> CopyJob:
-        """Return the job that stores a weight, of a plan by `planned`.
-
-        Raises OutputError: the result went while it was looked at.
-        """
-        raise OutputError(f"tensor {planned.name!r}: the finished result was removed; run the same command again")

@@ -59,7 +59,7 @@ def make_shards(
     Raises SourceError if the source cannot deliver the tensors or is not what it was, StrictError if the result is not
     to be accepted, OutputError for a disk error.
     """
-    sources, telling = SourceFiles(conversion, shards), _Telling(conversion, made, progress)
+    sources, tell = SourceFiles(conversion, shards), _telling(conversion, made, progress)
     marks: dict[str, ShardMark] = {}
     with (
         contextlib.closing(Workers(threads)) as workers,
@@ -74,11 +74,12 @@ def make_shards(
                         workers.check_sent()
                         if chunks is not None:
                             chunks.result()
-                            telling.tell(tensor.index, tensor.collected / tensor.chunks)
+                            if tensor.collected < tensor.chunks:
+                                tell(tensor.index, tensor.collected / tensor.chunks)
                             continue
                         for index, job, sink in tensor.parts:
                             records[index] = _finished(conversion, workers, index, job, sink)
-                            telling.finished(index)
+                            tell(index, 1)
                             fingerprints |= sources.release(index)
                 for file in files:
                     file.finish()
@@ -320,25 +321,24 @@ class SourceFiles:
         return fingerprints
 
 
-class _Telling:
-    """Tells how many bytes of the source are done, of all shards of a plan, a few times in a second at most."""
+def _telling(conversion: Conversion, made: Container[str], progress: Progress) -> Callable[[int, float], None]:
+    """Return what tells, a few times in a second at most, how many bytes of the source are done, of all shards.
 
-    def __init__(self, conversion: Conversion, made: Container[str], progress: Progress) -> None:
-        """Prepare it. made: the shards that are finished"""
-        self._conversion, self._progress, self._told = conversion, progress, time.monotonic()
-        self._total = sum(map(conversion.source_bytes, in_making_order(conversion.plan.shards)))
-        finished = (shard for shard in conversion.plan.shards if shard.file in made)
-        self._done = sum(map(conversion.source_bytes, (index for shard in finished for index in shard.tensors)))
+    It is called with a tensor, by its index, and its share that is done; with all of it once.
 
-    def finished(self, index: int) -> None:
-        """Tell that a tensor is finished."""
-        self._done += self._conversion.source_bytes(index)
-        self.tell(index, 0.0)
+    made: the shards that are finished
+    """
+    total = sum(map(conversion.source_bytes, in_making_order(conversion.plan.shards)))
+    finished = (shard for shard in conversion.plan.shards if shard.file in made)
+    done = sum(map(conversion.source_bytes, (index for shard in finished for index in shard.tensors)))
+    told = time.monotonic()
 
-    def tell(self, index: int, share: float) -> None:
-        """Tell what is finished, and a share of the tensor at a place."""
-        now = time.monotonic()
-        if now - self._told >= PROGRESS_SECONDS or self._done == self._total:
-            self._told = now
-            done = self._done + round(self._conversion.source_bytes(index) * share)
-            self._progress(done, self._total, self._conversion.plan.tensors[index].name)
+    def tell(index: int, share: float) -> None:
+        nonlocal done, told
+        now, part = time.monotonic(), round(conversion.source_bytes(index) * share)
+        done += part if share == 1 else 0
+        if now - told >= PROGRESS_SECONDS or done == total:
+            told = now
+            progress(done if share == 1 else done + part, total, conversion.plan.tensors[index].name)
+
+    return tell

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from pqweights.common.parameters import Parameter, whole
+from pqweights.common.options import MOST_THREADS, checked_value, whole
 from pqweights.common.threads import Progress, no_progress
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.listed_files import UNCHECKED
 from pqweights.convert.records import TensorRecord, TensorReport, error_totals, tensor_reports, total_relative_mse
-from pqweights.planning.options import MOST_THREADS
 from pqweights.planning.plan import Plan, TensorPlan, Totals
 
 
@@ -24,7 +23,7 @@ def usable_cores() -> int:
 
 def thread_count(threads: int | None) -> int:
     """Return how many threads compute: as many as are asked for, by default one for each core. Raises OptionError."""
-    return Parameter(check=whole, least=1, most=MOST_THREADS).checked("threads", threads) or usable_cores()
+    return checked_value("threads", threads, check=whole, least=1, most=MOST_THREADS) or usable_cores()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,24 +44,6 @@ class RunOptions:
     check: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PossibleExport:
-    """What is known of the export of a master to one target, with the target's defaults.
-
-    target: the name of the target
-    possible: whether it can be made; None if that is not known
-    reason: why not, or what is still to be found out; None if there is nothing
-    """
-
-    target: str
-    possible: bool | None
-    reason: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of the target in the JSON of plan and quantize."""
-        return asdict(self)
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RewriteReport:
     """What a rewrite did.
@@ -72,7 +53,6 @@ class RewriteReport:
     already_done: whether the output folder held the finished result before the run
     resumed: how many tensors an earlier run had finished
     source_bytes_read: bytes read from all checkpoints
-    exports: of a master, what it can be exported to
     unchecked: whether a master was read whose bytes could not be checked
     pushed: the PushReport of an export that was sent to the Hub
     """
@@ -82,7 +62,6 @@ class RewriteReport:
     already_done: bool
     resumed: int
     source_bytes_read: int
-    exports: tuple[PossibleExport, ...] = ()
     unchecked: bool = False
     pushed: Any = None
 
@@ -137,6 +116,5 @@ class RewriteReport:
             "left_out_tensors": self.plan.left_out_tensors,
             **self.plan.quantized_before(),
             "warnings": list(self.warnings),
-            **({"exports": [export.to_json() for export in self.exports]} if self.exports else {}),
             **({} if self.pushed is None else {"pushed": self.pushed.to_json()}),
         }

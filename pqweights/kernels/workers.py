@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +18,8 @@ Value = TypeVar("Value")
 
 # The size of a cache line, in bytes: vector instructions are fastest on memory that begins at one.
 ALIGNMENT = 64
-
-
-class _OfThread(threading.local):
-    """What one thread keeps, by purpose; each thread finds both empty."""
-
-    def __init__(self) -> None:
-        self.scratch: dict[str, npt.NDArray[np.uint8]] = {}
-        self.kept: dict[str, tuple[Hashable, Any]] = {}
-
-
-_of_thread = _OfThread()
+# What one thread keeps, as its attributes; each thread finds none.
+_of_thread = threading.local()
 
 
 def pageable(byte_count: int) -> npt.NDArray[np.uint8]:
@@ -40,16 +31,15 @@ def pageable(byte_count: int) -> npt.NDArray[np.uint8]:
 
 def scratch(purpose: str, byte_count: int) -> npt.NDArray[np.uint8]:
     """Memory for one purpose, contents undefined, valid until the thread asks for the same purpose again."""
-    buffer = _of_thread.scratch.get(purpose)
-    if buffer is None or len(buffer) < byte_count:
-        buffer = _of_thread.scratch[purpose] = pageable(byte_count)
-    return buffer[:byte_count]
+    buffers: dict[str, npt.NDArray[np.uint8]] = vars(_of_thread).setdefault("scratch", {})
+    if len(buffers.get(purpose, ())) < max(byte_count, 1):
+        buffers[purpose] = pageable(byte_count)
+    return buffers[purpose][:byte_count]
 
 
 def kept(purpose: str, key: Hashable, make: Callable[[], Value]) -> Value:
     """The thread's last value of a purpose if it had this key, else the one that `make` returns."""
-    held = _of_thread.kept.get(purpose)
-    if held is None or held[0] != key:
-        held = _of_thread.kept[purpose] = key, make()
-    value: Value = held[1]
-    return value
+    values: dict[str, tuple[Hashable, Value]] = vars(_of_thread).setdefault("kept", {})
+    if purpose not in values or values[purpose][0] != key:
+        values[purpose] = key, make()
+    return values[purpose][1]

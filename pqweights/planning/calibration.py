@@ -10,11 +10,11 @@ from typing import Any
 from pqweights.checkpoint.header import TensorSpec, entry_bytes
 from pqweights.checkpoint.master import column_specs
 from pqweights.checkpoint.readers import scale_shape
+from pqweights.common.options import Options
 from pqweights.errors import OptionError, RecipeError
 from pqweights.formats.columns import MOST_STORED_COLUMNS, ColumnCut
 from pqweights.formats.trellis import Trellis
 from pqweights.planning.context_memory import layers_and_width
-from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe
 
@@ -24,7 +24,7 @@ FEWEST_ROWS = 128
 CODES, SCALES, SENSITIVITIES = "codes", "scales", "sensitivities"
 
 
-def check_calibration(options: QuantizeOptions) -> None:
+def check_calibration(options: Options) -> None:
     """Raise OptionError for what a calibration cannot be combined with."""
     if options.low_disk:
         other = "calibrate" if options.awq is None else "awq"
@@ -32,7 +32,7 @@ def check_calibration(options: QuantizeOptions) -> None:
         raise OptionError(f"`low_disk`: {why}; leave out `low_disk` or `{other}`")
 
 
-def measures(recipe: Recipe, options: QuantizeOptions) -> bool:
+def measures(recipe: Recipe, options: Options) -> bool:
     """Whether sensitivities are measured: for a size, of weights whose codes no calibration finds."""
     return options.calibrate is not None and recipe.goal is not None and Trellis.codec not in recipe.codecs
 
@@ -87,7 +87,7 @@ class PlannedCalibration:
 
 
 def planned_calibration(
-    recipe: Recipe, tensors: Sequence[TensorPlan], config: Mapping[str, Any] | None, options: QuantizeOptions
+    recipe: Recipe, tensors: Sequence[TensorPlan], config: Mapping[str, Any] | None, options: Options
 ) -> PlannedCalibration:
     """Return what follows from the plan of a model. Raises RecipeError if nothing would be calibrated."""
     tokens = options.calibration_tokens

@@ -10,9 +10,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from pqweights.common.options import Options, number
 from pqweights.errors import OptionError, RecipeError
 from pqweights.formats import checked_rate, get_codec, nearest_rate
-from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import (
     KINDS,
     MASTER,
@@ -30,7 +30,7 @@ DEFAULT_RECIPE = "q5"
 
 
 def choose_recipe(
-    recipe: str | PathLike[str] | Recipe | None, options: RecipeOptions = RecipeOptions(), target: str = MASTER
+    recipe: str | PathLike[str] | Recipe | None, options: Options = Options(), target: str = MASTER
 ) -> Recipe:
     """Load a recipe and change it as the options say.
 
@@ -56,7 +56,7 @@ def choose_recipe(
     return replace(recipe, goal=goal, overrides=(*_overrides(recipe, options, target), *recipe.overrides))
 
 
-def _with_defaults(recipe: Recipe, options: RecipeOptions, *, has_goal: bool) -> Recipe:
+def _with_defaults(recipe: Recipe, options: Options, *, has_goal: bool) -> Recipe:
     """Return the recipe of a master with the codec, the effort and the bits that options give."""
     if options.bits is not None and has_goal:
         raise OptionError("expected either `bits` or a target, which chooses the bit widths; leave `bits` out")
@@ -69,11 +69,12 @@ def _with_defaults(recipe: Recipe, options: RecipeOptions, *, has_goal: bool) ->
     if options.effort is not None:
         recipe = checked("`effort`", partial(with_known_codecs, replace(recipe, effort=options.effort)), OptionError)
     if options.bits is not None:
+        number("bits", options.bits)
         recipe = checked("`bits`", partial(with_known_codecs, replace(recipe, bits=options.bits)), OptionError)
     return recipe
 
 
-def _overrides(recipe: Recipe, options: RecipeOptions, target: str) -> Iterator[Rule]:
+def _overrides(recipe: Recipe, options: Options, target: str) -> Iterator[Rule]:
     """Yield the rules that options give, in the order in which they are tried.
 
     Their reasons are parts of manifests, which say what was asked of the command.

@@ -18,13 +18,13 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
 from pqweights.common.dtypes import item_bytes
+from pqweights.common.options import Options
 from pqweights.errors import RecipeError
 from pqweights.formats import get_codec, nearest_rate
 from pqweights.models import text_model
 from pqweights.models.description import UNKNOWN, ModelDescription
 from pqweights.models.names import is_behind, role_name, without_numbers
 from pqweights.planning.choice import DEFAULT_RECIPE
-from pqweights.planning.options import SourceOptions
 from pqweights.planning.plan import TensorPlan
 from pqweights.planning.recipe import Recipe, Weight, instead_of, load_recipe
 from pqweights.planning.roles import ROLES, Role
@@ -128,7 +128,7 @@ def with_weights(checkpoint: Checkpoint) -> Checkpoint:
 
 def open_planned(
     source: str | Path,
-    options: SourceOptions,
+    options: Options,
     open_master: Callable[[Storage], Checkpoint | None] = lambda storage: None,
 ) -> Checkpoint:
     """Open a source with the adapters that are merged into it, and without the tensors that the result does not get.

@@ -7,6 +7,7 @@ figures these are.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pqweights.formats.lloyd_max import LloydMax
@@ -51,23 +52,16 @@ MEASURED = (
 )
 
 
-class Expected(NamedTuple):
-    """What was measured on the nearest model. rows: of masters of about as many bits"""
-
-    model: str
-    parameters: int
-    rows: tuple[Measured, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the key `measured` of plan --json."""
-        return {**self._asdict(), "rows": [{**row._asdict(), "model": self.model} for row in self.rows]}
-
-
-def expected(parameters: int, bits_per_weight: float | None) -> Expected | None:
-    """Return what about so many bits cost on the model that is nearest in size; None if nothing alike was measured."""
+def expected(parameters: int, bits_per_weight: float | None) -> tuple[Measured, ...]:
+    """Return the masters of about so many bits that were measured of the model that is nearest in size."""
     if not parameters or bits_per_weight is None:
-        return None
+        return ()
     model = min(PARAMETERS, key=lambda name: abs(math.log(PARAMETERS[name] / parameters)))
-    own = [of for of in MEASURED if of.model == model]
-    alike = tuple(of for of in own if abs(of.bits - bits_per_weight) <= ALIKE_BITS)
-    return Expected(model, PARAMETERS[model], alike) if alike else None
+    own = (of for of in MEASURED if of.model == model)
+    return tuple(of for of in own if abs(of.bits - bits_per_weight) <= ALIKE_BITS)
+
+
+def expected_json(rows: Sequence[Measured]) -> dict[str, Any]:
+    """Return the key `measured` of plan --json."""
+    model = rows[0].model
+    return {"model": model, "parameters": PARAMETERS[model], "rows": [row._asdict() for row in rows]}

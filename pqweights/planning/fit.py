@@ -216,17 +216,9 @@ class RateOption(NamedTuple):
     error: float
 
 
-class _Member(NamedTuple):
-    """Weights of a group whose plans differ in their names alone.
-
-    first: the index of the first of them in RatePlanner.tensors
-    tensors: how many there are
-    name_bytes: the length of all their names in a header
-    """
-
-    first: int
-    tensors: int
-    name_bytes: int
+# Weights of a group whose plans differ in their names alone: the index of the first of them in RatePlanner.tensors, how
+# many there are, and the length of all their names in a header.
+_Alike = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +237,7 @@ class FreeGroup:
     weights: tuple[str, ...]
     parameters: int
     alpha: float
-    members: tuple[_Member, ...]
+    members: tuple[_Alike, ...]
     any_rate: bool
     options: tuple[RateOption, ...]
 
@@ -297,17 +289,17 @@ def free_groups(
     return result, unknown
 
 
-def _alike(names: Sequence[str], planner: RatePlanner) -> tuple[_Member, ...]:
+def _alike(names: Sequence[str], planner: RatePlanner) -> tuple[_Alike, ...]:
     by_index: dict[int, list[str]] = {}
     for name in names:
         by_index.setdefault(planner.first_of[name], []).append(name)
     return tuple(
-        _Member(index, len(alike), sum(len(encode_basestring(name).encode()) for name in alike))
+        (index, len(alike), sum(len(encode_basestring(name).encode()) for name in alike))
         for index, alike in by_index.items()
     )
 
 
-def _rate_option(rate: float | None, members: Sequence[_Member], planner: RatePlanner) -> RateOption:
+def _rate_option(rate: float | None, members: Sequence[_Alike], planner: RatePlanner) -> RateOption:
     """Return what the weights of a group come to when the free ones are planned with this rate, or kept if None."""
     byte_count = header_bytes = weights = 0
     errors, free_bits, fixed_bits = [], set[float | None](), set[float | None]()

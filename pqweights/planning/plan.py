@@ -286,19 +286,6 @@ def total(tensors: Sequence[TensorPlan], *, source_bytes: int, output_bytes: int
     )
 
 
-class QuantizedAlready(NamedTuple):
-    """Weights of the source that another tool had rounded, and that are rounded again.
-
-    format: what users call it
-    bits: of a code
-    tensors: how many there are
-    """
-
-    format: str
-    bits: int
-    tensors: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A whole rewrite.
@@ -329,19 +316,21 @@ class Plan:
     remarks: tuple[str, ...] = ()
 
     @functools.cached_property
-    def already_quantized(self) -> tuple[QuantizedAlready, ...]:
-        """The formats in which weights were that a master rounds again: the squared errors of both add up."""
+    def already_quantized(self) -> list[dict[str, Any]]:
+        """The formats in which weights were that a master rounds again: the squared errors of both add up.
+
+        Each has `format`, what users call it, `bits`, those of a code, and `tensors`, how many there are.
+        """
         formats = {**PACKED_DTYPES, **dict.fromkeys(FLOAT8_DTYPES, (8, "FP8"))}
         again = (t for t in self.tensors if t.action == QUANTIZE and t.codec != Native.codec)
         of = Counter(formats[t.dtype] for t in again if t.dtype in formats)
-        return tuple(QuantizedAlready(name, bits, count) for (bits, name), count in of.items())
+        return [{"format": name, "bits": bits, "tensors": count} for (bits, name), count in of.items()]
 
     def quantized_before(self) -> dict[str, Any]:
         """Return what the documents of plan and quantize have of it."""
         if not self.already_quantized:
             return {}
-        formats = [of._asdict() for of in self.already_quantized]
-        return {"already_quantized": {"formats": formats, "original": self.original}}
+        return {"already_quantized": {"formats": self.already_quantized, "original": self.original}}
 
     @property
     def output_bytes(self) -> int:

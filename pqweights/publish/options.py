@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pqweights.common import parameters as checks
-from pqweights.common.parameters import Options, option, options
+from pqweights.common import options as checks
+from pqweights.common.options import MOST_THREADS, Checked, option, options
 from pqweights.common.threads import Progress, no_progress
 from pqweights.errors import OptionError
-from pqweights.planning.options import MOST_THREADS
 
 
 def model_id(name: str, value: Any, *, namespace: bool = False) -> str:
@@ -21,24 +20,12 @@ def model_id(name: str, value: Any, *, namespace: bool = False) -> str:
 
 
 @options
-class CardOptions(Options):
-    """What is asked of a card.
+class PublishOptions(Checked):
+    """What is asked of a card and of a push.
 
     base_model: the original on the Hub, if the manifest names none
     repository: that of the commands in the card, which may also be a folder; by default that of the earlier card
-    revision: the branch of the repository; by default that of the old card if it was for the same repository, else main
-    """
-
-    base_model: str | None = option(model_id, default=None)
-    repository: str | None = None
-    revision: str | None = None
-
-
-@options
-class PushOptions(Options):
-    """What is asked of a push.
-
-    base_model: see CardOptions
+    revision: the branch that the card names; by default that of the old card if it was for the same repository, or main
     private: create the repository as private; one that exists must be private
     message: the title of the commit
     dry_run: say what would be pushed, and change nothing
@@ -46,6 +33,8 @@ class PushOptions(Options):
     """
 
     base_model: str | None = option(model_id, default=None)
+    repository: str | None = None
+    revision: str | None = None
     private: bool = False
     message: str | None = None
     dry_run: bool = False

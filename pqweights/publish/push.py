@@ -17,7 +17,7 @@ from typing import Any
 
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE, PICTURE_FILE
-from pqweights.common.parameters import HubOptions
+from pqweights.common.options import Options
 from pqweights.common.units import counted
 from pqweights.convert.manifest import Manifest, evaluations_of, manifest_beside, read_manifest, shards_of
 from pqweights.convert.task import usable_cores
@@ -35,7 +35,7 @@ from pqweights.publish.destination import (
     export_of,
     find_destination,
 )
-from pqweights.publish.options import CardOptions, PushOptions
+from pqweights.publish.options import PublishOptions
 from pqweights.results.evaluation_record import MAX_BYTES, EvaluationRecord, parse_records
 from pqweights.results.verify import verify
 from pqweights.storage.hub import Hub
@@ -106,11 +106,11 @@ class PushReport:
         }
 
 
-def begin_sending(repository: str, reached: HubOptions, manifest: Manifest, *, private: bool) -> Sending:
+def begin_sending(repository: str, reached: Options, manifest: Manifest, *, private: bool) -> Sending:
     """Return where a run sends its files, one by one; the repository is created if it does not exist.
 
     manifest: what the manifest of the result will state
-    private: see PushOptions
+    private: see PublishOptions
 
     Raises HubError if the repository cannot take the result.
     """
@@ -125,9 +125,9 @@ def begin_sending(repository: str, reached: HubOptions, manifest: Manifest, *, p
 def push(
     folder: Path,
     repository: str,
-    reached: HubOptions,
+    reached: Options,
     *,
-    options: PushOptions = PushOptions(),
+    options: PublishOptions = PublishOptions(),
     sent: Mapping[str, FileState] = {},
 ) -> PushReport:
     """Verify a master or an export, make its card, and upload both to a branch of a repository.
@@ -161,7 +161,7 @@ def push(
     }
     _check_folder(folder, options, there)
     same, others = _earlier(remote, manifest, stamps.keys())
-    card_options = CardOptions(repository=remote.id, revision=card_branch(branch), base_model=options.base_model)
+    card_options = PublishOptions(repository=remote.id, revision=card_branch(branch), base_model=options.base_model)
     beside = [(one.manifest, _records(remote, one)) for one in others]
     card = make_card(folder, card_options, old=old_card, pushed=card_on_hub(remote), beside=beside)
     files = _files(remote, folder, manifest, card=card, same=same, others=others)
@@ -222,7 +222,7 @@ def _records(remote: Repository, pushed: Pushed) -> tuple[EvaluationRecord, ...]
     return ()
 
 
-def _check_folder(folder: Path, options: PushOptions, sent: Container[str]) -> None:
+def _check_folder(folder: Path, options: PublishOptions, sent: Container[str]) -> None:
     """Verify the folder, without files that were sent. Raises MasterError for the first problem."""
     checked = verify(folder, threads=options.threads or usable_cores(), sent=sent, progress=options.verifying)
     if not checked.ok:
@@ -308,7 +308,7 @@ def _check_unchanged(folder: Path, stamps: Mapping[str, Stamp]) -> None:
             )
 
 
-def _changes(files: Mapping[str, Path | bytes], remote: Repository, options: PushOptions) -> tuple[Change, ...]:
+def _changes(files: Mapping[str, Path | bytes], remote: Repository, options: PublishOptions) -> tuple[Change, ...]:
     """Return what happens to each file that is pushed."""
     sizes = {
         name: content.stat().st_size if isinstance(content, Path) else len(content) for name, content in files.items()
@@ -371,7 +371,7 @@ def _made_ready(remote: Repository, branch: str, has_branch: bool, *, private: b
 
 
 def _operations(
-    remote: Repository, files: Mapping[str, Path | bytes], report: PushReport, options: PushOptions
+    remote: Repository, files: Mapping[str, Path | bytes], report: PushReport, options: PublishOptions
 ) -> list[Any]:
     """Send the large files, one by one, and return the operations of the commit.
 
@@ -396,7 +396,7 @@ def _commit(
     operations: Sequence[Any],
     title: str,
     files: Mapping[str, Path | bytes],
-    options: PushOptions,
+    options: PublishOptions,
 ) -> str:
     """Commit to a branch, and return the commit. Raises HubError."""
     hub, id = remote.hub, remote.id

@@ -113,7 +113,7 @@ class _EvaluationFile(Document, frozen=True, kw_only=True):
     evaluations: tuple[EvaluationRecord, ...]
 
 
-class Place(NamedTuple):
+class ResultFolder(NamedTuple):
     """A result that figures may be written beside.
 
     folder, manifest_sha256: its folder, and the sha256 of its manifest before the evaluation
@@ -125,47 +125,47 @@ class Place(NamedTuple):
     part: str | None = None
 
 
-def find_place(model: Path) -> Place | None:
+def result_folder_of(model: Path) -> ResultFolder | None:
     """Return where the figures of a folder, or of a file or folder in a result, belong.
 
     None for a model that is not in a result of ours, or in a cache of links. Call it before the model is evaluated, so
     that a result that changes meanwhile is noticed.
     """
     if (model / MANIFEST_FILE).is_file():
-        return _place(model)
-    place = _place(model.absolute().parent)
-    if place is None:
+        return _result_folder(model)
+    result = _result_folder(model.absolute().parent)
+    if result is None:
         return None
-    manifest = read_manifest(place.folder)
+    manifest = read_manifest(result.folder)
     part = part_of(model, manifest)
     is_listed = part is not None or any(shard.file == model.name for shard in shards_of(manifest))
-    return place._replace(part=part) if is_listed else None
+    return result._replace(part=part) if is_listed else None
 
 
-def _place(folder: Path) -> Place | None:
+def _result_folder(folder: Path) -> ResultFolder | None:
     manifest = folder / MANIFEST_FILE
     is_there = manifest.is_file() and not manifest.is_symlink()
-    return Place(folder, sha256_of_file(manifest)) if is_there else None
+    return ResultFolder(folder, sha256_of_file(manifest)) if is_there else None
 
 
-def write_record(place: Place, record: EvaluationRecord) -> Path:
+def write_record(result: ResultFolder, record: EvaluationRecord) -> Path:
     """Add a record to the file of a folder, in place of an earlier one with the same protocol, and return the path.
 
     Raises OutputError if the folder cannot be written, or holds another result than before the evaluation; MasterError
     if the file is damaged.
     """
-    path = place.folder / EVALUATION_FILE
-    if _place(place.folder) != place._replace(part=None):
-        raise OutputError(f"{place.folder}: {MANIFEST_FILE} changed while it was evaluated; evaluate it again")
-    records = {known.protocol: known for known in read_records(place.folder, place.manifest_sha256)}
-    record = structs.replace(record, part=place.part)
+    path = result.folder / EVALUATION_FILE
+    if _result_folder(result.folder) != result._replace(part=None):
+        raise OutputError(f"{result.folder}: {MANIFEST_FILE} changed while it was evaluated; evaluate it again")
+    records = {known.protocol: known for known in read_records(result.folder, result.manifest_sha256)}
+    record = structs.replace(record, part=result.part)
     records[record.protocol] = record
     file = _EvaluationFile(
         evaluation_version=1,
-        manifest_sha256=place.manifest_sha256,
+        manifest_sha256=result.manifest_sha256,
         evaluations=tuple(records.values()),
     )
-    write_whole(place.folder, path, [json_bytes(as_json(file))])
+    write_whole(result.folder, path, [json_bytes(as_json(file))])
     return path
 
 

@@ -11,20 +11,20 @@ from typing import Any
 from pqweights.checkpoint.readers import file_uses, most_fetched
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import LOW_DISK_FILES
+from pqweights.common.options import Options
 from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
 from pqweights.convert.needs import ResourceNeeds, resource_needs
-from pqweights.convert.task import PossibleExport, RunOptions
+from pqweights.convert.task import RunOptions
 from pqweights.planning.calibration import PlannedCalibration, check_calibration, planned_calibration
-from pqweights.planning.expected import Expected, expected
+from pqweights.planning.expected import Measured, expected, expected_json
 from pqweights.planning.fit import Fit
-from pqweights.planning.options import MemoryOptions, QuantizeOptions
 from pqweights.planning.plan import Plan, TensorPlan, Totals
 from pqweights.planning.recipe import Recipe
 from pqweights.storage import Store
 from pqweights.targets.grids import sampled_grids
 from pqweights.targets.master import Learned, plan_quantize
 from pqweights.targets.memory import MemoryAdvice, advise
-from pqweights.targets.possible import possible_exports
+from pqweights.targets.possible import PossibleExport, possible_exports
 
 # How an entry of plan --json begins.
 BEFORE_NAME = f'{{{LIST_ITEM}  "name": '
@@ -58,7 +58,7 @@ class PlanReport:
     needs: disk space and memory
     hub: traffic with the Hub; None for a local source
     exports: what the result can be exported to
-    expected: what about so many bits cost on the nearest model that was measured; None if nothing alike was
+    expected: what about so many bits cost on the nearest model that was measured; empty if nothing alike was
     grids: how many weights lie on the grid of which format, and how many on none, by a sample; empty if none do
     memory: which exports a memory has room for; None if nobody asked
     calibration: what `calibrate` would do, with which the bytes of its weights are about those; None without it
@@ -69,7 +69,7 @@ class PlanReport:
     needs: ResourceNeeds
     hub: HubTraffic | None
     exports: tuple[PossibleExport, ...]
-    expected: Expected | None
+    expected: tuple[Measured, ...]
     grids: dict[str, int]
     memory: MemoryAdvice | None = None
     calibration: PlannedCalibration | None = None
@@ -106,7 +106,7 @@ class PlanReport:
             "left_out_tensors": self.plan.left_out_tensors,
             "warnings": list(self.plan.remarks),
             **self.plan.quantized_before(),
-            **({} if self.expected is None else {"measured": self.expected.to_json()}),
+            **({"measured": expected_json(self.expected)} if self.expected else {}),
             **({"grids": self.grids} if self.grids else {}),
             **({} if self.memory is None else {"memory": self.memory.to_json()}),
             **({} if self.calibration is None else {"calibration": asdict(self.calibration)}),
@@ -132,18 +132,16 @@ def _entries(tensors: Sequence[TensorPlan]) -> Iterator[JsonText]:
 def report_plan(
     source: str | Path,
     recipe: Recipe,
-    options: QuantizeOptions,
+    options: Options,
     threads: int,
     out: Store | None = None,
     *,
-    memory: MemoryOptions = MemoryOptions(),
     learned: Learned = Learned(),
 ) -> PlanReport:
     """Plan what quantizing a source would do, from its headers alone, and say on which grids a few of its numbers lie.
 
     threads: the number of threads for which the memory is estimated
     out: where the result is to be written; by default a local folder
-    memory: what exports are to fit into
     learned: the sensitivities that were measured, if the plan depends on any
 
     Raises SourceError, RecipeError, OptionError or HubError.
@@ -156,8 +154,8 @@ def report_plan(
         calibration = planned_calibration(recipe, plan.tensors, checkpoint.config, options)
     is_elsewhere = out is not None and out.is_elsewhere
     exports, advice = possible_exports(checkpoint), None
-    if memory.memory is not None:
-        advice = advise(checkpoint, plan.tensors, exports, memory)
+    if options.memory is not None:
+        advice = advise(checkpoint, plan.tensors, exports, options)
     needs = resource_needs(
         plan,
         threads,
@@ -171,7 +169,7 @@ def report_plan(
         needs=needs,
         hub=_traffic(checkpoint),
         exports=exports,
-        expected=None if options.lossless else expected(plan.totals.weights, plan.totals.bits_per_weight),
+        expected=() if options.lossless else expected(plan.totals.weights, plan.totals.bits_per_weight),
         grids=sampled_grids(checkpoint),
         memory=advice,
         calibration=calibration,

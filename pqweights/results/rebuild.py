@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.names import MANIFEST_FILE
+from pqweights.common.options import BY_MODEL, IMATRIX, OPENING, Options
 from pqweights.convert.conversion import MASTER
 from pqweights.convert.manifest import Manifest, shards_of
 from pqweights.convert.task import RewriteReport
 from pqweights.errors import MasterError, OptionError
 from pqweights.formats.native import Native
-from pqweights.planning.options import BY_MODEL, IMATRIX, ExportOptions, QuantizeOptions, RebuildOptions, SourceOptions
 from pqweights.planning.recipe import Recipe, parse_recipe
 from pqweights.storage.addresses import repository_id
 from pqweights.targets import get_target, gguf, target_name
+from pqweights.targets.gguf_types import read_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Rebuilt:
         return {"ok": self.ok, "differences": list(self.differences)} | self.report.to_json()
 
 
-def options_of(manifest: Manifest, source: str | Path, given: RebuildOptions) -> QuantizeOptions | ExportOptions:
+def options_of(manifest: Manifest, source: str | Path, given: Options) -> Options:
     """Return the options with which a result is made again.
 
     Raises MasterError for a manifest that does not say it as this version does, OptionError for a sample that is
@@ -53,8 +54,8 @@ def options_of(manifest: Manifest, source: str | Path, given: RebuildOptions) ->
         raise MasterError(f"{MANIFEST_FILE}: does not say how the result was made: {error!r}"[:200]) from None
 
 
-def _options_of(manifest: Manifest, source: str | Path, given: RebuildOptions) -> QuantizeOptions | ExportOptions:
-    opening: dict[str, Any] = {field.name: getattr(given, field.name) for field in fields(SourceOptions)}
+def _options_of(manifest: Manifest, source: str | Path, given: Options) -> Options:
+    opening: dict[str, Any] = {name: getattr(given, name) for name in OPENING}
     if given.revision is None and manifest.origin is not None and repository_id(str(source)) == manifest.origin.id:
         opening["revision"] = manifest.origin.revision
     mark = "--leave-out "
@@ -65,12 +66,12 @@ def _options_of(manifest: Manifest, source: str | Path, given: RebuildOptions) -
     return replace(_export_options(manifest, given), **opening)
 
 
-def _quantize_options(manifest: Manifest, opening: dict[str, Any], given: RebuildOptions) -> QuantizeOptions:
+def _quantize_options(manifest: Manifest, opening: dict[str, Any], given: Options) -> Options:
     if given.type is not None:
         raise OptionError("`type`: chooses among GGUF files, and the result is a master")
     made_by = manifest.made_by
     if made_by["recipe"].get("codec") == Native.codec:
-        return QuantizeOptions(lossless=True, **opening)
+        return Options(lossless=True, **opening)
     sample: dict[str, Any] = {}
     if (about := made_by.get("calibrated")) is not None:
         sample = _stated_sample("calibrate", about, given) | {"rate": about.get("rate", BY_MODEL)}
@@ -78,10 +79,10 @@ def _quantize_options(manifest: Manifest, opening: dict[str, Any], given: Rebuil
         sample = _stated_sample("calibrate", about, given)
     elif (about := made_by.get("awq")) is not None:
         sample = _stated_sample("awq", about, given)
-    return QuantizeOptions(recipe=_recipe(made_by["recipe"]), **opening, **sample)
+    return Options(recipe=_recipe(made_by["recipe"]), **opening, **sample)
 
 
-def _export_options(manifest: Manifest, given: RebuildOptions) -> ExportOptions:
+def _export_options(manifest: Manifest, given: Options) -> Options:
     made_by = manifest.made_by
     name = target_name(made_by["target"])
     if name is None:
@@ -96,16 +97,19 @@ def _export_options(manifest: Manifest, given: RebuildOptions) -> ExportOptions:
             return replace(one, format=None, bits=",".join(folder.removesuffix("bit") for folder in results))
         return replace(one, format=",".join(results), bits=None, mode=None)
     options = {key: made_by[key] for key in get_target(name).options if key in made_by and key != "sensitivity"}
+    unstated = {"rounding": None, "name": None}  # without the sample, and the types in the name
     if (mix := made_by.get("mix")) is not None:  # of MLX, which says mode and bits
         options = {key: value for key, value in options.items() if key not in ("mode", "bits")} | {"format": mix}
     if "group_size" in options:  # stated, whether it was asked for, so that it must divide all rows, or not
         usual = {key: value for key, value in options.items() if key != "group_size"}
-        options = usual if _settings(name, usual).describe()["group_size"] == options["group_size"] else options
+        stated = get_target(name).settings(Options(**usual | unstated)).stated
+        options = usual if stated["group_size"] == options["group_size"] else options
     if made_by.get("rules"):
         size: dict[str, Any] = {key: made_by[key] for key in ("target_size", "target_bpw", "max_kl") if key in made_by}
         options |= dict.fromkeys(size) | {"recipe": _recipe({"target": name, "rules": made_by["rules"], **size})}
     if name == gguf.NAME:
-        base = str(made_by["name"]).removesuffix(gguf.names_together("", _settings(name, options).types))
+        types = read_types(get_target(name).with_recipe(Options(**options | unstated)))
+        base = str(made_by["name"]).removesuffix(gguf.names_together("", *types))
         named = manifest.model.get("id") if manifest.is_of_master else manifest.origin and manifest.origin.id
         is_usual = base in (gguf.UNKNOWN, str(named).rpartition("/")[2])  # the source has it, too, perhaps with a slash
         options["name"] = None if is_usual else base
@@ -119,12 +123,7 @@ def _export_options(manifest: Manifest, given: RebuildOptions) -> ExportOptions:
         options["imatrix"] = given.imatrix
     elif about is not None:
         options |= _stated_sample("calibrate", about, given)
-    return ExportOptions(**options)
-
-
-def _settings(target: str, options: dict[str, Any]) -> Any:
-    """Return what a target reads of options, but for a sample and the name of the model."""
-    return get_target(target).settings(ExportOptions(**options | {"rounding": None, "name": None}))
+    return Options(**options)
 
 
 def differences(stated: Manifest, again: Manifest, *, some: bool = False) -> list[str]:
@@ -178,7 +177,7 @@ def _recipe(stated: dict[str, Any]) -> Recipe:
     return parse_recipe(json.dumps(stated), "the recipe of the manifest")
 
 
-def _stated_sample(option: str, about: dict[str, Any], given: RebuildOptions) -> dict[str, Any]:
+def _stated_sample(option: str, about: dict[str, Any], given: Options) -> dict[str, Any]:
     """Return the option that names a sample, of which a manifest has the kind, the size and the digest."""
     if given.calibrate is None and about["sample"] in ("text", "tokens"):
         raise OptionError("`calibrate`: the sample was a file of the user's, of which the manifest has only the digest")

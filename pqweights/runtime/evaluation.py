@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from pqweights.calibrate.options import EvaluationOptions, TextOptions
+from pqweights.common.options import path_of
 from pqweights.common.threads import Progress, slow_step
 from pqweights.errors import EvaluationError
-from pqweights.planning.options import path_of
 from pqweights.runtime.cached import CachedRun, CacheFigures, check_spec
 from pqweights.runtime.folders import Folder, Size, read_model, size
 from pqweights.runtime.models import Model, check_options, check_packed, choose_device, open_model
+from pqweights.runtime.options import EvaluationOptions
 from pqweights.runtime.protocol import Loss, Save, Scores, TextWindows, compare
 from pqweights.runtime.remembered import remembered
 from pqweights.runtime.report import EvaluationReport, EvaluationSettings, ModelScores, base_name, fingerprint
@@ -293,7 +293,7 @@ def _settings(job: _EvaluationJob) -> EvaluationSettings:
     )
 
 
-def choose_windows(folders: Sequence[Folder], options: TextOptions) -> TextWindows:
+def choose_windows(folders: Sequence[Folder], options: EvaluationOptions) -> TextWindows:
     """Return windows of the size that was asked for, or of the default size if all models can take it.
 
     Raises EvaluationError if a model takes fewer tokens than was asked for.
@@ -367,7 +367,9 @@ def _check_same_vocabulary(expected: int | None, others: Sequence[Folder]) -> No
             )
 
 
-def _encoded(folders: Sequence[Folder], text: str, options: TextOptions, saved: SavedReference | None) -> EncodedText:
+def _encoded(
+    folders: Sequence[Folder], text: str, options: EvaluationOptions, saved: SavedReference | None
+) -> EncodedText:
     """Return the tokens of a text, which must be the same for all models, and those of a saved reference.
 
     Raises EvaluationError if tokenizers differ, or if a model does not know one of the tokens.

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -24,25 +23,20 @@ ROOM_LEFT_BYTES = 2_000_000_000
 @contextmanager
 def remembered(model: Model) -> Iterator[Model]:
     """Yield a model that keeps its logits in a temporary file, [tokens, vocabulary] f32, as long as there is room."""
+    # By window and how many of its last tokens are asked for: where the logits lie, and their shape.
+    places: dict[tuple[bytes, int], tuple[int, tuple[int, ...]]] = {}
     with tempfile.TemporaryFile() as file:
-        yield replace(model, logits=_Remembered(model, file).logits)
 
+        def logits(ids: Ids, last: int) -> Floats:
+            key = ids.tobytes(), last
+            if key in places:
+                offset, shape = places[key]
+                file.seek(offset)
+                return np.fromfile(file, dtype=np.float32, count=math.prod(shape)).reshape(shape)
+            result = np.ascontiguousarray(model.logits(ids, last))
+            if free_bytes(Path(tempfile.gettempdir())) - result.nbytes > ROOM_LEFT_BYTES:
+                places[key] = file.seek(0, os.SEEK_END), result.shape
+                result.tofile(file)
+            return result
 
-class _Remembered:
-    def __init__(self, model: Model, file: IO[bytes]) -> None:
-        self._model, self._file = model, file
-        # By window and how many of its last tokens are asked for: where the logits lie, and their shape.
-        self._places: dict[tuple[bytes, int], tuple[int, tuple[int, ...]]] = {}
-
-    def logits(self, ids: Ids, last: int) -> Floats:
-        """Return what Model.logits returns."""
-        key = ids.tobytes(), last
-        if key in self._places:
-            offset, shape = self._places[key]
-            self._file.seek(offset)
-            return np.fromfile(self._file, dtype=np.float32, count=math.prod(shape)).reshape(shape)
-        result = np.ascontiguousarray(self._model.logits(ids, last))
-        if free_bytes(Path(tempfile.gettempdir())) - result.nbytes > ROOM_LEFT_BYTES:
-            self._places[key] = self._file.seek(0, os.SEEK_END), result.shape
-            result.tofile(self._file)
-        return result
+        yield replace(model, logits=logits)

@@ -115,9 +115,9 @@ class SavedTokens(NamedTuple):
             rest=reached[:, -1],
         )
 
-    def part(self, place: slice) -> SavedTokens:
+    def part(self, rows: slice) -> SavedTokens:
         """Return those of some of the tokens."""
-        return SavedTokens(**{name: values[place] for name, values in self._asdict().items()})
+        return SavedTokens(**{name: values[rows] for name, values in self._asdict().items()})
 
     def divergences(self, logs: Doubles) -> Doubles:
         """Return an estimate of KL(reference || model) of each token. logs: the model's, [tokens, vocabulary]"""
@@ -180,8 +180,8 @@ class ReferenceWriter:
         self._path, self._partial = path, partial_path(path)
         data = text.encode()
         specs = _specs(facts, scored, len(ids), len(data))
-        header, places = build_header(path.name, specs, {METADATA_KEY: json_bytes(as_json(facts)).decode()})
-        self._places = {place.name: place for place in places}
+        header, tensors = build_header(path.name, specs, {METADATA_KEY: json_bytes(as_json(facts)).decode()})
+        self._stored = {tensor.name: tensor for tensor in tensors}
         with disk_errors(path):
             self._descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             os.pwrite(self._descriptor, header, 0)
@@ -197,10 +197,10 @@ class ReferenceWriter:
             self._write(name, before + first, values)
 
     def _write(self, name: str, row: int, values: npt.NDArray[Any]) -> None:
-        place = self._places[name]
-        row_bytes = place.byte_count // place.shape[0] if place.shape[0] else 0
+        tensor = self._stored[name]
+        row_bytes = tensor.byte_count // tensor.shape[0] if tensor.shape[0] else 0
         with disk_errors(self._path):
-            os.pwrite(self._descriptor, values.astype(_NUMPY[place.dtype]).tobytes(), place.offset + row * row_bytes)
+            os.pwrite(self._descriptor, values.astype(_NUMPY[tensor.dtype]).tobytes(), tensor.offset + row * row_bytes)
 
     def finish(self) -> None:
         """Give the file its name."""
@@ -227,12 +227,12 @@ class SavedReference:
         self._storage = Storage(path.parent, only=[path.name])
         tensors, metadata = read_header(self._storage, path.name)
         self.facts = read_document(metadata.get(METADATA_KEY, "").encode(), Facts, self._damaged)
-        self._places = {tensor.name: tensor for tensor in tensors}
+        self._stored = {tensor.name: tensor for tensor in tensors}
         lengths = {tensor.name: tensor.shape[0] for tensor in tensors if tensor.shape}
         rows = {name: lengths.get(name, 0) for name in ("losses", "tokens", "text")}
         expected = {spec.name: spec for spec in _specs(self.facts, *rows.values())}
-        for name in expected.keys() | self._places.keys():
-            spec, held = expected.get(name), self._places.get(name)
+        for name in expected.keys() | self._stored.keys():
+            spec, held = expected.get(name), self._stored.get(name)
             if spec is None or held is None or (spec.dtype, spec.shape) != (held.dtype, held.shape):
                 raise self._damaged(f"tensor {name[:80]!r}: expected {spec}, found {held}")
 
@@ -251,7 +251,7 @@ class SavedReference:
 
     def tokens(self, first: int, count: int) -> SavedTokens:
         """Return the distributions of scored tokens. Raises EvaluationError if there are not so many."""
-        if first + count > self._places["losses"].shape[0]:
+        if first + count > self._stored["losses"].shape[0]:
             raise self._damaged(f"expected {first + count} scored tokens or more")
         read = {name: self._read(name, first, count) for name in SavedTokens._fields}
         return SavedTokens(
@@ -269,12 +269,12 @@ class SavedReference:
         return tokens.astype(np.int64)
 
     def _read(self, name: str, row: int = 0, count: int | None = None) -> npt.NDArray[Any]:
-        place: StoredTensor = self._places[name]
-        rows = place.shape[0] if count is None else count
-        row_bytes = place.byte_count // place.shape[0] if place.shape[0] else 0
+        tensor: StoredTensor = self._stored[name]
+        rows = tensor.shape[0] if count is None else count
+        row_bytes = tensor.byte_count // tensor.shape[0] if tensor.shape[0] else 0
         buffer = np.empty(rows * row_bytes, dtype=np.uint8)
-        self._storage.read_into(place.file, place.offset + row * row_bytes, buffer)
-        return buffer.view(_NUMPY[place.dtype]).reshape(rows, *place.shape[1:])
+        self._storage.read_into(tensor.file, tensor.offset + row * row_bytes, buffer)
+        return buffer.view(_NUMPY[tensor.dtype]).reshape(rows, *tensor.shape[1:])
 
 
 def is_saved_reference(path: Path) -> bool:

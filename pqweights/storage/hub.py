@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from pqweights.checkpoint.ahead import Stop
-from pqweights.common.parameters import Tell
+from pqweights.common.options import Tell
 from pqweights.errors import HubError, HubUnavailableError
 from pqweights.storage import requests
 from pqweights.storage.requests import (

@@ -15,7 +15,7 @@ from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.source import Adapter, Checkpoint, files_at, needed_files
 from pqweights.checkpoint.storage import Origin, Storage, check_not_interrupted
 from pqweights.checkpoint.writer import disk_errors
-from pqweights.common.parameters import HubOptions
+from pqweights.common.options import Options
 from pqweights.common.threads import Progress, no_progress
 from pqweights.errors import OptionError, OutputError, SourceError
 from pqweights.storage.addresses import HUB_PREFIX, WEB, Address, RepositoryName, is_inside, parse_location
@@ -50,7 +50,7 @@ class Fetched(NamedTuple):
         return self.where
 
 
-def _located(source: str | Path, hub: HubOptions, low_disk: bool = False) -> Path | Address | RepositoryName:
+def _located(source: str | Path, hub: Options, low_disk: bool = False) -> Path | Address | RepositoryName:
     """Return what a text means; of a repository, the revision that is meant, if one is named.
 
     Raises OptionError for two revisions, SourceError for options that mean something only for the Hub.
@@ -69,11 +69,11 @@ def _located(source: str | Path, hub: HubOptions, low_disk: bool = False) -> Pat
     return location
 
 
-def _opened(named: RepositoryName, hub: HubOptions) -> Repository:
+def _opened(named: RepositoryName, hub: Options) -> Repository:
     return open_repository(Hub(hub.token, hub.tell), named.id, named.revision)
 
 
-def _files_of(source: str | Path, hub: HubOptions, *, low_disk: bool = False) -> tuple[Storage, str]:
+def _files_of(source: str | Path, hub: Options, *, low_disk: bool = False) -> tuple[Storage, str]:
     """Return the files that a text means, and the one among them that it names, if it names one.
 
     Raises SourceError if there are none, OptionError, HubError, StorageError.
@@ -114,7 +114,7 @@ def _web_files(address: Address) -> tuple[Storage, str]:
 
 def open_source(
     source: str | Path,
-    hub: HubOptions = HubOptions(),
+    hub: Options = Options(),
     *,
     low_disk: bool = False,
     allow_pickle: bool = False,
@@ -138,18 +138,18 @@ def open_source(
     return checkpoint
 
 
-def merged(checkpoint: Checkpoint, adapters: Sequence[str], hub: HubOptions) -> Checkpoint:
+def merged(checkpoint: Checkpoint, adapters: Sequence[str], hub: Options) -> Checkpoint:
     """Return a checkpoint into which adapters are merged: folders, repositories or addresses, each with :WEIGHT or not.
 
     hub: how the Hub is used; its revision is not that of the adapters
 
     Raises OptionError for a weight that is none, SourceError for an adapter that does not fit, HubError, StorageError.
     """
-    main = HubOptions(token=hub.token, tell=hub.tell)
+    main = Options(token=hub.token, tell=hub.tell)
     return with_adapters(checkpoint, [_open_adapter(given, main) for given in adapters])
 
 
-def _open_adapter(given: str, hub: HubOptions) -> Adapter:
+def _open_adapter(given: str, hub: Options) -> Adapter:
     """Open an adapter. given: what names it, and perhaps a colon and by how much its changes are multiplied"""
     name, weight = given, 1.0
     if (match := _WEIGHED.fullmatch(given)) is not None and not Path(given).exists():
@@ -163,7 +163,7 @@ def _open_adapter(given: str, hub: HubOptions) -> Adapter:
 
 def local_folder(
     source: str | Path,
-    hub: HubOptions = HubOptions(),
+    hub: Options = Options(),
     *,
     only: Sequence[str] = (),
     ours: bool = False,
@@ -218,7 +218,7 @@ def _needed(storage: Storage, file: str, only: Sequence[str], ours: bool) -> tup
 
 def find_result(
     source: str | Path,
-    hub: HubOptions,
+    hub: Options,
     *,
     only: Sequence[str] = (),
     ours: bool = False,

@@ -6,7 +6,7 @@ Importing this package imports no target, so that `pqweights export --help` answ
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pqweights.common.advice import instead
 from pqweights.errors import OptionError
@@ -50,7 +50,7 @@ def target_name(stated: object) -> str | None:
     return name if name in EXPORTS else None
 
 
-def get_target(name: str) -> ExportTarget[Any]:
+def get_target(name: str) -> ExportTarget:
     """Import the target of a name or an alias.
 
     Raises OptionError for an unknown name; the message names the nearest one.
@@ -58,5 +58,5 @@ def get_target(name: str) -> ExportTarget[Any]:
     known = target_name(name)
     if known is None:
         raise OptionError(f"`target` {name}: {instead(name, [*EXPORTS, *ALIASES])}")
-    target: ExportTarget[Any] = importlib.import_module(f"{__name__}.{known}").TARGET
+    target: ExportTarget = importlib.import_module(f"{__name__}.{known}").TARGET
     return target

@@ -19,6 +19,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
 from pqweights.common.advice import instead
 from pqweights.common.documents import as_json
+from pqweights.common.options import Options
 from pqweights.errors import OptionError, RecipeError
 from pqweights.formats.gguf_blocks import BlockRule
 from pqweights.formats.packing import RoundingRule
@@ -28,7 +29,6 @@ from pqweights.models import text_model
 from pqweights.models.description import ModelDescription
 from pqweights.models.names import role_name
 from pqweights.planning.knapsack import Choice, Solution, best_within, least_cost
-from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import NOTHING, Recipe, Rule, Weight
 from pqweights.planning.sensitivity import alphas_for, groups_of
 
@@ -50,7 +50,7 @@ class Kept:
     dtype: str | None = None
 
 
-def recipe_of(options: ExportOptions, formats: Sequence[str]) -> Recipe:
+def recipe_of(options: Options, formats: Sequence[str]) -> Recipe:
     """Return the recipe of an export with formats as its target spells them. formats: those that the target has
 
     Raises OptionError for a format that the target does not have.

@@ -2,60 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
-from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.native import NativeTensor
 from pqweights.checkpoint.positions import stated_once
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
-from pqweights.convert.conversion import EXPORT, Conversion, make_plan
-from pqweights.convert.jobs import CopyJob
-from pqweights.convert.records import TensorRecord
-from pqweights.models import text_model
+from pqweights.common.options import Options
 from pqweights.models.description import ModelDescription
 from pqweights.models.names import role_name
-from pqweights.planning.options import ExportOptions
-from pqweights.planning.plan import DECODE, KEEP, Safetensors, TensorPlan
+from pqweights.planning.plan import DECODE, KEEP, TensorPlan
+from pqweights.targets.integers import Assignment
 from pqweights.targets.loading import LoadableModel, by_transformers
-from pqweights.targets.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice, one_of
+from pqweights.targets.target import TRANSFORMERS, ExportTarget, FormatChoice, Settings, one_of
 
 NAME = "bf16"
 
 
-def plan(source: ExportSource, dtype: str) -> Conversion:
-    """Plan an ordinary checkpoint.
+def _assign(dtype: str, checkpoint: Checkpoint, name: str | None) -> Assignment:
+    """Store every tensor plainly.
 
     dtype: "bf16", or "source" for the dtype that each weight had in the source
 
     With bf16, every weight and everything else in the model's own dtype becomes BF16. A tensor that the source kept in
     another dtype, such as float32 state-space parameters beside BF16 weights, keeps that dtype.
     """
-    checkpoint = source.checkpoint
-    model, known = model_dtype(checkpoint.config, checkpoint.tensors), text_model(checkpoint.config)
-    weights, stored = checkpoint.weights, "BF16" if dtype == "bf16" else None
-    tensors = [plain_plan(t, known, weights=weights, model=model, dtype=stored) for t in checkpoint.tensors]
-    return Conversion(
-        kind=EXPORT,
-        made_by={"target": NAME, "dtype": dtype},
-        checkpoint=checkpoint,
-        plan=make_plan(checkpoint, tensors, Safetensors(), source.max_shard_bytes),
-        encode=CopyJob,
-        configs={CONFIG_FILE: partial(_config, stored)},
+    stored, model = "BF16" if dtype == "bf16" else None, model_dtype(checkpoint.config, checkpoint.tensors)
+    return Assignment(
+        tensors=checkpoint.tensors,
+        decisions={},
+        config=edited_config(
+            stated_once(checkpoint.config), stored or model, old_dtype=model, tensors=checkpoint.tensors
+        ),
+        plain_dtype=stored,
     )
-
-
-def _config(
-    stored: str | None, checkpoint: Checkpoint, tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]
-) -> dict[str, Any]:
-    """Return the source's config.json with the dtype of the weights, without a quantization_config."""
-    model = model_dtype(checkpoint.config, checkpoint.tensors)
-    return edited_config(stated_once(checkpoint.config), stored or model, old_dtype=model, tensors=checkpoint.tensors)
 
 
 def role_of(tensor: LogicalTensor, model: ModelDescription) -> str:
@@ -111,12 +96,10 @@ def is_weight(tensor: LogicalTensor, weights: frozenset[str]) -> bool:
     return tensor.name in weights
 
 
-def read_options(options: ExportOptions) -> str:
-    """Return the dtype, as `plan` takes it.
-
-    Raises OptionError for an option that the target does not have.
-    """
-    return one_of(NAME, "dtype", options.dtype, allowed=("bf16", "source"))
+def read_options(options: Options) -> Settings:
+    """Return the target with the dtype. Raises OptionError for one that it does not have."""
+    dtype = one_of(NAME, "dtype", options.dtype, allowed=("bf16", "source"))
+    return Settings(stated={"target": NAME, "dtype": dtype}, assign=partial(_assign, dtype))
 
 
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
@@ -129,8 +112,7 @@ TARGET = ExportTarget(
     tags=("bf16",),
     options=("dtype",),
     read_options=read_options,
-    plan=plan,
-    check=lambda checkpoint, dtype: None,
+    check=lambda checkpoint: None,
     load_section=_load_section,
-    choices=(FormatChoice("bf16", ExportOptions(), 16),),
+    choices=(FormatChoice("bf16", Options(), 16),),
 )

@@ -1,34 +1,86 @@
-"""Exporting: any checkpoint into a folder that a runtime loads. Of a source weights are read, of a master decoded."""
+"""Exporting: any checkpoint into what a runtime loads. Of a source weights are read, of a master decoded.
+
+What is rounded, how, and where each number goes is the target's decision (Settings.assign); here that becomes a
+conversion. Warnings of the sizes of a result follow from these decisions. docs/exports.md has the rules, and what the
+errors mean.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.config import model_facts
+from pqweights.checkpoint.config import CONFIG_DTYPES, model_dtype, model_facts
+from pqweights.checkpoint.header import byte_count
+from pqweights.checkpoint.names import CONFIG_FILE, file_stem
+from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, proven
 from pqweights.checkpoint.storage import Storage
-from pqweights.convert.conversion import MASTER, Conversion
+from pqweights.checkpoint.views import sources_of
+from pqweights.common.options import Options
+from pqweights.common.units import counted, size_text
+from pqweights.convert.conversion import EXPORT, MASTER, Conversion, make_plan, no_files, nothing_to_learn
+from pqweights.convert.jobs import CopyJob, Job
 from pqweights.convert.listed_files import open_result
 from pqweights.convert.manifest import Manifest, find_manifest
-from pqweights.convert.records import total_relative_mse
+from pqweights.convert.records import TensorRecord, master_part, mean_error, total_relative_mse
 from pqweights.convert.task import RunOptions
 from pqweights.errors import OptionError
+from pqweights.formats.packing import PackedFormat
+from pqweights.models import text_model
 from pqweights.planning.decisions import open_planned, with_weights
 from pqweights.planning.inputs import KnownInputs
-from pqweights.planning.options import ExportOptions, SourceOptions
-from pqweights.planning.plan import total
+from pqweights.planning.plan import (
+    INTEGER,
+    Container,
+    Safetensors,
+    TensorPlan,
+    format_of,
+    stored_bytes,
+    total,
+)
 from pqweights.storage import Store
+from pqweights.storage.addresses import is_repository_id
 from pqweights.storage.sources import place_apart
 from pqweights.targets import get_target
-from pqweights.targets.several import SeveralFormats, one_by_one
-from pqweights.targets.target import ExportSource, ExportTarget
+from pqweights.targets.architectures import unexamined_warnings
+from pqweights.targets.assignment import Kept
+from pqweights.targets.bf16 import is_weight, plain_plan, role_of, stored_dtype
+from pqweights.targets.carried import carried_unit
+from pqweights.targets.compensation import CompensatedJob, Compensation, WeightedJob
+from pqweights.targets.integers import Assignment, IntegerJob
+from pqweights.targets.linear import FUSED_WITH_KEPT
+from pqweights.targets.several import one_by_one, together
+from pqweights.targets.target import IMPORTANCE, PLAIN, ExportTarget, Settings
+from pqweights.targets.units import UnitJob, fused_weights, of_unit, reading_together, with_unit
 
-AS_IT_IS = SourceOptions()
+IN_WEIGHT_FILES = "the weight files already contain what the runtime needs"
+# Above this share of the error, the master decides how good an export is, and no longer its format.
+MOST_BY_MASTER = 0.5
+PLAIN_BITS = 16
+# The next tensor is begun while the last chunks of one are computed.
+TENSORS_AT_ONCE = 2
+# Names of folders that say what is in them, and not which model.
+UNNAMED = ("checkpoint", "hf", "master", "masters", "model", "models", "original", "source", "src")
+# What diffusers calls the folders of a pipeline that hold what becomes a GGUF file.
+PARTS_OF_PIPELINE = ("transformer", "unet")
+# How the name of a file of weights ends: with the type in it, which part it is, and its format.
+WEIGHT_FILE = re.compile(
+    r"(?:[-._](?:I?Q\d_\w+|TQ\d_0|BF16|FP?(?:16|32)|MXFP4(?:_MOE)?|NVFP4|UD)(?:-mixed)?)*(?:-\d{5}-of-\d{5})?"
+    r"\.(?:gguf|safetensors)$",
+    re.IGNORECASE,
+)
+AS_IT_IS = Options()
 
 
-def open_exported(source: str | Path, options: SourceOptions = AS_IT_IS) -> tuple[Checkpoint, Manifest | None]:
+def open_exported(source: str | Path, options: Options = AS_IT_IS) -> tuple[Checkpoint, Manifest | None]:
     """Open whatever is to be exported: a local model, one on the Hub or at an address, in safetensors or GGUF.
 
     Returns the checkpoint, with the weights that may be rounded, and the manifest of a master, if it has one. A master
@@ -50,8 +102,8 @@ def open_exported(source: str | Path, options: SourceOptions = AS_IT_IS) -> tupl
     return with_weights(checkpoint), manifest if checkpoint.is_master else None
 
 
-def settings_of(target: ExportTarget[Any], options: ExportOptions) -> Any:
-    """Return what the `plan` of a target takes, of one format or of several.
+def settings_of(target: ExportTarget, options: Options) -> Settings:
+    """Return a target with its options, of one format or of several.
 
     Raises OptionError for an option or a value that the target does not have, RecipeError for what is wrong in a file.
     """
@@ -59,19 +111,12 @@ def settings_of(target: ExportTarget[Any], options: ExportOptions) -> Any:
     if "type" in target.options:  # GGUF files of several types lie in one folder
         return target.read_options(options)
     each = {folder: target.read_options(of) for folder, of in one_by_one(options).items()}
-    if "" in each:
-        return each[""]
-    if len({of.rounding for of in each.values()}) > 1:
-        raise OptionError("`calibrate`: is for formats in which codes can be compensated; export the others without it")
-    several = SeveralFormats(formats=each)
-    if several.recipe.goal is not None and several.recipe.goal.divergence is not None:
-        raise OptionError("`max_kl`: is measured of one result, found several formats; make them one after the other")
-    return several
+    return each[""] if "" in each else together(each)
 
 
-def readable(target: ExportTarget[Any], options: ExportOptions) -> ExportOptions:
+def readable(target: ExportTarget, options: Options) -> Options:
     """Return the options of a result with the same numbers that can be read again, as torchao's tiles cannot."""
-    is_tiled = "packing" in settings_of(target, options).describe()
+    is_tiled = "packing" in settings_of(target, options).stated
     return replace(options, packing="plain") if is_tiled else options
 
 
@@ -81,7 +126,7 @@ def plan_export(
     out: Store,
     target: str,
     *,
-    options: ExportOptions = ExportOptions(),
+    options: Options = Options(),
     run: RunOptions = RunOptions(),
     inputs: KnownInputs | None = None,
 ) -> Conversion:
@@ -99,18 +144,70 @@ def plan_export(
     settings = settings_of(to, options)
     checkpoint, manifest = with_weights(proven(opened[0], run.progress)), opened[1]
     place = place_apart(source, checkpoint, out)
-    exported = ExportSource(
-        where=str(place.resolve() if isinstance(place, Path) else source),
-        checkpoint=checkpoint,
-        manifest=manifest,
-        inputs=inputs,
-        max_shard_bytes=options.max_shard_size or to.max_shard_bytes,
-    )
-    return replace(
-        to.plan(exported, settings),
-        model=model_facts(checkpoint.storage) if manifest is None else manifest.model,
+    if inputs is not None and settings.rounding == PLAIN and settings.recipe.goal is None:
+        raise OptionError(
+            "`calibrate`, `imatrix`: expected `rounding` gptq, `rounding` importance or `target_size` as well, for "
+            "which they are"
+        )
+    where = str(place.resolve() if isinstance(place, Path) else source)
+    model = model_facts(checkpoint.storage) if manifest is None else manifest.model
+    assignment = settings.assign(checkpoint, _model_name(checkpoint, {} if manifest is None else model, where))
+    parts = assignment.parts or {"": assignment}
+    master_errors = {} if manifest is None else _known_errors(assignment, checkpoint, manifest)
+    compensation = None
+    if inputs is not None and settings.rounding != PLAIN:
+        rules = [(tensor, how.rule) for tensor, how in assignment.rounded]
+        compensation = Compensation(inputs, rules, text_model(checkpoint.config), settings.rounding)
+    known: dict[str, Any] = {"is_original": not checkpoint.is_master, "master_errors": master_errors}
+    fused = fused_weights(assignment.tensors, assignment.decisions)
+    read = replace(checkpoint, tensors=reading_together(assignment.tensors, fused))
+    read = read if assignment.companions is None else _with_companions(read, assignment.companions)
+    tensors = [_planned(tensor, read, assignment) for tensor in read.tensors]
+    most = options.max_shard_size or to.max_shard_bytes
+    container: Container = Safetensors({folder: part.metadata for folder, part in parts.items()})
+    if assignment.container is not None:
+        container = assignment.container(tensors, most)
+    by_columns = sorted(how.column_bytes(tensor.shape) for tensor, how in assignment.rounded)
+    about = _about_rounding(settings, inputs, **known) if assignment.decisions else {}
+    return Conversion(
+        kind=EXPORT,
+        made_by=settings.stated | dict(assignment.stated) | about,
+        checkpoint=read,
+        plan=make_plan(read, tensors, container, most, assignment.left_out),
+        encode=partial(_encode, assignment=assignment, fused=fused, compensation=compensation, **known),
+        configs={
+            f"{folder}{CONFIG_FILE}": partial(_stated, part.config)
+            for folder, part in parts.items()
+            if part.config is not None
+        },
+        small_files=assignment.small_files or no_files,
+        learn=nothing_to_learn if inputs is None else inputs.prepare,
+        warnings=partial(_warnings, _known_warnings(parts, checkpoint, to.name)),
+        memory_bytes=0 if compensation is None else compensation.memory_bytes,
+        disk_bytes=sum(by_columns[-TENSORS_AT_ONCE:]),
+        model=model,
         master={} if manifest is None else _about_master(manifest),
     )
+
+
+def _model_name(checkpoint: Checkpoint, model: Mapping[str, Any], where: str) -> str | None:
+    """Return the repository of a model, else the name of its folder, if that names a model.
+
+    model: what the manifest of a master says of it
+    where: the path, the address or the repository of the checkpoint
+    """
+    # The manifest of a master may say anything; the name stands in names of files and in the Modelfile.
+    model_id = model.get("id", "")
+    if is_repository_id(model_id, namespace=False):
+        return str(model_id)
+    origin = checkpoint.storage.origin
+    if origin is not None:
+        return origin.id
+    parts = where.rstrip("/").split("/")
+    if parts[-1] in PARTS_OF_PIPELINE and len(parts) > 1:
+        parts.pop()
+    name = WEIGHT_FILE.sub("", parts[-1])
+    return None if name.lower() in UNNAMED else file_stem(name)
 
 
 def _about_master(manifest: Manifest) -> dict[str, Any]:
@@ -121,3 +218,200 @@ def _about_master(manifest: Manifest) -> dict[str, Any]:
     about["bits_per_weight"] = total(manifest.tensors, source_bytes=0, output_bytes=0).bits_per_weight
     about["relative_mse"] = total_relative_mse(manifest.records)
     return about
+
+
+def _stated(config: dict[str, Any], *about: object) -> dict[str, Any]:
+    """Return a configuration that does not depend on what was measured."""
+    return config
+
+
+def _known_warnings(parts: Mapping[str, Assignment], checkpoint: Checkpoint, target: str) -> tuple[str, ...]:
+    """Return what is known of a result before it is made; what not all of several formats have, with their names."""
+    of: dict[str, list[str]] = {}
+    for folder, part in parts.items():
+        unexamined = unexamined_warnings(target, part.config)
+        for warning in (*part.warnings, *remarks(part, checkpoint), *unexamined):
+            of.setdefault(warning, []).append(folder.rstrip("/"))
+    return tuple(
+        warning if len(folders) == len(parts) else f"{', '.join(folders)}: {warning}" for warning, folders in of.items()
+    )
+
+
+def _warnings(known: tuple[str, ...], records: Sequence[TensorRecord]) -> tuple[str, ...]:
+    """Return what is known of a result before it is made, and that its error is for the most part the master's."""
+    total, by_master = mean_error(records, "total_mse"), master_part(records)
+    if total is None or by_master is None or by_master <= MOST_BY_MASTER * total:
+        return known
+    return (
+        *known,
+        f"the error of the master is {by_master / total:.0%} of the error against the original "
+        f"({by_master:.6f} of {total:.6f}), and no format makes that smaller: an export from the source itself "
+        "is without it, and a master of more bits has less of it",
+    )
+
+
+def _planned(tensor: LogicalTensor, checkpoint: Checkpoint, assignment: Assignment) -> TensorPlan:
+    """Plan a tensor by the decision of an assignment."""
+    known, decision = text_model(checkpoint.config), assignment.decisions.get(tensor.name)
+    if not isinstance(decision, PackedFormat):
+        reason, forced = (None, None) if decision is None else (decision.reason, decision.dtype)
+        return plain_plan(
+            tensor,
+            known,
+            weights=checkpoint.weights,
+            model=model_dtype(checkpoint.config, checkpoint.tensors),
+            dtype=assignment.plain_dtype,
+            reason=reason,
+            forced=forced,
+        )
+    return TensorPlan.of(
+        tensor,
+        decision.specs(tensor.name, tensor.shape),
+        role=role_of(tensor, known),
+        action=INTEGER,
+        reason=decision.reason or f"{decision.rule.name} rule",
+        codec=decision.codec,
+        bits=decision.rule.bits,
+    )
+
+
+def _about_rounding(
+    settings: Settings, inputs: KnownInputs | None, *, is_original: bool, master_errors: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return what manifests say of it: a digest of the errors of the master, and the sample of the inputs."""
+    stated: dict[str, Any] = {}
+    if not is_original:
+        errors = json.dumps(master_errors, sort_keys=True).encode() if master_errors else None
+        stated["master_errors"] = None if errors is None else hashlib.sha256(errors).hexdigest()
+    if inputs is not None:
+        stated |= {"rounding": settings.rounding, "calibration": inputs.about}
+    return stated
+
+
+def _encode(
+    planned: TensorPlan,
+    tensor: LogicalTensor,
+    *,
+    assignment: Assignment,
+    fused: Mapping[str, tuple[LogicalTensor, ...]],
+    compensation: Compensation | None,
+    is_original: bool,
+    master_errors: Mapping[str, float],
+) -> Job:
+    """Return the job that rounds a weight or copies another tensor.
+
+    assignment: what the target makes of the model
+    fused: for each weight whose scales have a unit, the weights that share it, by name
+    compensation: what is known of the inputs, if rounding is compensated by it
+    is_original: whether the weights are those of the source, and not decoded from a master
+    master_errors: relative errors of a master's weights by name, where they are known and add up with those of rounding
+    """
+    decision = assignment.decisions.get(tensor.name)
+    if not isinstance(decision, PackedFormat):
+        return CopyJob(planned, tensor)
+    about: dict[str, Any] = {"master_error": master_errors.get(tensor.name), "is_original": is_original}
+    kind: type[IntegerJob] = IntegerJob
+    if compensation is not None:
+        kind = WeightedJob if compensation.rounding == IMPORTANCE else CompensatedJob
+        about["compensation"] = compensation
+
+    def rounding(format: PackedFormat) -> Job:
+        return kind(planned, tensor, format, **about)
+
+    if decision.unit_of is None:
+        return rounding(decision)
+    unit = carried_unit(fused[tensor.name])
+    if unit is not None:
+        return rounding(of_unit(decision, unit))
+    return UnitJob(fused[tensor.name], lambda largest: rounding(with_unit(decision, largest)))
+
+
+def remarks(assignment: Assignment, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return warnings of the sizes of a result."""
+    return (*_experts_warnings(assignment, checkpoint), *_plain_warnings(assignment, checkpoint))
+
+
+def _experts_warnings(assignment: Assignment, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return a warning for each reason why experts stay plain, with their bytes."""
+    model = text_model(checkpoint.config)
+    by_reason: dict[str, list[LogicalTensor]] = {}
+    for tensor in assignment.tensors:
+        decision = assignment.decisions.get(tensor.name)
+        if not isinstance(decision, Kept) or decision.dtype or decision.reason == FUSED_WITH_KEPT:
+            continue  # of a type that was asked for, or said elsewhere
+        if is_weight(tensor, checkpoint.weights) and role_of(tensor, model) == "expert":
+            by_reason.setdefault(decision.reason, []).append(tensor)
+    return tuple(
+        f"experts stay in BF16: {counted(len(tensors), 'tensor')} of {sum(map(element_count, tensors))} weights, "
+        f"{size_text(sum(2 * element_count(t) for t in tensors))} in place of "
+        f"{size_text(sum(part.byte_count for t in tensors for part in t.parts))} in the {_kind(checkpoint)}: {reason}; "
+        "the targets gguf and mlx round the experts of the models that they know"
+        for reason, tensors in by_reason.items()
+    )
+
+
+def _kind(checkpoint: Checkpoint) -> str:
+    return "master" if checkpoint.is_master else "source"
+
+
+def _plain_warnings(assignment: Assignment, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return a warning if a result has more than half of the bits of BF16, and its integers have less.
+
+    For integers of more bits the half way between the two counts.
+    """
+    integers = {tensor.name: rounding for tensor, rounding in assignment.rounded}
+    rounded = sum(element_count(tensor) for tensor, _ in assignment.rounded)
+    if not rounded:
+        return ()
+    integer_bytes = sum(stored_bytes(rounding.specs(t.name, t.shape)) for t, rounding in assignment.rounded)
+    weights = sum(element_count(t) for t in assignment.tensors if t.plain_dtype in CONFIG_DTYPES)
+    model, dtype = model_dtype(assignment.config, assignment.tensors), assignment.plain_dtype
+    plain_bytes = sum(
+        byte_count(stored_dtype(tensor, checkpoint.weights, model=model, dtype=dtype), tensor.shape)
+        for tensor in assignment.tensors
+        if tensor.name not in integers
+    )
+    total, bits_of_integers = integer_bytes + plain_bytes, 8 * integer_bytes / rounded
+    bits = 8 * total / weights
+    half = PLAIN_BITS / 2 if bits_of_integers < PLAIN_BITS / 2 else (bits_of_integers + PLAIN_BITS) / 2
+    if bits <= half:
+        return ()
+    held = checkpoint.weight_file_bytes
+    larger = f"; the {_kind(checkpoint)} that it is made from is smaller ({size_text(held)})" if total > held else ""
+    return (
+        f"{bits:.3g} bits per parameter, more than half of the {PLAIN_BITS} of BF16, although integers take "
+        f"{bits_of_integers:.3g}: of {size_text(total)}, {size_text(plain_bytes)} are weights that stay plain{larger}",
+    )
+
+
+def _with_companions(checkpoint: Checkpoint, companions: tuple[str, ...]) -> Checkpoint:
+    """Return a checkpoint of which only these files are copied."""
+    left_out = dict.fromkeys((name for name in checkpoint.companions if name not in companions), IN_WEIGHT_FILES)
+    return replace(checkpoint, companions=companions, left_out=dict(sorted((checkpoint.left_out | left_out).items())))
+
+
+def _known_errors(assignment: Assignment, master: Checkpoint, manifest: Manifest) -> dict[str, float]:
+    """Return the relative errors of a master's weights that are known and add up with those of rounding, by name.
+
+    A weight whose input channels were scaled is left out, because its error is that of the scaled weight. So is a
+    weight of a codec whose errors are not orthogonal to its weights: the sum would not hold.
+    """
+    errors = {
+        tensor.name: record.relative_mse
+        for tensor, record in manifest.pairs
+        if record.relative_mse is not None and not tensor.is_scaled and format_of(tensor).orthogonal_error
+    }
+    return {t.name: error for t in assignment.tensors if (error := _error(t, master.weights, errors)) is not None}
+
+
+def _error(tensor: LogicalTensor, weights: frozenset[str], errors: dict[str, float]) -> float | None:
+    """Return the relative error of a tensor, or None if it is not known.
+
+    A tensor that the master keeps has none. One that is put together from several has their mean, weighted by size.
+    """
+    parts = sources_of(tensor) or (tensor,)
+    if any(is_weight(part, weights) and part.name not in errors for part in parts):
+        return None
+    counts = [math.prod(part.shape) for part in parts]
+    total = sum(errors.get(part.name, 0.0) * count for part, count in zip(parts, counts, strict=True))
+    return total / sum(counts) if total else 0.0

@@ -11,17 +11,15 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from pqweights.checkpoint.gguf.diffusion import diffusion_family, diffusion_model
 from pqweights.checkpoint.gguf.mixes import (
     EMBEDDING,
-    INTEGERS,
     MIXES,
     OUTPUT,
-    PLAIN_TYPES,
     WANT_IMPORTANCE,
     Mix,
     find_mix,
@@ -43,13 +41,12 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_json_object
 from pqweights.common.markdown import fenced
-from pqweights.convert.conversion import Conversion, SmallFiles
+from pqweights.common.options import Options
+from pqweights.convert.conversion import SmallFiles
 from pqweights.errors import ExportError, OptionError
-from pqweights.formats.gguf_blocks import block_format
 from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.gguf_types import BLOCK_TYPES
-from pqweights.models.diffusion import CLASS, COMFYUI, DIFFUSERS, Found
-from pqweights.planning.options import ExportOptions
+from pqweights.models.diffusion import CLASS, COMFYUI, DIFFUSERS
 from pqweights.planning.plan import FileHeader, GgufFile, GgufFiles, ShardPlan, TensorPlan, cuts_together
 from pqweights.planning.recipe import Recipe
 from pqweights.storage.addresses import is_repository_id
@@ -57,14 +54,14 @@ from pqweights.targets.assignment import Kept
 from pqweights.targets.gguf_types import (
     PLAIN_BITS,
     TOWER_TYPE,
-    TypeChoice,
-    TypeOptions,
     check_types,
     chosen_types,
+    label,
     read_types,
+    stated_types,
     tower_type,
+    type_of,
 )
-from pqweights.targets.integer_export import plan_integers
 from pqweights.targets.integers import Assignment
 from pqweights.targets.loading import PART, LoadableModel, files_of_type, shell
 from pqweights.targets.target import (
@@ -73,9 +70,9 @@ from pqweights.targets.target import (
     LLAMA_CPP,
     PLAIN,
     RECIPE_OPTIONS,
-    ExportSource,
     ExportTarget,
     FormatChoice,
+    Settings,
     one_of,
 )
 
@@ -87,16 +84,6 @@ TYPE_END = "/"
 # llama.cpp and others take a file of that name for the tower of the model beside it.
 TOWER_PREFIX = "mmproj-"
 GENERATION_CONFIG = "generation_config.json"
-# Names of folders that say what is in them, and not which model.
-UNNAMED = ("checkpoint", "hf", "master", "masters", "model", "models", "original", "source", "src")
-# What diffusers calls the folders of a pipeline that hold what becomes a GGUF file.
-PARTS_OF_PIPELINE = ("transformer", "unet")
-# How the name of a file of weights ends: with the type in it, which part it is, and its format.
-WEIGHT_FILE = re.compile(
-    r"(?:[-._](?:I?Q\d_\w+|TQ\d_0|BF16|FP?(?:16|32)|MXFP4(?:_MOE)?|NVFP4|UD)(?:-mixed)?)*(?:-\d{5}-of-\d{5})?"
-    r"\.(?:gguf|safetensors)$",
-    re.IGNORECASE,
-)
 # What is copied beside the weights, which hold everything that llama.cpp reads of the model.
 COPIED = ("*license*", "*licence*", "copying*", "copyright*", "notice*", "*policy*", "citation*", "authors*")
 NO_TOKENIZER = (
@@ -113,19 +100,25 @@ OLLAMA_NAMES = {"repetition_penalty": "repeat_penalty"}
 
 
 def _container(
-    types: Sequence[TypeOptions], base_name: str, model: GgufModel, tensors: Sequence[TensorPlan], max_shard_bytes: int
+    mixes: Sequence[Mix],
+    recipe: Recipe,
+    base_name: str,
+    model: GgufModel,
+    tensors: Sequence[TensorPlan],
+    max_shard_bytes: int,
 ) -> GgufFiles:
     """Return the files with their headers: those of each type are cut at the same tensors, then that of a tower.
 
     base_name: what names of files begin with
     """
     count = len(model.tensors)
-    by_type = [tensors[first : first + count] for first in range(0, count * len(types), count)]
+    by_type = [tensors[first : first + count] for first in range(0, count * len(mixes), count)]
     runs = cuts_together(by_type, max_shard_bytes)
     files = []
-    for of, of_type in zip(types, by_type, strict=True):
-        stem = f"{base_name}-{of.label}"
-        metadata = [*model.metadata, *_about_types(of.stated_mix)]
+    for mix, of_type in zip(mixes, by_type, strict=True):
+        stem = f"{base_name}-{label(mix, recipe)}"
+        # Types that are chosen one by one have no mix to name.
+        metadata = [*model.metadata, *_about_types(mix if recipe.goal is None else None)]
         for number, run in enumerate(runs):
             held = [_listed(of_type[index]) for index in run]
             header = encode_header(metadata, held, number=number, parts=len(runs), tensors_of_all=count)
@@ -133,11 +126,11 @@ def _container(
             files.append(GgufFile(name, FileHeader.of(header), len(run), number))
     if model.tower:
         about = [*model.tower_metadata, *_about_types(find_mix(TOWER_TYPE))]
-        held = [_listed(planned) for planned in tensors[count * len(types) :]]
+        held = [_listed(planned) for planned in tensors[count * len(mixes) :]]
         header = encode_header(about, held)
         name = gguf_name(f"{TOWER_PREFIX}{base_name}-{TOWER_TYPE}", 0, 1)
         files.append(GgufFile(name, FileHeader.of(header), len(held), len(runs)))
-    return GgufFiles(name=names_together(base_name, types), alignment=ALIGNMENT, files=tuple(files))
+    return GgufFiles(name=names_together(base_name, mixes, recipe), alignment=ALIGNMENT, files=tuple(files))
 
 
 def _small_files(checkpoint: Checkpoint, has_tower: bool, shards: Sequence[ShardPlan]) -> SmallFiles:
@@ -263,103 +256,78 @@ def _load_one_of(together: str, files: Sequence[str], tower: str | None, model: 
     return ["With llama.cpp, one of:", shell(*run), "LM Studio opens them, too."]
 
 
-def names_together(base_name: str, types: Sequence[TypeOptions]) -> str:
+def names_together(base_name: str, mixes: Sequence[Mix], recipe: Recipe) -> str:
     """Return what files of some types are called together."""
-    return f"{base_name}-{'+'.join(of.label for of in types)}"
+    return f"{base_name}-{'+'.join(label(mix, recipe) for mix in mixes)}"
 
 
 NAME = "gguf"
 UNKNOWN = "model"  # what files are called if nothing names the model
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gguf:
-    """The format with its options.
+def _assign(
+    mixes: Sequence[Mix],
+    recipe: Recipe,
+    options: Options,
+    imatrix: bool,
+    checkpoint: Checkpoint,
+    called: str | None,
+) -> Assignment:
+    """Decide which types tensors get; names and shapes are those of llama.cpp, or of an image or video model.
 
-    types: which types tensors get, in each file
-    rounding: how codes are chosen, PLAIN or IMPORTANCE
-    name: what the model is called; None if it is not known
-    embeds: whether it gives vectors of texts instead of predicting them
-    without_tokenizer: whether the file may lack a vocabulary
-    diffusion: the family of an image or video model
+    imatrix: whether errors are weighed by importances
+
+    Raises MissingDependencyError without gguf, ExportError if llama.cpp cannot take the model or its tokenizer, or if
+    it has none; OptionError for types that nothing decodes which runs image and video models.
     """
-
-    types: tuple[TypeOptions, ...]
-    rounding: str
-    name: str | None = None
-    embeds: bool = False
-    without_tokenizer: bool = False
-    diffusion: Found | None = None
-
-    @property
-    def recipe(self) -> Recipe:
-        """Which types the user asks for."""
-        return self.types[0].recipe
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the manifest states of the target and its options."""
-        about: dict[str, Any] = {"embeds": True} if self.embeds else {}
-        if self.diffusion is not None:
-            about = {"runs_in": list(self.diffusion.programs), "class": self.diffusion.class_name}
-        stated = self.types[0].describe()
-        if len(self.types) > 1:
-            stated["type"] = ",".join(of.mix.name for of in self.types)
-        return {"target": NAME, **stated, "name": names_together(self.base_name, self.types)} | about
-
-    @property
-    def base_name(self) -> str:
-        """What names of files begin with."""
-        return (self.name or UNKNOWN).rpartition("/")[2]
-
-    def assign(self, checkpoint: Checkpoint) -> Assignment:
-        """Decide which types tensors get; names and shapes are those of llama.cpp, or of an image or video model.
-
-        Raises MissingDependencyError without gguf, ExportError if llama.cpp cannot take the model or its tokenizer, or
-        if it has none; OptionError for types that nothing decodes which runs image and video models.
-        """
-        diffusion = self.diffusion
-        if diffusion is None:
-            model = gguf_model(checkpoint, name=self.name)
-        else:
-            model = diffusion_model(checkpoint, diffusion, name=self.name)
-        if diffusion is None and not model.has_vocabulary:
-            if not self.without_tokenizer:
+    diffusion, name = diffusion_family(checkpoint), options.name or called
+    base_name = (name or UNKNOWN).rpartition("/")[2]
+    stated: dict[str, Any] = {"name": names_together(base_name, mixes, recipe)}
+    if diffusion is not None:
+        model = diffusion_model(checkpoint, diffusion, name=name)
+        stated |= {"runs_in": list(diffusion.programs), "class": diffusion.class_name}
+    else:
+        model = gguf_model(checkpoint, name=name)
+        stated |= {"embeds": True} if gives_vectors(checkpoint) else {}
+        if not model.has_vocabulary:
+            if not options.without_tokenizer:
                 raise ExportError(
                     f"the model has no tokenizer, without which llama.cpp ends at the first text: {NO_TOKENIZER}"
                 )
             model = replace(model, notes=(*model.notes, WITHOUT_TOKENIZER))
-        tensors, decisions, warnings = list[LogicalTensor](), dict[str, PackedFormat | Kept](), list[str]()
-        for types in self.types:
-            chosen = chosen_types(types, model, checkpoint, imatrix=self.rounding == IMPORTANCE)
-            if diffusion is not None:
-                check_types(chosen)
-            # Several files have tensors of the same names, which a result tells apart.
-            of_type = "" if len(self.types) == 1 else types.label + TYPE_END
-            tensors += [RenamedTensor.of(of_type + t.name, t) for t in model.tensors] if of_type else model.tensors
-            decisions |= {of_type + name: _decision(choice) for name, choice in chosen.items()}
-            warnings += [] if self.rounding == IMPORTANCE else _wanting(chosen)
-        return Assignment(
-            tensors=(*tensors, *model.tower),
-            decisions=decisions | {tensor.name: _decision(tower_type(tensor)) for tensor in model.tower},
-            # By which diffusers makes the model.
-            config=checkpoint.config if CLASS in (checkpoint.config or {}) else None,
-            left_out=model.left_out,
-            metadata={},
-            plain_dtype=None,
-            warnings=(*model.notes, *warnings),
-            container=partial(_container, self.types, self.base_name, model),
-            small_files=None if diffusion else partial(_small_files, checkpoint, bool(model.tower)),
-            companions=tuple(
-                name
-                for name in checkpoint.companions
-                if any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in COPIED)
-            ),
-        )
+    tensors, decisions, warnings = list[LogicalTensor](), dict[str, PackedFormat | Kept](), list[str]()
+    for mix in mixes:
+        chosen = chosen_types(mix, recipe, model, checkpoint, imatrix=imatrix)
+        if diffusion is not None:
+            check_types(chosen)
+        # Several files have tensors of the same names, which a result tells apart.
+        of_type = "" if len(mixes) == 1 else label(mix, recipe) + TYPE_END
+        tensors += [RenamedTensor.of(of_type + t.name, t) for t in model.tensors] if of_type else model.tensors
+        decisions |= {of_type + name: decision for name, decision in chosen.items()}
+        warnings += [] if imatrix else _wanting(chosen)
+    return Assignment(
+        tensors=(*tensors, *model.tower),
+        decisions=decisions | {tensor.name: tower_type(tensor) for tensor in model.tower},
+        # By which diffusers makes the model.
+        config=checkpoint.config if CLASS in (checkpoint.config or {}) else None,
+        left_out=model.left_out,
+        metadata={},
+        plain_dtype=None,
+        warnings=(*model.notes, *warnings),
+        container=partial(_container, mixes, recipe, base_name, model),
+        small_files=None if diffusion else partial(_small_files, checkpoint, bool(model.tower)),
+        companions=tuple(
+            name
+            for name in checkpoint.companions
+            if any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in COPIED)
+        ),
+        stated=stated,
+    )
 
 
-def _wanting(types: Mapping[str, TypeChoice]) -> Iterator[str]:
+def _wanting(types: Mapping[str, PackedFormat | Kept]) -> Iterator[str]:
     """Yield a warning of types that llama.cpp makes with importances only."""
-    matrices = [choice.type for name, choice in types.items() if role_of(name) not in (OUTPUT, EMBEDDING)]
+    matrices = [type_of(decision) for name, decision in types.items() if role_of(name) not in (OUTPUT, EMBEDDING)]
     wanting = [name for name in WANT_IMPORTANCE if name in matrices]
     if wanting:
         yield (
@@ -368,53 +336,26 @@ def _wanting(types: Mapping[str, TypeChoice]) -> Iterator[str]:
         )
 
 
-def _decision(choice: TypeChoice) -> PackedFormat | Kept:
-    """Return what becomes of a tensor of this type."""
-    if choice.type in (*PLAIN_TYPES, INTEGERS):
-        return Kept(choice.reason, choice.type)
-    return block_format(choice.type, choice.reason)
-
-
-def read_options(options: ExportOptions) -> Gguf:
-    """Return the format. Raises OptionError for an option that it does not have."""
+def read_options(options: Options) -> Settings:
+    """Return the target with its options. Raises OptionError for one that it does not have."""
+    name = options.name
+    if name is not None and (not name or file_stem(name) != name):
+        raise OptionError(f"`name`: expected letters, digits, '.', '_' and '-', at most 96, found {name[:100]!r}")
     rounding = one_of(NAME, "rounding", options.rounding, allowed=(None, PLAIN, IMPORTANCE))
     informed = options.calibrate is not None or options.imatrix is not None
     if rounding == IMPORTANCE and not informed:
         raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibrate` or `imatrix` as well")
-    return Gguf(
-        types=read_types(options),
-        rounding=IMPORTANCE if informed and rounding != PLAIN else PLAIN,
-        without_tokenizer=options.without_tokenizer,
-        name=options.name,
+    mixes, recipe = read_types(options)
+    weighed = informed and rounding != PLAIN
+    return Settings(
+        stated={"target": NAME, **stated_types(mixes, recipe)},
+        assign=partial(_assign, mixes, recipe, options, weighed),
+        recipe=recipe,
+        rounding=IMPORTANCE if weighed else PLAIN,
     )
 
 
-def _plan(source: ExportSource, settings: Gguf) -> Conversion:
-    """Plan the files of a model."""
-    diffusion = diffusion_family(source.checkpoint)
-    embeds = diffusion is None and gives_vectors(source.checkpoint)
-    of_model = replace(settings, name=settings.name or _name_of(source), embeds=embeds, diffusion=diffusion)
-    return plan_integers(source, of_model)
-
-
-def _name_of(source: ExportSource) -> str | None:
-    """Return the repository of a model, else the name of its folder, if that names a model."""
-    # The manifest of a master may say anything; the name stands in names of files and in the Modelfile.
-    manifest = source.manifest
-    model_id = "" if manifest is None else manifest.model.get("id", "")
-    if is_repository_id(model_id, namespace=False):
-        return str(model_id)
-    origin = source.checkpoint.storage.origin
-    if origin is not None:
-        return origin.id
-    parts = source.where.rstrip("/").split("/")
-    if parts[-1] in PARTS_OF_PIPELINE and len(parts) > 1:
-        parts.pop()
-    name = WEIGHT_FILE.sub("", parts[-1])
-    return None if name.lower() in UNNAMED else file_stem(name)
-
-
-def _check(checkpoint: Checkpoint, settings: Gguf) -> None:
+def _check(checkpoint: Checkpoint) -> None:
     """Check whether a runtime has the model; the tokenizer, which may be large, is not read."""
     if diffusion_family(checkpoint) is None:
         model_tensors(checkpoint)
@@ -449,14 +390,13 @@ TARGET = ExportTarget(
     ),
     stated=("rules", "embeds", "runs_in", "class"),
     read_options=read_options,
-    plan=_plan,
     check=_check,
     load_section=load_section,
     max_shard_bytes=MAX_SHARD_BYTES,
     library="gguf",
     unchecked=lambda checkpoint: None if diffusion_family(checkpoint) else "if llama.cpp has its tokenizer",
     choices=tuple(
-        FormatChoice(name.lower(), ExportOptions(type=name.lower()), _bits(mix))
+        FormatChoice(name.lower(), Options(type=name.lower()), _bits(mix))
         for name, mix in MIXES.items()
         if name in PROPOSED
     ),

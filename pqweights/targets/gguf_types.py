@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from pqweights.checkpoint.gguf.diffusion import plain_type
 from pqweights.checkpoint.gguf.mixes import (
@@ -25,51 +25,30 @@ from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
+from pqweights.common.options import Options
 from pqweights.errors import OptionError
+from pqweights.formats.gguf_blocks import block_format
+from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.models import text_model
 from pqweights.models.diffusion import COMFYUI, DIFFUSERS, TYPES
-from pqweights.planning.options import ExportOptions
-from pqweights.planning.recipe import NOTHING, Recipe, Weight
-from pqweights.targets.assignment import PLAIN_ERROR, Candidate, Layers, chosen_within, describe, recipe_of, weight_of
+from pqweights.planning.recipe import Recipe, Weight
+from pqweights.targets.assignment import (
+    PLAIN_ERROR,
+    Candidate,
+    Kept,
+    Layers,
+    chosen_within,
+    describe,
+    recipe_of,
+    weight_of,
+)
 
 DEFAULT_TYPE = "q4_k_m"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TypeOptions:
-    """What a user asks for.
-
-    mix: the mix that decides about what no rule matches
-    recipe: the rules, and the size for which types are chosen instead
-    """
-
-    mix: Mix
-    recipe: Recipe = NOTHING
-
-    @property
-    def label(self) -> str:
-        """What file names call the choice."""
-        if self.recipe.goal is not None:
-            return "fit"
-        name = self.mix.type if self.mix.pure else self.mix.name
-        return f"{name}-mixed" if self.recipe.decides else name
-
-    @property
-    def stated_mix(self) -> Mix | None:
-        """The mix that metadata name; None if types are chosen one by one."""
-        return None if self.recipe.goal is not None else self.mix
-
-    def describe(self) -> dict[str, Any]:
-        """Return what a manifest says of the choice; what is not said is the default."""
-        stated: dict[str, Any] = {} if self.recipe.goal is not None else {"type": self.mix.name}
-        if self.mix.pure:
-            stated["pure"] = True
-        return stated | describe(self.recipe)
-
-
-def read_types(options: ExportOptions) -> tuple[TypeOptions, ...]:
-    """Return the types that a user asks for, of each file.
+def read_types(options: Options) -> tuple[tuple[Mix, ...], Recipe]:
+    """Return the mix of each file, which decides about what no rule matches, and the rules and the size of all of them.
 
     Raises OptionError for an unknown type and for options that contradict each other.
     """
@@ -82,7 +61,21 @@ def read_types(options: ExportOptions) -> tuple[TypeOptions, ...]:
     recipe = recipe_of(options, (*BLOCK_TYPES, *PLAIN_TYPES))
     if recipe.goal is not None and (stated is not None or options.pure):
         raise OptionError("`target_size`: chooses the types itself; leave out `type` and `pure`")
-    return tuple(TypeOptions(mix=replace(mix, pure=options.pure), recipe=recipe) for mix in mixes)
+    return tuple(replace(mix, pure=options.pure) for mix in mixes), recipe
+
+
+def label(mix: Mix, recipe: Recipe) -> str:
+    """Return what file names call the types of a file."""
+    if recipe.goal is not None:
+        return "fit"
+    name = mix.type if mix.pure else mix.name
+    return f"{name}-mixed" if recipe.decides else name
+
+
+def stated_types(mixes: Sequence[Mix], recipe: Recipe) -> dict[str, Any]:
+    """Return what a manifest says of the choice; what is not said is the default."""
+    stated: dict[str, Any] = {} if recipe.goal is not None else {"type": ",".join(mix.name for mix in mixes)}
+    return stated | ({"pure": True} if mixes[0].pure else {}) | describe(recipe)
 
 
 # The bits of weights without blocks.
@@ -100,35 +93,41 @@ def candidates(*, imatrix: bool) -> tuple[str, ...]:
     return ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", *narrow, "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S", "F16")
 
 
-class TypeChoice(NamedTuple):
-    """The type of a tensor, and why it has it."""
+Decision = PackedFormat | Kept
 
-    type: str
-    reason: str
+
+def _decision(type_name: str, reason: str) -> Decision:
+    """Return what becomes of a tensor of a type. reason: why it has it"""
+    return Kept(reason, type_name) if type_name in PLAIN_BITS else block_format(type_name, reason)
+
+
+def type_of(decision: Decision) -> str:
+    """Return the type that a tensor gets."""
+    return decision.codec if isinstance(decision, PackedFormat) else str(decision.dtype)
 
 
 # As the files of towers on the Hub have it: matrices in F16, everything else in F32.
 TOWER_TYPE = "F16"
 
 
-def tower_type(tensor: LogicalTensor) -> TypeChoice:
+def tower_type(tensor: LogicalTensor) -> Decision:
     """Return the type of a tensor of a tower for images."""
     if len(tensor.shape) < 2 or PLAIN_IN_TOWERS.fullmatch(tensor.name):
-        return TypeChoice("F32", "llama.cpp computes with it in float32")
-    return TypeChoice(TOWER_TYPE, "matrix of a tower")
+        return _decision("F32", "llama.cpp computes with it in float32")
+    return _decision(TOWER_TYPE, "matrix of a tower")
 
 
 def chosen_types(
-    options: TypeOptions, model: GgufModel, checkpoint: Checkpoint, *, imatrix: bool
-) -> dict[str, TypeChoice]:
+    mix: Mix, recipe: Recipe, model: GgufModel, checkpoint: Checkpoint, *, imatrix: bool
+) -> dict[str, Decision]:
     """Return the type of every tensor, by its name in the file.
 
     imatrix: whether errors are weighed by an importance matrix
 
     Raises RecipeError for a pattern that matches nothing, and for a size that cannot be met.
     """
-    shape, mix = _shape_of(model, imatrix=imatrix), options.mix
-    result: dict[str, TypeChoice] = {}
+    shape = _shape_of(model, imatrix=imatrix)
+    result: dict[str, Decision] = {}
     free: list[LogicalTensor] = []
     weights: list[Weight] = []
     known = text_model(checkpoint.config)
@@ -142,37 +141,37 @@ def chosen_types(
         else:
             wanted = diffusion_type(mix, tensor.name)
         weights.append(weight_of(tensor, known))
-        rule, why = options.recipe.rule_for(weights[-1:])
+        rule, why = recipe.rule_for(weights[-1:])
         if rule is None:
             free.append(tensor)
         else:
             wanted, reason = rule.format or "BF16", why
         result[tensor.name] = _fitted(tensor, wanted, reason)
-    options.recipe.check(weights, [name for tensor in model.tensors for name in weight_of(tensor, known).names])
-    if options.recipe.goal is None:
+    recipe.check(weights, [name for tensor in model.tensors for name in weight_of(tensor, known).names])
+    if recipe.goal is None:
         return result
     types = [name for name in candidates(imatrix=imatrix) if model.diffusion is None or name in (*TYPES, "F16")]
-    return result | _within(options.recipe, model, checkpoint, types=types, chosen=result, free=free)
+    return result | _within(recipe, model, checkpoint, types=types, chosen=result, free=free)
 
 
-def _plain(tensor: LogicalTensor, model: GgufModel) -> TypeChoice | None:
+def _plain(tensor: LogicalTensor, model: GgufModel) -> Decision | None:
     """Return the type of a tensor that is not quantized, whatever the mix and the rules; None for any other."""
     if tensor.dtype == INTEGERS:
-        return TypeChoice(INTEGERS, "whole numbers")
+        return _decision(INTEGERS, "whole numbers")
     if model.diffusion is not None:
         plain = plain_type(model.diffusion, tensor)
-        return None if plain is None else TypeChoice(plain, "outside of the matrices of blocks")
+        return None if plain is None else _decision(plain, "outside of the matrices of blocks")
     if not may_be_quantized(tensor.name, tensor.shape):
-        return TypeChoice("F32", "llama.cpp computes with it in float32")
+        return _decision("F32", "llama.cpp computes with it in float32")
     return None
 
 
-def check_types(chosen: Mapping[str, TypeChoice]) -> None:
+def check_types(chosen: Mapping[str, Decision]) -> None:
     """Raise OptionError for a type that the programs for image and video models do not decode."""
-    for name, choice in chosen.items():
-        if choice.type not in (*TYPES, *PLAIN_TYPES):
+    for name, decision in chosen.items():
+        if (type_name := type_of(decision)) not in (*TYPES, *PLAIN_TYPES):
             programs = f"{COMFYUI} and {DIFFUSERS}"
-            raise OptionError(f"`type` {choice.type}, of tensor {name!r}: {programs} compute with {', '.join(TYPES)}")
+            raise OptionError(f"`type` {type_name}, of tensor {name!r}: {programs} compute with {', '.join(TYPES)}")
 
 
 def _shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
@@ -204,13 +203,13 @@ def type_bytes(type_name: str, shape: Sequence[int]) -> int:
     return math.prod(shape[:-1]) * BLOCK_TYPES[type_name].row_bytes(shape[-1])
 
 
-def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> TypeChoice:
+def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> Decision:
     """Return the type of a tensor whose rows the blocks of a type may not divide."""
     fitting = fitting_type(wanted, tensor.shape[-1])
     if fitting == wanted:
-        return TypeChoice(fitting, reason)
+        return _decision(fitting, reason)
     size = BLOCK_TYPES[wanted].block_size
-    return TypeChoice(fitting, f"as blocks of {size} ({wanted}) do not divide its rows of {tensor.shape[-1]} weights")
+    return _decision(fitting, f"as blocks of {size} ({wanted}) do not divide its rows of {tensor.shape[-1]} weights")
 
 
 def _within(
@@ -219,13 +218,14 @@ def _within(
     checkpoint: Checkpoint,
     *,
     types: Sequence[str],
-    chosen: dict[str, TypeChoice],
+    chosen: dict[str, Decision],
     free: Sequence[LogicalTensor],
-) -> dict[str, TypeChoice]:
+) -> dict[str, Decision]:
     """Choose types for the free tensors, so that the predicted rise of the loss is least within the size."""
-    stored = {t.name: type_bytes(chosen[t.name].type, t.shape) for t in model.tensors}
+    by_type = {name: type_of(decision) for name, decision in chosen.items()}
+    stored = {t.name: type_bytes(by_type[t.name], t.shape) for t in model.tensors}
     # The header does not depend on the types.
-    tensors = [GgufTensor(t.name, t.shape, chosen[t.name].type, stored[t.name]) for t in model.tensors]
+    tensors = [GgufTensor(t.name, t.shape, by_type[t.name], stored[t.name]) for t in model.tensors]
     header = encode_header(model.metadata, tensors)
     overhead = RESERVED_BYTES + len(header) + ALIGNMENT * len(tensors)
     overhead += sum(stored.values()) - sum(stored[tensor.name] for tensor in free)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.gguf.views import reading_of
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.common.strict_json import rounded
 from pqweights.convert import jobs
@@ -29,8 +28,7 @@ from pqweights.formats.packing import PackedFormat, RoundingRule
 from pqweights.kernels import Doubles, load_backend
 from pqweights.kernels.groups import BEST, GroupRule, Groups, merged, sums_of_squares
 from pqweights.kernels.workers import scratch
-from pqweights.planning.plan import Container, ShardPlan, TensorPlan
-from pqweights.planning.recipe import Recipe
+from pqweights.planning.plan import DEFAULT_METADATA, Container, ShardPlan, TensorPlan
 from pqweights.targets.assignment import Kept
 from pqweights.targets.carried import SourceGrid, recovered_groups, stored_dtype
 
@@ -53,19 +51,21 @@ class Assignment:
     small_files: returns files that are written beside the weights, by name, given the shards; None if there are none
     companions: the files that are copied; None for all that the master has
     parts: of several formats, the assignment of each by its folder (several.py); tensors and decisions are those of all
+    stated: what the manifest states beside the options, such as the name that files get
     """
 
     tensors: tuple[LogicalTensor, ...]
     decisions: Mapping[str, PackedFormat | Kept]
     config: dict[str, Any] | None
-    left_out: dict[str, str]
-    metadata: dict[str, str]
+    left_out: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
     plain_dtype: str | None = "BF16"
     warnings: tuple[str, ...] = ()
     container: Callable[[Sequence[TensorPlan], int], Container] | None = None
     small_files: Callable[[Sequence[ShardPlan]], SmallFiles] | None = None
     companions: tuple[str, ...] | None = None
     parts: Mapping[str, Assignment] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def rounded(self) -> Iterator[tuple[LogicalTensor, PackedFormat]]:
@@ -74,31 +74,6 @@ class Assignment:
             decision = self.decisions.get(tensor.name)
             if isinstance(decision, PackedFormat):
                 yield tensor, decision
-
-
-class IntegerTarget(Protocol):
-    """A format of integers with its options."""
-
-    @property
-    def recipe(self) -> Recipe:
-        """Which formats the user asks for."""
-        ...
-
-    @property
-    def rounding(self) -> str:
-        """How codes are chosen: "plain", or with a view to the inputs of weights, "gptq" or "importance"."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the manifest states of the target: its name and its options."""
-        ...
-
-    def assign(self, checkpoint: Checkpoint) -> Assignment:
-        """Decide what becomes of a master, or of a master with the original's values.
-
-        Raises ExportError if the target cannot store the model, MissingDependencyError if a package is missing.
-        """
-        ...
 
 
 class IntegerJob:

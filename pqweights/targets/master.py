@@ -14,21 +14,23 @@ from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, proven
+from pqweights.common.options import Options
 from pqweights.convert.conversion import MASTER, Conversion, accept_any, make_plan
 from pqweights.convert.jobs import CopyJob, EncodeJob, Job
+from pqweights.convert.manifest import Manifest
 from pqweights.convert.master_config import master_config
-from pqweights.convert.ready import FinishedWeights, ReadyWeights
+from pqweights.convert.ready import ReadyWeights
 from pqweights.convert.records import TensorRecord, exceeds
 from pqweights.convert.scales import AwqScales
 from pqweights.convert.task import RunOptions
-from pqweights.errors import SourceError, StrictError
+from pqweights.errors import OutputError, SourceError, StrictError
 from pqweights.formats import get_codec, nearest_rate
+from pqweights.formats.columns import TrellisColumns
 from pqweights.formats.trellis import Trellis
 from pqweights.models import text_model
 from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller, open_planned
 from pqweights.planning.fit import Fit, fit
-from pqweights.planning.options import QuantizeOptions
-from pqweights.planning.plan import KEEP, QUANTIZE, Safetensors, TensorPlan
+from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, KEEP, QUANTIZE, Safetensors, TensorPlan
 from pqweights.planning.recipe import Goal, Recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.storage import Store
@@ -41,11 +43,13 @@ class Learned:
     """What was learned of a source by running it.
 
     ready: the weights whose codes a calibration found
+    finished: the manifest of a result that has such codes: what finds that there is nothing to do
     awq: scales for input channels
     sensitivity: how much the loss rises with errors, by which bit widths are chosen for a size
     """
 
-    ready: ReadyWeights | FinishedWeights | None = None
+    ready: ReadyWeights | None = None
+    finished: Manifest | None = None
     awq: AwqScales | None = None
     sensitivity: Sensitivity | None = None
 
@@ -53,7 +57,7 @@ class Learned:
 def plan_quantize(
     source: str | Path,
     recipe: Recipe,
-    options: QuantizeOptions = QuantizeOptions(),
+    options: Options = Options(),
     learned: Learned = Learned(),
     *,
     out: Store | None = None,
@@ -79,8 +83,9 @@ def plan_quantize(
     if out is not None:
         place_apart(source, checkpoint, out)
         model = model_facts(checkpoint.storage)
+    most = options.max_shard_size or DEFAULT_MAX_SHARD_BYTES
     if options.lossless:
-        return replace(plan_lossless(checkpoint, options.max_shard_size, run), model=model)
+        return replace(plan_lossless(checkpoint, most, run), model=model)
     ready, awq, fitted = learned.ready, learned.awq, None
     # A size leaves room for scales of all matrices: the search is for the widths that are chosen.
     matrices = frozenset(tensor.name for tensor in checkpoint.tensors if len(tensor.shape) in (2, 3))
@@ -89,22 +94,26 @@ def plan_quantize(
         if options.calibrate is None:
             recipe.goal.check_measured(None)
     elif recipe.goal is not None:
-        fitted = _fitted(checkpoint, recipe.goal, planner, learned.sensitivity, options.max_shard_size)
+        fitted = _fitted(checkpoint, recipe.goal, planner, learned.sensitivity, most)
     if awq is not None:
         planner = rate_planner(checkpoint, recipe, awq.scaled)
     tensors = planner.planned({} if fitted is None else fitted.rates)
     if ready is not None:  # what a fit says of calibrated weights does not hold
         tensors, fitted = ready.planned(tensors), None
+    elif learned.finished is not None:
+        coded = {of.name: of for of in learned.finished.tensors if of.codec == TrellisColumns.codec}
+        tensors, fitted = [coded.get(tensor.name, tensor) for tensor in tensors], None
     stated = {} if ready is None else {"calibrated": ready.describe()}
+    stated |= {} if learned.finished is None else {"calibrated": learned.finished.made_by["calibrated"]}
     stated |= {} if awq is None else {"awq": dict(awq.about)}
     stated |= {} if fitted is None else {"fit": fitted.describe()}
     reads = {} if awq is None or awq.files is None else {"scales": awq.files}
-    reads |= {} if ready is None or ready.files is None else {"calibrated": ready.files}
+    reads |= {} if ready is None else {"calibrated": ready.files}
     return Conversion(
         kind=MASTER,
         made_by={"recipe": recipe.to_json()} | stated,
         checkpoint=checkpoint,
-        plan=make_plan(checkpoint, tensors, Safetensors(), options.max_shard_size),
+        plan=make_plan(checkpoint, tensors, Safetensors(), most),
         encode=partial(encode, effort=recipe.effort, awq=awq, ready=ready),
         configs={CONFIG_FILE: master_config},
         reads=reads,
@@ -160,11 +169,13 @@ def encode(
     *,
     effort: int | None,
     awq: AwqScales | None,
-    ready: ReadyWeights | FinishedWeights | None,
+    ready: ReadyWeights | None,
 ) -> Job:
     """Return the pass that encodes a weight, stores its ready codes, or copies a tensor that is kept."""
     if ready is not None and planned.name in ready.weights:
         return ready.job(planned)
+    if planned.codec == TrellisColumns.codec:
+        raise OutputError(f"tensor {planned.name!r}: the finished result was removed; run the same command again")
     if planned.action == KEEP:
         return CopyJob(planned, tensor)
     scales = awq.read(planned.name) if awq is not None and planned.is_scaled else None

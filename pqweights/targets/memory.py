@@ -12,14 +12,14 @@ from typing import Any
 
 from pqweights.checkpoint.config import quantization_settings
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.convert.task import PossibleExport
+from pqweights.common.options import LLAMA_CPP, MLX, RUNTIMES, TRANSFORMERS, VLLM, Options
 from pqweights.errors import ExportError, MissingDependencyError, SourceError
 from pqweights.formats import UNRATED
 from pqweights.planning.context_memory import DEFAULT_CONTEXT, context_bytes, most_context
 from pqweights.planning.decisions import with_weights
-from pqweights.planning.options import LLAMA_CPP, MLX, RUNTIMES, TRANSFORMERS, VLLM, MemoryOptions
 from pqweights.planning.plan import QUANTIZE, TensorPlan
 from pqweights.targets import get_target
+from pqweights.targets.possible import PossibleExport, check
 from pqweights.targets.target import COMPRESSED_TENSORS, TORCHAO, ExportTarget
 
 GIB = 1 << 30
@@ -43,7 +43,7 @@ class Proposal:
     runtime: what runs it, of RUNTIMES
     target: what it is exported for, a key of EXPORTS, or SOURCE or MASTER
     format: what a list calls the format
-    options: those of ExportOptions that ask for it
+    options: those of Options that ask for it
     bits: of each parameter of the model
     weight_bytes, context_bytes: what the weights and the context take
     memory_bytes: the memory that is needed for all of it
@@ -88,7 +88,7 @@ class MemoryAdvice:
 
 
 def advise(
-    checkpoint: Checkpoint, planned: Sequence[TensorPlan], exports: Sequence[PossibleExport], options: MemoryOptions
+    checkpoint: Checkpoint, planned: Sequence[TensorPlan], exports: Sequence[PossibleExport], options: Options
 ) -> MemoryAdvice:
     """Return what a memory has room for.
 
@@ -143,7 +143,7 @@ def _as_it_is(checkpoint: Checkpoint, planned: Sequence[TensorPlan]) -> Iterator
         yield (TRANSFORMERS,), {"target": MASTER, "format": "packed"}, sum(plan.bytes for plan in planned)
 
 
-def _exported(checkpoint: Checkpoint, planned: Sequence[TensorPlan], target: ExportTarget[Any]) -> Iterator[_Stored]:
+def _exported(checkpoint: Checkpoint, planned: Sequence[TensorPlan], target: ExportTarget) -> Iterator[_Stored]:
     """Yield what each format of a target makes of the model, as far as the target can store it."""
     kept, whole = sum(plan.bytes for plan in planned if plan.action != QUANTIZE), with_weights(checkpoint)
     coded = [plan for plan in planned if plan.action == QUANTIZE]
@@ -151,7 +151,7 @@ def _exported(checkpoint: Checkpoint, planned: Sequence[TensorPlan], target: Exp
     rounded = sum(plan.weights for plan in coded) - plain
     for choice in target.choices:
         try:
-            target.check(whole, target.settings(choice.options))
+            check(target, whole, choice.options)
         except (ExportError, SourceError):
             continue
         except MissingDependencyError:  # the rule needs no package

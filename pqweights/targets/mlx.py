@@ -30,6 +30,7 @@ from pqweights.checkpoint.views import MatrixCache, MovedTensor, sources_of
 from pqweights.common.advice import pip_install
 from pqweights.common.dtypes import DTYPE_BITS, convert, item_bytes
 from pqweights.common.markdown import fenced
+from pqweights.common.options import Options
 from pqweights.common.strict_json import json_bytes
 from pqweights.common.threads import ProcessLock
 from pqweights.errors import ExportError, MissingDependencyError, OptionError
@@ -40,9 +41,8 @@ from pqweights.models.conventions import HEADS
 from pqweights.models.description import ModelDescription
 from pqweights.models.mlx_lm import UNWRAPPED
 from pqweights.models.names import is_leftover
-from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import stored_bytes
-from pqweights.planning.recipe import NOTHING, Recipe, Weight
+from pqweights.planning.recipe import Recipe, Weight
 from pqweights.targets.architectures import MLX as MLX_TARGET
 from pqweights.targets.architectures import check_computed, other_targets
 from pqweights.targets.assignment import (
@@ -59,7 +59,6 @@ from pqweights.targets.assignment import (
 )
 from pqweights.targets.bf16 import is_weight, role_of, stored_dtype
 from pqweights.targets.carried import plain_beside_codes
-from pqweights.targets.integer_export import plan_integers
 from pqweights.targets.integers import Assignment
 from pqweights.targets.linear import FUSED_WITH_KEPT, HEADER_BYTES, PLAIN_IN_SOURCE, fused_warnings, kept_by_recipe
 from pqweights.targets.loading import LoadableModel, shell
@@ -72,6 +71,7 @@ from pqweights.targets.target import (
     ExportTarget,
     FormatChoice,
     GroupSize,
+    Settings,
     one_of,
     read_rounding,
 )
@@ -96,23 +96,16 @@ GENERATION_CONFIG = "generation_config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class MlxFormat:
-    """The format with its options: see ExportOptions."""
+    """The format with its options: see Options."""
 
     mode: str
     bits: int
     groups: GroupSize
     qparams: str
-    rounding: str
-    mix: str | None = None
-    recipe: Recipe = NOTHING
+    mix: str | None
+    recipe: Recipe
 
-    def describe(self) -> dict[str, Any]:
-        """Return what the manifest states of the target and its options."""
-        stated = {"target": NAME, "mode": self.mode, "bits": self.bits}
-        stated |= {"group_size": self.groups.size, "qparams": self.qparams}
-        return stated | ({} if self.mix is None else {"mix": self.mix}) | describe(self.recipe)
-
-    def assign(self, checkpoint: Checkpoint) -> Assignment:
+    def assign(self, checkpoint: Checkpoint, called: str | None) -> Assignment:
         """Decide which weights become integers; names and shapes are those of mlx-lm.
 
         Raises MissingDependencyError without mlx or mlx-lm, ExportError if mlx-lm cannot take the model.
@@ -432,8 +425,8 @@ class EvaluatedTensor:
         out[: count * item_bytes(dtype)] = raw if dtype == self.dtype else convert(raw, self.dtype, dtype)
 
 
-def read_options(options: ExportOptions) -> MlxFormat:
-    """Return the format. Raises OptionError for an option that it does not have."""
+def read_options(options: Options) -> Settings:
+    """Return the target with its options. Raises OptionError for one that it does not have."""
     name = None if options.format is None else one_of(NAME, "format", options.format, allowed=(*FORMATS, *MIXES))
     if name is not None and (options.mode is not None or options.bits is not None):
         raise OptionError("`format`: says the mode and the bits; leave out `mode` and `bits`")
@@ -443,15 +436,17 @@ def read_options(options: ExportOptions) -> MlxFormat:
     why_not = None if mode == "affine" else f"expected integers (`mode` affine), found the float format {mode}"
     rounding = read_rounding(NAME, options, why_not=why_not)
     with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
-    return MlxFormat(
+    how = MlxFormat(
         mode=mode,
         bits=int(mix.split("_")[1]) if mix else one_of(with_mode, "bits", by_format[1], allowed=BITS[mode]),
         groups=GroupSize.of(with_mode, GROUP_SIZES[mode], options.group_size),
         qparams=one_of(with_mode, "qparams", options.qparams, allowed=(BEST, MINMAX)),
         mix=mix,
         recipe=recipe_of(options, tuple(FORMATS)),
-        rounding=rounding,
     )
+    stated = {"target": NAME, "mode": mode, "bits": how.bits, "group_size": how.groups.size, "qparams": how.qparams}
+    stated |= {} if mix is None else {"mix": mix}
+    return Settings(stated=stated | describe(how.recipe), assign=how.assign, recipe=how.recipe, rounding=rounding)
 
 
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
@@ -472,7 +467,7 @@ def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]
     return [*parts, shell("pip install mlx-lm", *fetch, command), fenced("python", python)]
 
 
-def _check(checkpoint: Checkpoint, settings: MlxFormat) -> None:
+def _check(checkpoint: Checkpoint) -> None:
     """Ask mlx-lm for its models by its files, as to import it takes a second."""
     config = _config(checkpoint, model_dtype(checkpoint.config, checkpoint.tensors))
     mlx = described(config["model_type"]).mlx
@@ -502,10 +497,9 @@ TARGET = ExportTarget(
     options=("mode", *RECIPE_OPTIONS, *INTEGER_OPTIONS),
     stated=("mix", "rules"),
     read_options=read_options,
-    plan=plan_integers,
     check=_check,
     unchecked=lambda checkpoint: "if mlx-lm takes its configuration and tensors",
     load_section=_load_section,
     library="mlx",
-    choices=tuple(FormatChoice(name, ExportOptions(format=name), _bits(*how)) for name, how in FORMATS.items()),
+    choices=tuple(FormatChoice(name, Options(format=name), _bits(*how)) for name, how in FORMATS.items()),
 )

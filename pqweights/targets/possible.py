@@ -8,20 +8,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.convert.task import PossibleExport
+from pqweights.common.options import Options
 from pqweights.errors import ExportError, MissingDependencyError, SourceError
 from pqweights.planning.decisions import with_weights
-from pqweights.planning.options import ExportOptions
 from pqweights.targets import EXPORTS, get_target
 from pqweights.targets.architectures import UNEXAMINED, is_examined
-from pqweights.targets.target import COMPRESSED_TENSORS, TORCHAO
+from pqweights.targets.target import COMPRESSED_TENSORS, TORCHAO, ExportTarget
 
 # A layer or an expert: what its name begins with, its number, and the name of a tensor in it.
 _NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PossibleExport:
+    """What is known of the export of a checkpoint to one target, with the target's defaults.
+
+    target: the name of the target
+    possible: whether it can be made; None if that is not known
+    reason: why not, or what is still to be found out; None if there is nothing
+    """
+
+    target: str
+    possible: bool | None
+    reason: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of the target in plan --json."""
+        return asdict(self)
 
 
 def possible_exports(checkpoint: Checkpoint) -> tuple[PossibleExport, ...]:
@@ -33,13 +51,22 @@ def possible_exports(checkpoint: Checkpoint) -> tuple[PossibleExport, ...]:
 def _possible(name: str, checkpoint: Checkpoint) -> PossibleExport:
     target = get_target(name)
     try:
-        target.check(checkpoint, target.settings(ExportOptions()))
+        check(target, checkpoint, Options())
     except (ExportError, SourceError) as error:
         return PossibleExport(target=name, possible=False, reason=str(error))
     except MissingDependencyError as error:
         return PossibleExport(target=name, possible=None, reason=str(error))
     names = target.runtime in (TORCHAO, COMPRESSED_TENSORS) and not is_examined(checkpoint.config)
     return PossibleExport(target=name, possible=True, reason=UNEXAMINED if names else target.unchecked(checkpoint))
+
+
+def check(target: ExportTarget, checkpoint: Checkpoint, options: Options) -> None:
+    """Check whether a checkpoint can be exported. Raises ExportError or MissingDependencyError."""
+    settings = target.settings(options)
+    if target.check is not None:
+        target.check(checkpoint)
+    else:
+        settings.assign(one_of_each(checkpoint), None)
 
 
 def one_of_each(checkpoint: Checkpoint) -> Checkpoint:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from pqweights.checkpoint.gguf.views import RenamedTensor
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.options import Options
 from pqweights.convert.conversion import SmallFiles
 from pqweights.errors import OptionError
 from pqweights.formats.packing import PackedFormat
-from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import ShardPlan
-from pqweights.planning.recipe import Recipe
-from pqweights.targets.integers import Assignment, IntegerTarget
+from pqweights.targets.integers import Assignment
+from pqweights.targets.target import Settings
 
 
-def one_by_one(options: ExportOptions) -> dict[str, ExportOptions]:
+def one_by_one(options: Options) -> dict[str, Options]:
     """Return the options of each format that is asked for, by the folder that it gets, with a slash.
 
     Several formats or bit widths stand with commas between them; one has no folder of its own, "".
@@ -27,7 +26,8 @@ def one_by_one(options: ExportOptions) -> dict[str, ExportOptions]:
     """
     several = [name for name in ("format", "bits") if "," in str(getattr(options, name))]
     if not several:
-        return {"": options}
+        bits = options.bits
+        return {"": replace(options, bits=int(bits)) if isinstance(bits, str) else options}
     text = str(getattr(options, several[0]))
     values = [value.strip() for value in text.split(",")]
     if len(several) > 1 or len({*values}) < len(values):
@@ -37,57 +37,50 @@ def one_by_one(options: ExportOptions) -> dict[str, ExportOptions]:
     return {f"{value}/": replace(options, format=value) for value in values}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SeveralFormats:
-    """Formats of one target, by folder; an IntegerTarget like each of them."""
+def together(formats: Mapping[str, Settings]) -> Settings:
+    """Return formats of one target, by folder, as one. Raises OptionError for formats that do not go together."""
+    first = next(iter(formats.values()))
+    if len({of.rounding for of in formats.values()}) > 1:
+        raise OptionError("`calibrate`: is for formats in which codes can be compensated; export the others without it")
+    if first.recipe.goal is not None and first.recipe.goal.divergence is not None:
+        raise OptionError("`max_kl`: is measured of one result, found several formats; make them one after the other")
+    stated = {
+        folder.rstrip("/"): {key: value for key, value in of.stated.items() if key != "target"}
+        for folder, of in formats.items()
+    }
+    return replace(
+        first,
+        stated={"target": first.stated["target"], "results": stated},
+        assign=partial(_assign, {folder: of.assign for folder, of in formats.items()}),
+    )
 
-    formats: Mapping[str, IntegerTarget]
 
-    @property
-    def recipe(self) -> Recipe:
-        """Which formats the user asks for."""
-        return next(iter(self.formats.values())).recipe
-
-    @property
-    def rounding(self) -> str:
-        """How codes are chosen in all of them."""
-        return next(iter(self.formats.values())).rounding
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the manifest states of the target: its name, and the options of each format by folder."""
-        stated = {folder.rstrip("/"): of.describe() for folder, of in self.formats.items()}
-        (target,) = {of.pop("target") for of in stated.values()}
-        return {"target": target, "results": stated}
-
-    def assign(self, checkpoint: Checkpoint) -> Assignment:
-        """Decide what becomes of a model in each format.
-
-        Raises OptionError for formats that hold other tensors of it, and what `assign` of one raises.
-        """
-        parts = {folder: of.assign(checkpoint) for folder, of in self.formats.items()}
-        first = next(iter(parts.values()))
-        for folder, part in parts.items():
-            if [tensor.name for tensor in part.tensors] != [tensor.name for tensor in first.tensors]:
-                raise OptionError(
-                    f"`format` {folder.rstrip('/')}: holds other tensors of this model than "
-                    f"{next(iter(parts)).rstrip('/')}; export them one after the other"
-                )
-        return replace(
-            first,
-            tensors=tuple(RenamedTensor.of(at + t.name, t) for at, part in parts.items() for t in part.tensors),
-            decisions={
-                at + name: replace(how, unit_of=at + how.unit_of)
-                if isinstance(how, PackedFormat) and how.unit_of
-                else how
-                for at, part in parts.items()
-                for name, how in part.decisions.items()
-            },
-            config=None,
-            left_out={name: why for part in parts.values() for name, why in part.left_out.items()},
-            warnings=(),
-            small_files=partial(_small_files, parts),
-            parts=parts,
-        )
+def _assign(
+    formats: Mapping[str, Callable[[Checkpoint, str | None], Assignment]], checkpoint: Checkpoint, name: str | None
+) -> Assignment:
+    """Decide what becomes of a model in each format. Raises OptionError for formats that hold other tensors of it."""
+    parts = {folder: assign(checkpoint, name) for folder, assign in formats.items()}
+    first = next(iter(parts.values()))
+    for folder, part in parts.items():
+        if [tensor.name for tensor in part.tensors] != [tensor.name for tensor in first.tensors]:
+            raise OptionError(
+                f"`format` {folder.rstrip('/')}: holds other tensors of this model than "
+                f"{next(iter(parts)).rstrip('/')}; export them one after the other"
+            )
+    return replace(
+        first,
+        tensors=tuple(RenamedTensor.of(at + t.name, t) for at, part in parts.items() for t in part.tensors),
+        decisions={
+            at + name: replace(how, unit_of=at + how.unit_of) if isinstance(how, PackedFormat) and how.unit_of else how
+            for at, part in parts.items()
+            for name, how in part.decisions.items()
+        },
+        config=None,
+        left_out={name: why for part in parts.values() for name, why in part.left_out.items()},
+        warnings=(),
+        small_files=partial(_small_files, parts),
+        parts=parts,
+    )
 
 
 def _small_files(parts: Mapping[str, Assignment], shards: Sequence[ShardPlan]) -> SmallFiles:

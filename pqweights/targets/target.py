@@ -9,21 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.convert.conversion import Conversion
-from pqweights.convert.manifest import Manifest
+from pqweights.common.options import LLAMA_CPP as LLAMA_CPP
+from pqweights.common.options import MLX as MLX
+from pqweights.common.options import OF_ALL_TARGETS, Options
+from pqweights.common.options import TRANSFORMERS as TRANSFORMERS
 from pqweights.errors import ExportError, OptionError
 from pqweights.formats.packing import PackedFormat
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.inputs import KnownInputs
-from pqweights.planning.options import LLAMA_CPP as LLAMA_CPP
-from pqweights.planning.options import MLX as MLX
-from pqweights.planning.options import OF_ALL_TARGETS, ExportOptions
-from pqweights.planning.options import TRANSFORMERS as TRANSFORMERS
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, stored_bytes
-from pqweights.planning.recipe import Recipe
+from pqweights.planning.recipe import NOTHING, Recipe
+from pqweights.targets.integers import Assignment
 from pqweights.targets.loading import LoadableModel
 
 # The runtimes that load exports: transformers alone, transformers with the package of that name, mlx-lm, or llama.cpp.
@@ -39,25 +37,23 @@ BEST, MINMAX = "best", "minmax"
 PLAIN, GPTQ, IMPORTANCE = "plain", "gptq", "importance"
 
 T = TypeVar("T")
-Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSource:
-    """A checkpoint that is to be exported.
+class Settings:
+    """A target with its options.
 
-    where: where it lies, a path, an address or a repository, of which names are made
-    checkpoint: the opened checkpoint
-    manifest: of a master, its manifest, if it has one
-    inputs: what is known of the inputs of its weights, for rounding with a view to the outputs
-    max_shard_bytes: after how many bytes of data a new file begins
+    stated: what the manifest states of both
+    assign: decides what becomes of a checkpoint, given what the model is called if anything says so; raises ExportError
+        if the target cannot store the model, MissingDependencyError if a package is missing
+    recipe: which formats the user asks for
+    rounding: how codes are chosen: PLAIN, or with a view to the inputs of weights, GPTQ or IMPORTANCE
     """
 
-    where: str
-    checkpoint: Checkpoint
-    manifest: Manifest | None = None
-    inputs: KnownInputs | None = None
-    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
+    stated: dict[str, Any]
+    assign: Callable[[Checkpoint, str | None], Assignment]
+    recipe: Recipe = NOTHING
+    rounding: str = PLAIN
 
 
 # Of a layer of a usual size.
@@ -78,24 +74,22 @@ class FormatChoice(NamedTuple):
     """
 
     name: str
-    options: ExportOptions
+    options: Options
     bits: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportTarget(Generic[Settings]):
+class ExportTarget:
     """One kind of export.
 
     name: its key in EXPORTS
     runtime: what loads it, one of the runtimes above
     tags: the tags of its card, the first of which is the format: see `tags_of`
-    options: the fields of ExportOptions that it takes beside OF_ALL_TARGETS; manifests state them under the same names
-    read_options: checks the values of those options, and returns what `plan` takes;
-        raises OptionError for a value that the target does not have
-    plan: returns the conversion; raises ExportError for a model that the target cannot store
-    check: decides whether a checkpoint can be exported, from the configuration and the names and shapes of tensors,
-        of which there may be one layer of each kind; raises ExportError if it cannot, MissingDependencyError if a
-        package is missing that knows
+    options: the fields of Options that it takes beside OF_ALL_TARGETS; manifests state them under the same names
+    read_options: checks the values of those options; raises OptionError for a value that the target does not have
+    check: decides whether a checkpoint can be exported, from the configuration and the names and shapes of tensors;
+        raises ExportError if it cannot, MissingDependencyError if a package is missing that knows; by default `assign`
+        decides, of one layer of each kind
     load_section: returns the paragraphs and code blocks of a card that say how to load the result,
         from Manifest.made_by and the model
     library: the library_name of its card, if that is not transformers
@@ -110,10 +104,9 @@ class ExportTarget(Generic[Settings]):
     runtime: str
     tags: tuple[str, ...]
     options: tuple[str, ...]
-    read_options: Callable[[ExportOptions], Settings]
-    plan: Callable[[ExportSource, Settings], Conversion]
-    check: Callable[[Checkpoint, Settings], object]
+    read_options: Callable[[Options], Settings]
     load_section: Callable[[Mapping[str, Any], LoadableModel], list[str]]
+    check: Callable[[Checkpoint], object] | None = None
     library: str | None = None
     stated: tuple[str, ...] = ()
     unchecked: Callable[[Checkpoint], str | None] = lambda checkpoint: None
@@ -121,13 +114,13 @@ class ExportTarget(Generic[Settings]):
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
     plain_roles: tuple[str, ...] = ()
 
-    def with_recipe(self, options: ExportOptions) -> ExportOptions:
+    def with_recipe(self, options: Options) -> Options:
         """Return options whose recipe is loaded, and has what else they say of formats; its default is theirs, too.
 
         Raises OptionError for an option that the target does not take, RecipeError for what is wrong in a file.
         """
         given = options.given - OF_ALL_TARGETS
-        for name in (field.name for field in fields(ExportOptions) if field.name in given):
+        for name in (field.name for field in fields(Options) if field.name in given):
             if name not in self.options:
                 raise OptionError(f"`{name}`: the target {self.name} does not take this option")
         if "recipe" not in self.options:
@@ -150,12 +143,12 @@ class ExportTarget(Generic[Settings]):
         programs = made_by.get("runs_in")
         return self.tags if programs is None else (self.tags[0], *(program.lower() for program in programs))
 
-    def settings(self, options: ExportOptions) -> Settings:
-        """Return what `plan` takes. Raises OptionError for an option, or a value, that the target does not have."""
+    def settings(self, options: Options) -> Settings:
+        """Return the target with its options. Raises OptionError for an option, or a value, that it does not have."""
         return self.read_options(self.with_recipe(options))
 
 
-def read_rounding(target: str, options: ExportOptions, *, why_not: str | None = None) -> str:
+def read_rounding(target: str, options: Options, *, why_not: str | None = None) -> str:
     """Return how codes are chosen: PLAIN, or with a view to the inputs of weights, GPTQ or IMPORTANCE.
 
     why_not: why the format that was asked for has no compensated rounding; None if it has

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.options import Options
 from pqweights.errors import OptionError
 from pqweights.formats.packing import PADDED_COLUMNS
 from pqweights.formats.torchao import (
@@ -28,15 +30,12 @@ from pqweights.formats.torchao import (
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.models import described
 from pqweights.models.names import names_in_memory
-from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import stored_bytes
-from pqweights.planning.recipe import NOTHING, Recipe
+from pqweights.planning.recipe import Recipe
 from pqweights.targets.assignment import describe, recipe_of
-from pqweights.targets.integer_export import plan_integers
 from pqweights.targets.integers import Assignment
 from pqweights.targets.linear import CHANNEL, Chosen, LinearFormat, linear_weights, patterns
 from pqweights.targets.loading import LoadableModel, by_transformers
-from pqweights.targets.possible import one_of_each
 from pqweights.targets.target import (
     BEST,
     INTEGER_OPTIONS,
@@ -47,6 +46,7 @@ from pqweights.targets.target import (
     ExportTarget,
     FormatChoice,
     GroupSize,
+    Settings,
     one_of,
     read_rounding,
     stored_bits,
@@ -75,99 +75,86 @@ FORMATS = {
 LAYOUTS = {TILE: INT4_TILES, UNTILED: INT4_PLAIN}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TorchaoFormat:
-    """The format with its options: see ExportOptions."""
+def _assign(
+    name: str, formats: Mapping[str, LinearFormat], recipe: Recipe, checkpoint: Checkpoint, called: str | None
+) -> Assignment:
+    """Decide which linear layers become integers; names and shapes are those of the source.
 
-    name: str
-    int4: LinearFormat
-    packing: str
-    rounding: str
-    recipe: Recipe = NOTHING
-
-    @property
-    def formats(self) -> dict[str, LinearFormat]:
-        """All formats, the default first."""
-        formats = FORMATS | {INT4: self.int4}
-        return {self.name: formats[self.name], **formats}
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the manifest states of the target and its options."""
-        stated: dict[str, Any] = {"target": NAME, "format": self.name, "bits": 4 if self.name == INT4 else 8}
-        if self.name == INT4:
-            stated |= {"packing": self.packing, "group_size": self.int4.groups.size, "qparams": self.int4.qparams}
-        return stated | describe(self.recipe)
-
-    def assign(self, checkpoint: Checkpoint) -> Assignment:
-        """Decide which linear layers become integers; names and shapes are those of the source."""
-        ladder = tuple(dict.fromkeys([self.name, INT4, "int8"]))
-        linear = linear_weights(checkpoint, NAME, self.formats, ladder=ladder, recipe=self.recipe, experts=EXPERTS)
-        quantization = {
-            "quant_method": "torchao",
-            "quant_type": {"default": self._quant_type(linear.chosen)},
-            "modules_to_not_convert": None,
-            "include_input_output_embeddings": False,
-            "untie_embedding_weights": False,
-        }
-        return linear.assignment(
-            checkpoint,
-            quantization=quantization,
-            metadata=self._metadata(checkpoint, linear.chosen),
-            warnings=self._padding_warnings(checkpoint, linear.chosen),
-        )
-
-    def _metadata(self, checkpoint: Checkpoint, chosen: Mapping[str, Chosen]) -> dict[str, str]:
-        """The metadata from which torchao rebuilds its tensors. chosen: of the weights that are rounded."""
-        result = {"format": "pt"}
-        names = []
-        config = checkpoint.config or {}
-        has_vision, model = "vision_config" in config, described(config.get("model_type"))
-        for tensor in checkpoint.tensors:
-            if tensor.name not in chosen:
-                continue
-            how, size = self.formats[chosen[tensor.name].format], chosen[tensor.name].size
-            made_of = json.dumps(rebuilt(how.layout, tensor.shape, size, activations=how.activations))
-            for name in names_in_memory(tensor.name, has_vision, model):
-                result[name] = made_of
-                names.append(name)
-        return result | {"tensor_names": json.dumps(names)}
-
-    def _quant_type(self, chosen: Mapping[str, Chosen]) -> dict[str, Any]:
-        """What torchao's config_to_dict returns: for one format in one group size its configuration, else one by layer.
-
-        transformers reads the size of each weight from the metadata of the files.
-        """
-        by_layer = {name: (choice.format, choice.size) for name, choice in chosen.items()}
-        different = sorted(set(by_layer.values()), key=lambda pair: (-pair[1], pair[0]))
-        configs = {
-            (name, size): configuration(self.formats[name].layout, size, activations=self.formats[name].activations)
-            for name, size in different
-        }
-        if len(different) == 1:
-            return configs[different[0]]
-        layers: dict[str, Any] = {}
-        for pair, config in configs.items():
-            own = [name for name in by_layer if by_layer[name] == pair]
-            others = [name for name in by_layer if by_layer[name] != pair]
-            layers |= dict.fromkeys(patterns(own, others), config)
-        data = {"fqn_to_config": layers, "module_fqn_to_config": layers}
-        return {"_type": "FqnToConfig", "_version": 1, "_data": data}
-
-    def _padding_warnings(self, checkpoint: Checkpoint, chosen: Mapping[str, Chosen]) -> tuple[str, ...]:
-        """Return a warning if the other packing would save a good share of the integers."""
-        sizes = {name: choice.size for name, choice in chosen.items() if choice.format == INT4}
-        rounded = [(t, self.int4.format(t.shape, sizes[t.name])) for t in checkpoint.tensors if t.name in sizes]
-        stored = sum(stored_bytes(how.specs(t.name, t.shape)) for t, how in rounded)
-        least = sum(stored_bytes(replace(how, layout=INT4_PLAIN).specs(t.name, t.shape)) for t, how in rounded)
-        if not stored or 1 - least / stored < WORTH_A_WARNING:
-            return ()
-        return (
-            f"--packing {TILE} pads rows to a multiple of {PADDED_COLUMNS} weights: --packing plain, which also needs "
-            f"the package mslk, would make the integers {1 - least / stored:.0%} smaller",
-        )
+    name: of the default format
+    """
+    ladder = tuple(dict.fromkeys([name, INT4, "int8"]))
+    linear = linear_weights(checkpoint, NAME, formats, ladder=ladder, recipe=recipe, experts=EXPERTS)
+    quantization = {
+        "quant_method": "torchao",
+        "quant_type": {"default": _quant_type(formats, linear.chosen)},
+        "modules_to_not_convert": None,
+        "include_input_output_embeddings": False,
+        "untie_embedding_weights": False,
+    }
+    return linear.assignment(
+        checkpoint,
+        quantization=quantization,
+        metadata=_metadata(formats, checkpoint, linear.chosen),
+        warnings=_padding_warnings(formats[INT4], checkpoint, linear.chosen),
+    )
 
 
-def read_options(options: ExportOptions) -> TorchaoFormat:
+def _metadata(
+    formats: Mapping[str, LinearFormat], checkpoint: Checkpoint, chosen: Mapping[str, Chosen]
+) -> dict[str, str]:
+    """Return the metadata from which torchao rebuilds its tensors. chosen: of the weights that are rounded"""
+    result = {"format": "pt"}
+    names = []
+    config = checkpoint.config or {}
+    has_vision, model = "vision_config" in config, described(config.get("model_type"))
+    for tensor in checkpoint.tensors:
+        if tensor.name not in chosen:
+            continue
+        how, size = formats[chosen[tensor.name].format], chosen[tensor.name].size
+        made_of = json.dumps(rebuilt(how.layout, tensor.shape, size, activations=how.activations))
+        for name in names_in_memory(tensor.name, has_vision, model):
+            result[name] = made_of
+            names.append(name)
+    return result | {"tensor_names": json.dumps(names)}
+
+
+def _quant_type(formats: Mapping[str, LinearFormat], chosen: Mapping[str, Chosen]) -> dict[str, Any]:
+    """Return what torchao's config_to_dict returns: a configuration, or one by layer if formats or sizes differ.
+
+    transformers reads the size of each weight from the metadata of the files.
+    """
+    by_layer = {name: (choice.format, choice.size) for name, choice in chosen.items()}
+    different = sorted(set(by_layer.values()), key=lambda pair: (-pair[1], pair[0]))
+    configs = {
+        (name, size): configuration(formats[name].layout, size, activations=formats[name].activations)
+        for name, size in different
+    }
+    if len(different) == 1:
+        return configs[different[0]]
+    layers: dict[str, Any] = {}
+    for pair, config in configs.items():
+        own = [name for name in by_layer if by_layer[name] == pair]
+        others = [name for name in by_layer if by_layer[name] != pair]
+        layers |= dict.fromkeys(patterns(own, others), config)
+    data = {"fqn_to_config": layers, "module_fqn_to_config": layers}
+    return {"_type": "FqnToConfig", "_version": 1, "_data": data}
+
+
+def _padding_warnings(int4: LinearFormat, checkpoint: Checkpoint, chosen: Mapping[str, Chosen]) -> tuple[str, ...]:
+    """Return a warning if the other packing would save a good share of the integers."""
+    sizes = {name: choice.size for name, choice in chosen.items() if choice.format == INT4}
+    rounded = [(t, int4.format(t.shape, sizes[t.name])) for t in checkpoint.tensors if t.name in sizes]
+    stored = sum(stored_bytes(how.specs(t.name, t.shape)) for t, how in rounded)
+    least = sum(stored_bytes(replace(how, layout=INT4_PLAIN).specs(t.name, t.shape)) for t, how in rounded)
+    if not stored or 1 - least / stored < WORTH_A_WARNING:
+        return ()
+    return (
+        f"--packing {TILE} pads rows to a multiple of {PADDED_COLUMNS} weights: --packing plain, which also needs "
+        f"the package mslk, would make the integers {1 - least / stored:.0%} smaller",
+    )
+
+
+def read_options(options: Options) -> Settings:
     """Return the format. Raises OptionError for an option that it does not have."""
     name = one_of(NAME, "format", options.format, allowed=tuple(FORMATS))
     bits = 4 if name == INT4 else 8
@@ -182,8 +169,16 @@ def read_options(options: ExportOptions) -> TorchaoFormat:
     packing = one_of(NAME, "packing", options.packing, allowed=(TILE, UNTILED))
     qparams = one_of(NAME, "qparams", options.qparams, allowed=(BEST, MINMAX))
     int4 = replace(FORMATS[INT4], layout=LAYOUTS[packing]).with_options(options.group_size, qparams)
-    recipe = recipe_of(options, tuple(FORMATS))
-    return TorchaoFormat(name=name, int4=int4, packing=packing, recipe=recipe, rounding=rounding)
+    formats, recipe = FORMATS | {INT4: int4}, recipe_of(options, tuple(FORMATS))
+    stated: dict[str, Any] = {"target": NAME, "format": name, "bits": bits}
+    if name == INT4:
+        stated |= {"packing": packing, "group_size": int4.groups.size, "qparams": int4.qparams}
+    return Settings(
+        stated=stated | describe(recipe),
+        assign=partial(_assign, name, {name: formats[name], **formats}, recipe),
+        recipe=recipe,
+        rounding=rounding,
+    )
 
 
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
@@ -197,10 +192,9 @@ def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]
     return [f"For {needs}.", *by_transformers(model, packages, ', device_map="cuda"')]
 
 
-def _bits(name: str, *, packing: str | None = None) -> float:
+def _bits(how: LinearFormat) -> float:
     """Return the bits of a weight of a usual layer."""
-    layer = read_options(ExportOptions(format=name, packing=packing)).formats[name]
-    return stored_bits(layer.format(USUAL_SHAPE, layer.groups.size))
+    return stored_bits(how.format(USUAL_SHAPE, how.groups.size))
 
 
 TARGET = ExportTarget(
@@ -210,12 +204,10 @@ TARGET = ExportTarget(
     options=("packing", *RECIPE_OPTIONS, *INTEGER_OPTIONS),
     stated=("rules",),
     read_options=read_options,
-    plan=plan_integers,
-    check=lambda checkpoint, settings: settings.assign(one_of_each(checkpoint)),
     load_section=_load_section,
     choices=(
-        *(FormatChoice(name, ExportOptions(format=name), _bits(name)) for name in FORMATS),
-        FormatChoice("int4, plain", ExportOptions(packing=UNTILED), _bits(INT4, packing=UNTILED)),
+        *(FormatChoice(name, Options(format=name), _bits(how)) for name, how in FORMATS.items()),
+        FormatChoice("int4, plain", Options(packing=UNTILED), _bits(replace(FORMATS[INT4], layout=INT4_PLAIN))),
     ),
     plain_roles=("embedding", "lm_head", "expert"),
 )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from pqweights.checkpoint.positions import model_type_of
 from pqweights.checkpoint.positions import windows as position_windows
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.options import Options
 from pqweights.common.strict_json import json_bytes
 from pqweights.common.units import first_names
 from pqweights.convert.conversion import SmallFiles
@@ -44,14 +45,12 @@ from pqweights.formats.microscaling import (
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.models import has_trait, text_config
 from pqweights.models.traits import Trait
-from pqweights.planning.options import ExportOptions
 from pqweights.planning.plan import ShardPlan
-from pqweights.planning.recipe import NOTHING, Recipe
+from pqweights.planning.recipe import Recipe
 from pqweights.targets.assignment import describe, recipe_of
 from pqweights.targets.bf16 import role_of
 from pqweights.targets.compressed_tensors import decodes_at_once, linear_layers, quantization_config
 from pqweights.targets.experts import OF_STACKS, is_stack, with_single_experts, with_upright_stacks
-from pqweights.targets.integer_export import plan_integers
 from pqweights.targets.integers import Assignment
 from pqweights.targets.linear import (
     CHANNEL,
@@ -63,7 +62,6 @@ from pqweights.targets.linear import (
     patterns,
 )
 from pqweights.targets.loading import LoadableModel, by_transformers, shell
-from pqweights.targets.possible import one_of_each
 from pqweights.targets.target import (
     COMPRESSED_TENSORS,
     INTEGER_OPTIONS,
@@ -72,6 +70,7 @@ from pqweights.targets.target import (
     ExportTarget,
     FormatChoice,
     GroupSize,
+    Settings,
     one_of,
     read_rounding,
     stored_bits,
@@ -139,62 +138,49 @@ FORMATS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class VllmFormat:
-    """The format with its options: see ExportOptions."""
+def _assign(
+    name: str, formats: Mapping[str, LinearFormat], recipe: Recipe, checkpoint: Checkpoint, called: str | None
+) -> Assignment:
+    """Decide which linear layers become integers; names and shapes are those of the source, of single experts.
 
-    name: str
-    chosen: LinearFormat
-    rounding: str
-    recipe: Recipe = NOTHING
+    name: of the default format
+    formats: all that one export may have
+    """
+    usual = formats[name]
+    checkpoint = with_upright_stacks(checkpoint) if usual.stacks else with_single_experts(checkpoint)
+    linear = linear_weights(
+        checkpoint,
+        NAME,
+        formats,
+        ladder=_ladder(name),
+        recipe=recipe,
+        # Tools with scales in F16 state one group size for all layers, and transformers decodes all layers in one
+        # if it decodes them as it loads them.
+        one_size=usual.layout in (AWQ, *GPTQ.values()) or decodes_at_once(checkpoint),
+        stacks=usual.stacks,
+    )
+    if usual.stacks:
+        _check_stacks(checkpoint, linear)
+    if usual.configuration is None:
+        quantization = quantization_config(checkpoint, linear.chosen, formats)
+    else:
+        quantization = _configuration_of_one(usual, checkpoint, linear.chosen)
+    warnings = _experts_warnings(checkpoint, linear) + _window_warnings(checkpoint.config or {})
+    assignment = linear.assignment(checkpoint, quantization=quantization, warnings=warnings)
+    if usual.files is None:
+        return assignment
+    files = {file: partial(json_bytes, content) for file, content in usual.files(quantization).items()}
+    return replace(assignment, small_files=partial(_whatever_shards, files))
 
-    def describe(self) -> dict[str, Any]:
-        """Return what the manifest states of the target and its options."""
-        chosen = self.chosen
-        stated = {"target": NAME, "format": self.name, "bits": chosen.rule.bits, "qparams": chosen.qparams}
-        sizes = {} if chosen.is_channel else {"group_size": chosen.groups.size}
-        return stated | sizes | describe(self.recipe)
 
-    @property
-    def formats(self) -> dict[str, LinearFormat]:
-        """All formats that one export may have, the default first; those of rules in their own group sizes."""
-        others = (name for name in _that_mix_with(self.name) if name != self.name)
-        return {self.name: self.chosen} | {n: FORMATS[n].with_options(None, self.chosen.qparams) for n in others}
-
-    def assign(self, checkpoint: Checkpoint) -> Assignment:
-        """Decide which linear layers become integers; names and shapes are those of the source, of single experts."""
-        stacks = self.chosen.stacks
-        checkpoint = with_upright_stacks(checkpoint) if stacks else with_single_experts(checkpoint)
-        linear = linear_weights(
-            checkpoint,
-            NAME,
-            self.formats,
-            ladder=_ladder(self.name),
-            recipe=self.recipe,
-            # Tools with scales in F16 state one group size for all layers, and transformers decodes all layers in one
-            # if it decodes them as it loads them.
-            one_size=self.chosen.layout in (AWQ, *GPTQ.values()) or decodes_at_once(checkpoint),
-            stacks=stacks,
-        )
-        if stacks:
-            _check_stacks(checkpoint, linear)
-        quantization = self._configuration(checkpoint, linear.chosen)
-        warnings = _experts_warnings(checkpoint, linear) + _window_warnings(checkpoint.config or {})
-        assignment = linear.assignment(checkpoint, quantization=quantization, warnings=warnings)
-        if self.chosen.files is None:
-            return assignment
-        files = {name: partial(json_bytes, content) for name, content in self.chosen.files(quantization).items()}
-        return replace(assignment, small_files=partial(_whatever_shards, files))
-
-    def _configuration(self, checkpoint: Checkpoint, chosen: Mapping[str, Chosen]) -> dict[str, Any]:
-        """Return the quantization_config. chosen: the formats of the weights that are rounded"""
-        if self.chosen.configuration is None:
-            return quantization_config(checkpoint, chosen, self.formats)
-        size = next(iter(chosen.values())).size
-        plain = [name for name in linear_layers(checkpoint) if name not in chosen]
-        modules = list(dict.fromkeys([HEAD, *map(module_of, plain)]))
-        expressions = itertools.chain([HEAD], (of.removeprefix("re:") for of in patterns(plain, list(chosen))))
-        return self.chosen.configuration(self.chosen.format((1, size), size).rule, modules, expressions)
+def _configuration_of_one(how: LinearFormat, checkpoint: Checkpoint, chosen: Mapping[str, Chosen]) -> dict[str, Any]:
+    """Return the quantization_config of a tool of which one format is that of all layers. chosen: what is rounded"""
+    assert how.configuration is not None
+    size = next(iter(chosen.values())).size
+    plain = [name for name in linear_layers(checkpoint) if name not in chosen]
+    modules = list(dict.fromkeys([HEAD, *map(module_of, plain)]))
+    expressions = itertools.chain([HEAD], (of.removeprefix("re:") for of in patterns(plain, list(chosen))))
+    return how.configuration(how.format((1, size), size).rule, modules, expressions)
 
 
 def _whatever_shards(files: SmallFiles, shards: Sequence[ShardPlan]) -> SmallFiles:
@@ -262,7 +248,7 @@ def _window_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def read_options(options: ExportOptions) -> VllmFormat:
+def read_options(options: Options) -> Settings:
     """Return the format. Raises OptionError for an option that it does not have."""
     name = one_of(NAME, "format", options.format, allowed=tuple(FORMATS))
     if options.bits is not None and options.format is None:
@@ -274,8 +260,17 @@ def read_options(options: ExportOptions) -> VllmFormat:
     rounding = read_rounding(NAME, options, why_not=why_not)
     qparams = one_of(NAME, "qparams", options.qparams, allowed=how.ways)
     chosen = how.with_options(options.group_size, qparams)
-    recipe = recipe_of(options, _that_mix_with(name))
-    return VllmFormat(name=name, chosen=chosen, recipe=recipe, rounding=rounding)
+    recipe, together = recipe_of(options, _that_mix_with(name)), _that_mix_with(name)
+    # The default first; those of rules in their own group sizes.
+    formats = {name: chosen} | {n: FORMATS[n].with_options(None, chosen.qparams) for n in together if n != name}
+    stated = {"target": NAME, "format": name, "bits": how.rule.bits, "qparams": chosen.qparams}
+    stated |= {} if how.is_channel else {"group_size": chosen.groups.size}
+    return Settings(
+        stated=stated | describe(recipe),
+        assign=partial(_assign, name, formats, recipe),
+        recipe=recipe,
+        rounding=rounding,
+    )
 
 
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
@@ -301,9 +296,7 @@ TARGET = ExportTarget(
     options=(*RECIPE_OPTIONS, *INTEGER_OPTIONS),
     stated=("rules",),
     read_options=read_options,
-    plan=plan_integers,
-    check=lambda checkpoint, settings: settings.assign(one_of_each(checkpoint)),
     load_section=_load_section,
-    choices=tuple(FormatChoice(name, ExportOptions(format=name), _bits(name)) for name in PROPOSED),
+    choices=tuple(FormatChoice(name, Options(format=name), _bits(name)) for name in PROPOSED),
     plain_roles=("embedding", "lm_head"),
 )

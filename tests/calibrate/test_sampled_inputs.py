@@ -23,7 +23,7 @@ from pqweights.calibrate.layered import ModelMatrix
 from pqweights.calibrate.sample import SampleOf
 from pqweights.calibrate.sampled_inputs import SampledInputs, inputs_of
 from pqweights.checkpoint.source import open_local
-from pqweights.planning.options import ExportOptions
+from pqweights.common.options import Options
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import load_recipe
 from pqweights.storage import open_store
@@ -61,7 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def run(source: Path, out: Path) -> Iterator[SampledInputs]:
-    with inputs_of(source, open_local(source), open_store(out), ExportOptions(calibrate="self"), 1) as known:
+    with inputs_of(source, open_local(source), open_store(out), Options(calibrate="self"), 1) as known:
         known.prepare(lambda *_: None)
         yield known
 

@@ -20,9 +20,9 @@ from helpers import folder_bytes
 
 from pqweights.calibrate import sensitivity
 from pqweights.checkpoint.source import open_local
+from pqweights.common.options import Options
 from pqweights.errors import RecipeError
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import Recipe, load_recipe, parse_recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.targets.master import Learned
@@ -153,7 +153,7 @@ def test_one_run_measures_and_chooses_widths(source, found, text, tmp_path):
 def test_widths_are_those_of_the_sensitivities(source, found, text, tmp_path):
     asked = ("--target-bpw", 4, "--calibrate", text, "--calibration-tokens", TOKENS, "--threads", 1)
     done("quantize", source, tmp_path / "measured", *asked)
-    recipe = choose_recipe("q5", RecipeOptions(target_bpw=4))
+    recipe = choose_recipe("q5", Options(target_bpw=4))
     quantize(source, tmp_path / "given", recipe, learned=Learned(sensitivity=found))
     made, given = (folder_bytes(tmp_path / name) for name in ("measured", "given"))
     assert made.keys() == given.keys()

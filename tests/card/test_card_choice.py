@@ -16,7 +16,7 @@ from gguf_files import write_llama
 from measurements import measure, record
 
 from pqweights.convert.manifest import read_manifest
-from pqweights.results.evaluation_record import find_place, read_records
+from pqweights.results.evaluation_record import read_records, result_folder_of
 from pqweights.results.offers import Offer, offers
 from pqweights.results.picture import kl_picture
 from pqweights.results.verify import verify
@@ -145,10 +145,10 @@ def test_memory_counts_the_context_and_room_to_compute(made: Path) -> None:
 def test_eval_of_a_folder_records_each_type(ladder: Path) -> None:
     """Which file is which type, without running any of them."""
     for path in ladder.glob("*.gguf"):
-        place = find_place(path)
+        place = result_folder_of(path)
         assert place is not None and place.folder == ladder and place.part == path.stem.rpartition("-")[2]
     measure(ladder, KLS)
-    read = read_records(*find_place(ladder)[:2])  # type: ignore[index]
+    read = read_records(*result_folder_of(ladder)[:2])  # type: ignore[index]
     assert {one.part for one in read} == KLS.keys()
     stated = json.loads((ladder / "pqweights-eval.json").read_text())["evaluations"]
     assert [entry["part"] for entry in stated] == list(KLS)

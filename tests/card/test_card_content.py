@@ -208,7 +208,7 @@ def evaluate_and_record(folder: Path, text: str, name: str = "the text", **optio
     from pqweights.runtime.report import make_record
 
     report = evaluate([folder], text, name=name, **options)
-    place = evaluation_record.find_place(folder)
+    place = evaluation_record.result_folder_of(folder)
     assert place is not None
     evaluation_record.write_record(place, make_record(report, report.rows[0], text))
     return report.rows[0].scores
@@ -225,7 +225,7 @@ def test_evaluation_table_has_the_recorded_figures(base: Path, tmp_path: Path, m
     assert card.evaluations == 2
     assert sections(card.text)[3] == "Evaluation"
     # Recorded without rounding: a figure that is rounded twice is not always the one that eval shows.
-    recorded = evaluation_record.read_records(*evaluation_record.find_place(folder)[:2])[1]  # type: ignore[misc]
+    recorded = evaluation_record.read_records(*evaluation_record.result_folder_of(folder)[:2])[1]  # type: ignore[misc]
     assert recorded.perplexity == evaluation_record.Figure(*scores.perplexity)
     assert recorded.top1_agreement == evaluation_record.Figure(*scores.divergence.top1)
     for value, error, form in (
@@ -285,7 +285,7 @@ def test_quick_evaluations_are_recorded_but_not_in_the_card(
     assert quick.text.replace(about, "") == before
     shown = invoke("card", folder)
     assert "1 evaluation with fewer than 10000 scored tokens left out of the card" in shown.stderr
-    (record,) = evaluation_record.read_records(*evaluation_record.find_place(folder)[:2])  # type: ignore[misc]
+    (record,) = evaluation_record.read_records(*evaluation_record.result_folder_of(folder)[:2])  # type: ignore[misc]
     monkeypatch.setattr(evaluation_record, "FEWEST_TOKENS_FOR_CARD", record.scored_tokens)
     enough = make_card(folder, "a/b")
     assert (enough.evaluations, enough.quick_evaluations) == (1, 0)

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 
 import pqweights
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.common.parameters import HubOptions
+from pqweights.common.options import Options
 from pqweights.errors import OutputError
 from pqweights.storage.sources import merged, open_source
 
@@ -107,7 +107,7 @@ def lora(**settings: Any) -> LoraConfig:
 
 
 def opened(model: Path, *adapters: str | Path) -> Checkpoint:
-    return merged(open_source(model), [str(adapter) for adapter in adapters], HubOptions())
+    return merged(open_source(model), [str(adapter) for adapter in adapters], Options())
 
 
 def values(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

@@ -16,13 +16,13 @@ from golden import make
 from hard_weights import norm_ties
 
 from pqweights.checkpoint.source import open_local
+from pqweights.common.options import Options
 from pqweights.formats import get_codec
 from pqweights.formats import lloyd_max as codebook
 from pqweights.formats.master import RESCUE_FACTOR
 from pqweights.formats.weight import decode_weight, encode_weight
 from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, SIGN_BITS, BlockCoding, load_backend, reference
 from pqweights.kernels.codebook import codebook_from_levels
-from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import load_recipe, parse_recipe
 from pqweights.results.verify import verify
 
@@ -69,7 +69,7 @@ def test_kept_tensor_may_be_named_like_codes(tmp_path):
     read = {tensor.name: tensor for tensor in independent_reader.read_master(tmp_path / "master")}
     assert set(read) == set(tensors)
     assert read["audio.vq_codes"].data == tensors["audio.vq_codes"][1].tobytes()
-    export(tmp_path / "master", tmp_path / "out", "bf16", ExportOptions(dtype="source"), threads=1)
+    export(tmp_path / "master", tmp_path / "out", "bf16", Options(dtype="source"), threads=1)
     exported = helpers.read_all(tmp_path / "out")
     assert np.array_equal(exported["audio.vq_codes"][1], tensors["audio.vq_codes"][1])
 

@@ -13,7 +13,7 @@ import safetensors
 from calls import export
 from golden import make, make_codecs
 
-from pqweights.planning.options import ExportOptions
+from pqweights.common.options import Options
 from pqweights.results.verify import verify
 
 TRELLIS, COLUMNS = make_codecs.TRELLIS, make_codecs.COLUMNS
@@ -50,7 +50,7 @@ def test_golden_master_verifies_and_is_read_by_an_independent_decoder_and_by_exp
     assert verify(golden.MASTER, threads=1).problems == ()
     expected = json.loads(golden.EXPECTED.read_text(encoding="utf-8"))
     assert {tensor.name: make.described(tensor) for tensor in golden.read_master(golden.MASTER)} == expected
-    export(golden.MASTER, tmp_path / "out", "bf16", ExportOptions(dtype="source"), threads=2)
+    export(golden.MASTER, tmp_path / "out", "bf16", Options(dtype="source"), threads=2)
     exported = {}
     for path in sorted((tmp_path / "out").glob("*.safetensors")):
         for name, entry in safetensors.deserialize(path.read_bytes()):

@@ -19,16 +19,16 @@ from safetensors.torch import save_file
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
+from pqweights.common.options import Options
 from pqweights.formats.packed import QuantizedTensor
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.options import RecipeOptions
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
 def master_of(source: Path, out: Path, bits: int = 5, **options: Any) -> dict[str, Tensor]:
     """Quantize a source, and return the stored tensors."""
-    quantize(source, out, choose_recipe("q5", RecipeOptions(bits=bits)), threads=2, **options)
+    quantize(source, out, choose_recipe("q5", Options(bits=bits)), threads=2, **options)
     return read_all(out)
 
 

@@ -35,13 +35,13 @@ from safetensors.torch import load_file
 from pqweights.checkpoint.native import NativeTensor
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import open_local
+from pqweights.common.options import Options
 from pqweights.convert.listed_files import open_result
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import MasterError
 from pqweights.kernels.gguf_encoding import encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.recovery import recover_blocks
-from pqweights.planning.options import ExportOptions
 from pqweights.results.verify import verify
 from pqweights.targets import lossless
 from pqweights.targets.carried import stored_dtype
@@ -218,7 +218,7 @@ def test_weights_of_no_and_of_one_number_are_kept_or_coded(tmp_path: Path) -> No
 def test_export_gives_the_bytes_of_the_source(dtype: str, tmp_path: Path) -> None:
     """What is not in the dtype of the model keeps its own."""
     source = plain_source(tmp_path / "source")
-    export(made(tmp_path, source), tmp_path / "out", "bf16", ExportOptions(dtype=dtype))
+    export(made(tmp_path, source), tmp_path / "out", "bf16", Options(dtype=dtype))
     exported = helpers.read_safetensors(tmp_path / "out" / "model-00001-of-00001.safetensors")
     for name, (dtype, array) in helpers.read_safetensors(source / "model.safetensors").items():
         assert (exported[name][0], exported[name][1].tobytes()) == (dtype, array.tobytes()), name

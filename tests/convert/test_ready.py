@@ -19,11 +19,11 @@ from export_decoders import export_weight, values_of
 from helpers import as_float32, bf16, folder_bytes, read_all, small_checkpoint
 
 from pqweights.checkpoint.source import open_local
+from pqweights.common.options import Options
 from pqweights.convert.manifest import read_manifest
 from pqweights.convert.ready import ReadyWeights
 from pqweights.convert.task import RewriteReport, RunOptions
 from pqweights.errors import MasterError, OutputError, SourceChangedError
-from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify
@@ -57,7 +57,7 @@ def run(folder: Path, out: str = "master", **options: Any) -> RewriteReport:
         folder / "src",
         folder / out,
         load_recipe("q5"),
-        options=QuantizeOptions(max_shard_size=20_000),
+        options=Options(max_shard_size=20_000),
         run=RunOptions(threads=2, **options),
         learned=Learned(ready=ready),
     )

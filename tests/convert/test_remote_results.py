@@ -16,8 +16,8 @@ from converting import SHARD_BYTES, command
 from helpers import folder_bytes, run_command
 from memory_storage import Operation, Place, each_operation, objects, put, run_into, visible
 
+from pqweights.common.options import Options
 from pqweights.errors import OptionError, OutputError
-from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.storage import open_store
 from pqweights.storage.store import Store
@@ -133,7 +133,7 @@ def test_manifest_cannot_make_overwrite_remove_objects_elsewhere(source: Path, r
 def test_scratch_folder_needs_room_for_two_shards(
     source: Path, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_quantize(source, load_recipe("q5"), QuantizeOptions(max_shard_size=SHARD_BYTES)).plan
+    plan = plan_quantize(source, load_recipe("q5"), Options(max_shard_size=SHARD_BYTES)).plan
     room = sum(sorted(shard.file_bytes for shard in plan.shards)[-2:])
     assert room < plan.output_bytes
     usage = shutil.disk_usage(tmp_path)
@@ -172,7 +172,7 @@ def test_source_and_result_in_object_storage(
     address, files = "memory://results/source", Place(source).files()
     put(address, files)
     monkeypatch.setenv("PQWEIGHTS_SCRATCH", str(tmp_path))
-    options = QuantizeOptions(max_shard_size=SHARD_BYTES)
+    options = Options(max_shard_size=SHARD_BYTES)
     assert not quantize(address, OUT, load_recipe("q5"), options=options).already_done
     assert objects(OUT) == final
     assert quantize(address, OUT, load_recipe("q5"), options=options).already_done

@@ -20,13 +20,13 @@ from remote_server import SECRETS, ObjectServer
 
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
+from pqweights.common.options import Options
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.convert import convert
 from pqweights.convert.distributed import cluster as clusters
 from pqweights.convert.distributed.engine import engine_of
 from pqweights.convert.task import RunOptions
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError, StorageError
-from pqweights.planning.options import QuantizeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.storage import open_store
 from pqweights.targets.master import plan_quantize
@@ -58,7 +58,7 @@ def cluster(ray_cluster: RayCluster) -> RayCluster:
 
 def faulty_run(source: Path | str, marker: Path, fault: str) -> Conversion:
     """A conversion in which something happens at the fifth layer, which then makes a marker."""
-    planned = plan_quantize(source, load_recipe("q5"), QuantizeOptions(max_shard_size=SHARD))
+    planned = plan_quantize(source, load_recipe("q5"), Options(max_shard_size=SHARD))
     return replace(planned, encode=Faulty(encode=planned.encode, tensor=weight(4), marker=marker, fault=fault))
 
 

@@ -19,8 +19,8 @@ from export_decoders import export_weight
 from families import ATTENTION, TEXT, VOCABULARY, Family, build
 
 from pqweights.common.advice import pip_install
+from pqweights.common.options import Options
 from pqweights.errors import MissingDependencyError, PqweightsWarning, SourceError
-from pqweights.planning.options import ExportOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import open_model
@@ -68,7 +68,7 @@ def exported(source: Path) -> Open:
         target, asked, _ = EXPORTS[name]
         out = source.parent / name.replace(" ", "-")
         if not out.exists():
-            export(source.parent / "master", out, target, ExportOptions(**asked), threads=2)
+            export(source.parent / "master", out, target, Options(**asked), threads=2)
         return out
 
     return make

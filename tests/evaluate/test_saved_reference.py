@@ -17,7 +17,7 @@ from evaluated import TEXT, evaluated, model_folder
 from safetensors.numpy import load_file, save_file
 
 from pqweights.errors import EvaluationError, SourceError
-from pqweights.results.evaluation_record import find_place, read_records
+from pqweights.results.evaluation_record import read_records, result_folder_of
 from pqweights.runtime import evaluation
 from pqweights.runtime.models import Model, open_model
 from pqweights.runtime.protocol import Scores, TextWindows, compare
@@ -132,7 +132,7 @@ def test_a_model_is_measured_without_the_original(work, tmp_path):
     assert row["top1_agreement"]["value"] == exact.divergence.top1.value
     assert row["perplexity"]["value"] == exact.perplexity.value
     assert row["perplexity_change"]["value"] == approx(exact.perplexity_change.value)
-    (record,) = read_records(*find_place(master)[:2])
+    (record,) = read_records(*result_folder_of(master)[:2])
     assert (record.reference, record.reference_saved, record.text) == ("source", True, "text.txt")
     assert record.text_sha256 == json.loads(metadata(work / "r.pqref")[METADATA_KEY])["text_sha256"]
 

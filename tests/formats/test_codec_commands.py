@@ -33,6 +33,7 @@ from restated import restate_hashes
 import pqweights
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.common.options import Options
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import MasterError
 from pqweights.formats import CODECS
@@ -40,7 +41,6 @@ from pqweights.formats.master import has_rate
 from pqweights.formats.trellis import superblocks
 from pqweights.formats.weight import decode_weight, encode_weight
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import parse_recipe
 from pqweights.results.verify import verify
 from pqweights.runtime.loading.packed import PackedTensor, pack
@@ -239,7 +239,7 @@ def test_fit_of_a_codec_of_any_rate_leaves_less_than_a_thousandth(share: float, 
     """Between the smallest size and that of the highest rate, whatever the target is given in."""
 
     def fitted(**target: Any) -> tuple[Any, Any]:
-        made = plan_quantize(folder / "model", choose_recipe("q5", RecipeOptions(codec=TRELLIS, **target)))
+        made = plan_quantize(folder / "model", choose_recipe("q5", Options(codec=TRELLIS, **target)))
         assert made.fit is not None and made.fit.output_bytes == made.plan.output_bytes
         return made.fit, made.plan
 

@@ -30,8 +30,9 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import OptionError
 from pqweights.formats.lloyd_max import DISTORTION
 from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.planning.recipe import NOTHING
 from pqweights.runtime import llama_library
-from pqweights.targets.gguf_types import TypeOptions, chosen_types
+from pqweights.targets.gguf_types import chosen_types, type_of
 
 VOCABULARY, WIDTH, INNER = 64, 256, 512
 
@@ -164,9 +165,9 @@ def test_types_in_layers_of_several_kinds_are_those_of_llama_cpp(name, tmp_path)
         settings = library.llama_model_quantize_default_params()
         settings.ftype = int(gguf.LlamaFileType[mix.file_type])
         assert library.llama_model_quantize(str(plain).encode(), str(out).encode(), ctypes.byref(settings)) == 0
-        types = chosen_types(TypeOptions(mix=mix), model, open_local(tmp_path), imatrix=False)
+        types = chosen_types(mix, NOTHING, model, open_local(tmp_path), imatrix=False)
         expected = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
-        assert {name: choice.type for name, choice in types.items()} == expected
+        assert {name: type_of(decision) for name, decision in types.items()} == expected
 
 
 def test_an_importance_matrix_widens_the_first_eighth_of_ffn_down():

@@ -35,9 +35,9 @@ from hostile.case import (
 )
 from restated import restate_hashes
 
+from pqweights.common.options import Options
 from pqweights.convert.ready import ReadyWeights
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.options import QuantizeOptions, RecipeOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.targets.master import Learned
 
@@ -48,7 +48,7 @@ Make = Callable[[Path], None]
 
 
 def run_quantize(source: Path, out: Path, bits: int = 5) -> None:
-    quantize(source, out, choose_recipe("q5", RecipeOptions(bits=bits)), threads=1, max_shard_bytes=300)
+    quantize(source, out, choose_recipe("q5", Options(bits=bits)), threads=1, max_shard_bytes=300)
 
 
 def made_of(weights: dict[str, Stored], recipe: str = "q5", codec: str | None = None, **options: Any) -> Make:
@@ -57,7 +57,7 @@ def made_of(weights: dict[str, Stored], recipe: str = "q5", codec: str | None = 
     def make(folder: Path) -> None:
         files: dict[str, Content] = {FILE: stored({**weights, NORM: VECTOR}), CONFIG: {"model_type": "llama"}}
         write(folder, {**files, "src/tokenizer.json": {"tokens": []}})
-        chosen = choose_recipe(recipe, RecipeOptions(codec=codec))
+        chosen = choose_recipe(recipe, Options(codec=codec))
         quantize(folder / "src", folder / "master", chosen, threads=1, **options)
         shutil.rmtree(folder / "src")
 
@@ -97,7 +97,7 @@ def _make_native_master(folder: Path) -> None:
     """A weight of two chunks, and one of one."""
     weights = {UP: normal(23, 90, 800), DOWN: normal(24, 40, 128), NORM: VECTOR}
     write(folder, {FILE: stored(weights), CONFIG: {"model_type": "llama"}})
-    options = QuantizeOptions(lossless=True)
+    options = Options(lossless=True)
     quantize(folder / "src", folder / "master", load_recipe("q5"), options=options)
     shutil.rmtree(folder / "src")
 

@@ -10,8 +10,8 @@ import pytest
 from commands import answer, invoke, refused
 from helpers import bf16, gaussian, write_checkpoint
 
+from pqweights.common.options import Options
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import Rule
 
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
@@ -72,8 +72,8 @@ def test_manifest_states_options_as_rules(source: Path, tmp_path: Path) -> None:
 
 def test_library_takes_widths_by_pattern_as_a_mapping_or_as_pairs() -> None:
     widths = {"*q*": 6, "*": 3}
-    recipe = choose_recipe("q5", RecipeOptions(set_format=widths))
-    assert recipe == choose_recipe("q5", RecipeOptions(set_format=tuple(widths.items())))
+    recipe = choose_recipe("q5", Options(set_format=widths))
+    assert recipe == choose_recipe("q5", Options(set_format=tuple(widths.items())))
     assert recipe.overrides == (
         Rule(name=("*q*",), bits=6, reason="--set *q*=6"),
         Rule(name=("*",), bits=3, reason="--set *=3"),

@@ -10,10 +10,10 @@ import yaml
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import PlainTensor
+from pqweights.common.options import Options
 from pqweights.errors import OptionError, RecipeError
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.decisions import Decision, decide
-from pqweights.planning.options import RecipeOptions
 from pqweights.planning.recipe import (
     Goal,
     Recipe,
@@ -257,7 +257,7 @@ def test_with_bits_replaces_only_the_default() -> None:
     recipe = parse_recipe(
         "{bits: 5, rules: [{role: mlp, bits: 8}, {role: attention, codec: hadamard-lloyd-max}]}", "a.yaml"
     )
-    changed = choose_recipe(recipe, RecipeOptions(bits=3))
+    changed = choose_recipe(recipe, Options(bits=3))
     assert (changed.bits, changed.rules, changed.name) == (3, recipe.rules, recipe.name)
     expected = {"mlp": 8, "attention": 3, "embedding": 3, "expert": 3, "lm_head": 3}
     tensors = [tensor(name, shape) for name, shape in SHAPES.items()]
@@ -291,9 +291,9 @@ def test_target_of_a_recipe_parses_and_round_trips(text: str, target: Goal | Non
 def test_options_override_the_target_of_the_recipe() -> None:
     recipe = parse_recipe("target_size: 9GB", "a.yaml")
     assert choose_recipe(recipe) == recipe
-    assert choose_recipe(recipe, RecipeOptions(target_bpw=3)).goal == Goal(bits_per_weight=3.0)
+    assert choose_recipe(recipe, Options(target_bpw=3)).goal == Goal(bits_per_weight=3.0)
     with pytest.raises(OptionError, match="leave `bits` out"):
-        choose_recipe(recipe, RecipeOptions(bits=4))
+        choose_recipe(recipe, Options(bits=4))
 
 
 def test_only_bit_widths_without_a_rule_are_free() -> None:

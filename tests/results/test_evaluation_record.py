@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from pqweights.checkpoint.source import open_local
 from pqweights.common.documents import as_json
 from pqweights.errors import MasterError, OutputError
-from pqweights.results.evaluation_record import Figure, find_place, read_records, write_record
+from pqweights.results.evaluation_record import Figure, read_records, result_folder_of, write_record
 from pqweights.results.verify import verify
 from pqweights.runtime.report import make_record
 
@@ -138,7 +138,7 @@ def test_records_of_another_result_are_ignored_and_dropped(recorded: Path, work:
 def test_what_is_recorded_and_for_which_result(copy: Callable[[str], Path]) -> None:
     """Names without folders, figures that are not finite, and only the result that was evaluated."""
     folder = copy("q3")
-    place = find_place(folder)
+    place = result_folder_of(folder)
     assert place is not None
     report = evaluate([folder], TEXT, window=64, name="/some/where/words.txt")
     record = make_record(report, report.rows[0], TEXT, reference="ORG/NAME")
@@ -155,11 +155,11 @@ def test_what_is_recorded_and_for_which_result(copy: Callable[[str], Path]) -> N
 
 def test_foreign_checkpoints_and_links_get_no_record(work: Path, copy: Callable[[str], Path]) -> None:
     """A folder in the cache of the Hub consists of links to blobs."""
-    assert find_place(work / "source") is None
+    assert result_folder_of(work / "source") is None
     folder = copy("q3")
     (folder / "pqweights.json").rename(folder.parent / "blob")
     (folder / "pqweights.json").symlink_to(folder.parent / "blob")
-    assert find_place(folder) is None
+    assert result_folder_of(folder) is None
 
 
 CHANGES: dict[str, list[Any]] = {

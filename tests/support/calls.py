@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.calibrate import sensitivity as measuring
-from pqweights.calibrate.options import EvaluationOptions
+from pqweights.common.options import Options
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.convert import convert
 from pqweights.convert.scales import AwqScales
 from pqweights.convert.task import RewriteReport, RunOptions
-from pqweights.planning.options import ExportOptions, QuantizeOptions
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.publish import card
-from pqweights.publish.options import CardOptions
+from pqweights.publish.options import PublishOptions
 from pqweights.runtime import evaluation
+from pqweights.runtime.options import EvaluationOptions
 from pqweights.runtime.report import EvaluationReport
 from pqweights.storage import open_store
 from pqweights.targets import exporting, master
@@ -30,10 +30,10 @@ def options_of(kind: Any, keywords: dict[str, Any]) -> Any:
     return kind(**{field.name: keywords.pop(field.name) for field in fields(kind) if field.name in keywords})
 
 
-def quantize_options(keywords: dict[str, Any]) -> QuantizeOptions:
+def quantize_options(keywords: dict[str, Any]) -> Options:
     if "max_shard_bytes" in keywords:
         keywords["max_shard_size"] = keywords.pop("max_shard_bytes")
-    options: QuantizeOptions = options_of(QuantizeOptions, keywords)
+    options: Options = options_of(Options, keywords)
     return options
 
 
@@ -52,9 +52,7 @@ def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> Conver
     return master.plan_quantize(source, recipe, options, learned)
 
 
-def export(
-    source: Path, out: str | Path, target: str, options: ExportOptions = ExportOptions(), **keywords: Any
-) -> RewriteReport:
+def export(source: Path, out: str | Path, target: str, options: Options = Options(), **keywords: Any) -> RewriteReport:
     run, store = options_of(RunOptions, keywords), open_store(out)
     if "max_shard_bytes" in keywords:
         keywords["max_shard_size"] = keywords.pop("max_shard_bytes")
@@ -73,12 +71,12 @@ def make_card(
     revision: str | None = None,
     **cards: str | None,
 ) -> card.Card:
-    asked = CardOptions(repository=repository, base_model=base_model, revision=revision)
+    asked = PublishOptions(repository=repository, base_model=base_model, revision=revision)
     return card.make_card(folder, asked, **cards)
 
 
 def write_card(folder: Path, repository: str | None = None) -> card.Card:
-    return card.write_card(folder, CardOptions(repository=repository))
+    return card.write_card(folder, PublishOptions(repository=repository))
 
 
 def evaluate(models: Sequence[Path], text: str, name: str = "the text", **keywords: Any) -> EvaluationReport:
@@ -88,7 +86,7 @@ def evaluate(models: Sequence[Path], text: str, name: str = "the text", **keywor
 def measure_sensitivity(
     source: Path, recipe: Recipe, text: Path, work: Path | None = None, tokens: int = 2048, **keywords: Any
 ) -> Sensitivity:
-    asked = QuantizeOptions(calibrate=text, calibration_tokens=tokens)
+    asked = Options(calibrate=text, calibration_tokens=tokens)
     with tempfile.TemporaryDirectory() as folder:
         keywords = {"threads": 1, "progress": lambda *_: None, **keywords}
         return measuring.measured(source, work or Path(folder), recipe, asked, **keywords)

@@ -24,9 +24,9 @@ from shared import skip_flushes
 from pqweights.checkpoint import shard_file
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
+from pqweights.common.options import SELF, Options
 from pqweights.convert import jobs, shard
 from pqweights.convert.task import RewriteReport
-from pqweights.planning.options import SELF, ExportOptions
 from pqweights.planning.recipe import load_recipe
 from pqweights.targets import linear
 
@@ -224,14 +224,14 @@ def run_command(command: dict[str, Any], out: Path | str, threads: int = 2) -> R
         if "scales" in options:
             options["learned"] = learned_scales(Path(options.pop("scales")))
         return quantize(Path(command["quantize"]), out, recipe, threads=threads, **options)
-    asked = {field.name: options.pop(field.name) for field in fields(ExportOptions) if field.name in options}
+    asked = {field.name: options.pop(field.name) for field in fields(Options) if field.name in options}
     if "inputs" in options:
         asked["calibrate"] = SELF
     source = Path(options.pop("original", command["export"]))  # in place of the master
     target = options.pop("target")
     packed = narrow_layers_packed() if options.pop("narrow_layers_packed", False) else contextlib.nullcontext()
     with packed:
-        return export(source, out, target, ExportOptions(**asked), threads=threads, **options)
+        return export(source, out, target, Options(**asked), threads=threads, **options)
 
 
 def small_chunks() -> None:

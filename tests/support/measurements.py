@@ -8,7 +8,7 @@ from typing import Any
 
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.writer import sha256_of_file
-from pqweights.results.evaluation_record import EvaluationRecord, Figure, Place, RecordedDivergence, write_record
+from pqweights.results.evaluation_record import EvaluationRecord, Figure, RecordedDivergence, ResultFolder, write_record
 
 
 def record(kl: float | None, **changes: Any) -> EvaluationRecord:
@@ -49,5 +49,5 @@ def _divergence(kl: float) -> RecordedDivergence:
 def measure(folder: Path, divergences: Mapping[str | None, float | None], **changes: Any) -> None:
     """Record a divergence for each type or format of a result; the key of a result with one type is None."""
     for part, kl in divergences.items():
-        place = Place(folder, sha256_of_file(folder / MANIFEST_FILE), part)
+        place = ResultFolder(folder, sha256_of_file(folder / MANIFEST_FILE), part)
         write_record(place, record(kl, **changes))

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +20,31 @@ from cards import blocks, facts
 from commands import answer, done, invoke, refused
 from helpers import read_all
 
-from pqweights.convert.conversion import Conversion, make_plan
+from pqweights.checkpoint.source import Checkpoint
+from pqweights.common.options import Options
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import OptionError
-from pqweights.planning.options import ExportOptions
-from pqweights.planning.plan import DEFAULT_METADATA, Safetensors
+from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.results.verify import verify
 from pqweights.targets import ALIASES, EXPORTS, bf16
-from pqweights.targets.target import TRANSFORMERS, ExportSource, ExportTarget, FormatChoice
+from pqweights.targets.integers import Assignment
+from pqweights.targets.target import TRANSFORMERS, ExportTarget, FormatChoice, Settings
 
 NAME, LABEL_KEY = "test-labelled", "test_label"
 SUMMARY = "a target of the tests; --mode TEXT is written into every shard"
 
 
-def read_options(options: ExportOptions) -> str:
+def read_options(options: Options) -> Settings:
     if options.mode == "":
         raise OptionError("--mode: expected a text, found an empty one")
-    return options.mode or "none"
+    label = options.mode or "none"
+    return Settings(stated={"target": NAME, "mode": label}, assign=partial(assign, label))
 
 
-def plan(source: ExportSource, label: str) -> Conversion:
+def assign(label: str, checkpoint: Checkpoint, name: str | None) -> Assignment:
     """BF16 shards with a label."""
-    made, container = bf16.plan(source, "bf16"), Safetensors({"": {**DEFAULT_METADATA, LABEL_KEY: label}})
-    labelled = make_plan(made.checkpoint, made.plan.tensors, container, source.max_shard_bytes)
-    return replace(made, made_by={"target": NAME, "mode": label}, plan=labelled)
+    plain = bf16.read_options(Options()).assign(checkpoint, name)
+    return replace(plain, metadata={**DEFAULT_METADATA, LABEL_KEY: label})
 
 
 def load_section(made_by: Mapping[str, Any], model: Any) -> list[str]:
@@ -55,11 +57,10 @@ TARGET = ExportTarget(
     tags=("test-tag", "another-tag"),
     options=("mode",),
     read_options=read_options,
-    plan=plan,
-    check=lambda master, label: None,
+    check=lambda checkpoint: None,
     load_section=load_section,
     library="test-library",
-    choices=(FormatChoice("first label", ExportOptions(mode="first"), 16),),
+    choices=(FormatChoice("first label", Options(mode="first"), 16),),
 )
 
 

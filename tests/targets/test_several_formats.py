@@ -178,13 +178,13 @@ def test_formats_and_bits_cannot_both_be_several(base: Path, tmp_path: Path) -> 
 def test_formats_that_hold_other_tensors_are_refused(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assign = vllm.VllmFormat.assign
+    assign = vllm._assign
 
-    def without_one(self: vllm.VllmFormat, checkpoint: Any) -> Any:
-        whole = assign(self, checkpoint)
-        return replace(whole, tensors=whole.tensors[1:]) if self.name == "fp8" else whole
+    def without_one(name: str, *others: Any) -> Any:
+        whole = assign(name, *others)
+        return replace(whole, tensors=whole.tensors[1:]) if name == "fp8" else whole
 
-    monkeypatch.setattr(vllm.VllmFormat, "assign", without_one)
+    monkeypatch.setattr(vllm, "_assign", without_one)
     line = refused("export", base / "source", tmp_path / "out", "-t", "vllm", "--format", "w4a16,fp8", code=2)
     assert "--format fp8" in line and not (tmp_path / "out").exists()
 

@@ -20,15 +20,14 @@ from pqweights.checkpoint.gguf.drafts import name_behind
 from pqweights.checkpoint.gguf.regrouped import of_layer, rows_of_parts
 from pqweights.checkpoint.gguf.tensors import NUMBERS, known_name, tensor_in_file
 from pqweights.checkpoint.gguf.views import (
+    IN_FLOAT32,
+    ComputedTensor,
     ConstantTensor,
-    DecayTensor,
     InterleavedTensor,
     NumbersTensor,
-    OffsetTensor,
     PaddedTensor,
     RenamedTensor,
     ReorderedTensor,
-    ScaledTensor,
 )
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor
@@ -173,12 +172,10 @@ def _unchanged(view: RenamedTensor, held: LogicalTensor) -> LogicalTensor:
         half, heads = view.head_rows // 2, view.shape[0] // view.head_rows
         runs = [(head * 2 * half + side, 2, half) for head in range(heads) for side in range(2)]
         return _rows(source.name, source.shape, held, runs)
-    if isinstance(view, OffsetTensor):
-        return OffsetTensor.of(source.name, held, offset=-view.offset, dtype="F32", plain_dtype="F32")
-    if isinstance(view, ScaledTensor):
-        return ScaledTensor.of(source.name, held, factors=np.float32(1) / view.factors)
-    if isinstance(view, DecayTensor):
-        return DecayTensor.of(source.name, held, dtype="F32", plain_dtype="F32", shape=source.shape, rates=False)
+    if isinstance(view, ComputedTensor):
+        fields = IN_FLOAT32 if view.dtype == "F32" else {}
+        undone = {"compute": view.undo, "undo": view.compute}
+        return ComputedTensor.of(source.name, held, shape=source.shape, **fields, **undone)
     if isinstance(view, ReorderedTensor):
         rows = _matrix(held, math.prod(source.shape[:-1]))
         return ReorderedTensor.of(source.name, rows, order=np.argsort(view.order), shape=source.shape)

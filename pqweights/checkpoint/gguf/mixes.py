@@ -258,11 +258,11 @@ def diffusion_type(mix: Mix, name: str) -> str:
     return next((type_ for of, layers, type_ in others if of == role and LAYERS[layers](block, _NO_SHAPE)), mix.type)
 
 
-def find_mix(asked: str) -> Mix:
+def find_mix(given: str) -> Mix:
     """Return the mix of a name, in whatever case. Raises OptionError for an unknown one; it names the nearest."""
-    name = asked.upper()
+    name = given.upper()
     if name not in MIXES and name not in ALIASES:
-        raise OptionError(f"`type` {asked}: {instead(name, [*MIXES, *ALIASES])}")
+        raise OptionError(f"`type` {given}: {instead(name, [*MIXES, *ALIASES])}")
     return MIXES[ALIASES.get(name, name)]
 
 

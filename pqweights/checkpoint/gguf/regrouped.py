@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,13 +24,8 @@ from pqweights.models.settings import Settings
 from pqweights.models.traits import Trait
 
 T = TypeVar("T")
-
-
-class NamedTensor(NamedTuple):
-    """A tensor with the name that the gguf package knows it by. reads: the tensor, still under its own name."""
-
-    name: str
-    reads: LogicalTensor
+# A tensor, still under its own name, behind the name that the gguf package knows it by.
+NamedTensor = tuple[str, LogicalTensor]
 
 
 def of_layer(name: str, known: Mapping[str, T]) -> T | None:
@@ -43,14 +38,14 @@ def of_layer(name: str, known: Mapping[str, T]) -> T | None:
 def cut(tensors: Iterator[NamedTensor], settings: Settings) -> Iterator[NamedTensor]:
     """Yield the tensors, with several in the place of each one that llama.cpp holds in parts."""
     cache = MatrixCache()
-    for tensor in tensors:
-        match, cut = LAYER.fullmatch(tensor.name), of_layer(tensor.name, settings.architecture.cuts)
+    for known, tensor in tensors:
+        match, cut = LAYER.fullmatch(known), of_layer(known, settings.architecture.cuts)
         if match is None or cut is None:
-            yield tensor
+            yield known, tensor
             continue
         for part in cut.parts:
             name = f"{match[1]}{match[2]}.{part}.weight"
-            yield NamedTensor(name, replace(_part(tensor.reads, cut, part, settings, cache), name=name))
+            yield name, replace(_part(tensor, cut, part, settings, cache), name=name)
 
 
 def _part(source: LogicalTensor, cut: Cut, part: str, settings: Settings, cache: MatrixCache) -> MovedTensor:
@@ -77,18 +72,18 @@ def with_experts_stacked(tensors: Sequence[NamedTensor], settings: Settings) -> 
     """Yield the tensors, with one for all experts in the place of the first expert's."""
     cache = MatrixCache()
     experts: dict[str, dict[int, LogicalTensor]] = {}
-    for tensor in tensors:
-        if match := OF_EXPERT.fullmatch(tensor.name) or OF_ALTUP.fullmatch(tensor.name):
-            experts.setdefault(f"{match['layer']}.{match['matrix']}", {})[int(match["expert"])] = tensor.reads
-    for tensor in tensors:
-        if match := OF_EXPERT.fullmatch(tensor.name) or OF_ALTUP.fullmatch(tensor.name):
+    for known, tensor in tensors:
+        if match := OF_EXPERT.fullmatch(known) or OF_ALTUP.fullmatch(known):
+            experts.setdefault(f"{match['layer']}.{match['matrix']}", {})[int(match["expert"])] = tensor
+    for known, tensor in tensors:
+        if match := OF_EXPERT.fullmatch(known) or OF_ALTUP.fullmatch(known):
             name = f"{match['layer']}.{match['matrix']}"
             if name in experts:
-                yield NamedTensor(name, _stacked(name, experts.pop(name), settings, cache))
-        elif match := STACKED_EXPERTS.fullmatch(tensor.name):
-            yield from _parts_of_stack(tensor.reads, match, settings, cache)
+                yield name, _stacked(name, experts.pop(name), settings, cache)
+        elif match := STACKED_EXPERTS.fullmatch(known):
+            yield from _parts_of_stack(tensor, match, settings, cache)
         else:
-            yield tensor
+            yield known, tensor
 
 
 def _stacked(name: str, experts: dict[int, LogicalTensor], settings: Settings, cache: MatrixCache) -> MovedTensor:
@@ -133,9 +128,7 @@ def _parts_of_stack(
         columns = range(inner)
         if is_bias or transposed:  # outputs lie side by side
             segments, columns = [Segment(tensor=tensor, first=0, count=math.prod(expected[:-1]))], rows
-        yield NamedTensor(
-            name, MovedTensor.of(name, shape, segments, columns=columns, transposed=transposed, cache=cache)
-        )
+        yield name, MovedTensor.of(name, shape, segments, columns=columns, transposed=transposed, cache=cache)
 
 
 def rows_of_parts(down: bool, outputs: int, architecture: Architecture) -> list[tuple[str, range]]:

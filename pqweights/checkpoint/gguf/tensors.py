@@ -27,13 +27,13 @@ from pqweights.checkpoint.gguf.regrouped import (
 from pqweights.checkpoint.gguf.rope import Factors
 from pqweights.checkpoint.gguf.views import (
     ConstantTensor,
-    DecayTensor,
     InterleavedTensor,
     NumbersTensor,
-    OffsetTensor,
     PaddedTensor,
     RenamedTensor,
-    ScaledTensor,
+    decay_rates,
+    one_added,
+    rows_scaled,
 )
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.structure import counts_drafts
@@ -80,15 +80,15 @@ def gguf_tensors(
     held: dict[str, LogicalTensor] = {
         name: ConstantTensor(name=name, shape=values.shape, values=values) for name, values in factors.items()
     }
-    for tensor in cut(with_experts_stacked(kept, settings), settings):
-        tensor_type, name, own = tensor_in_file(tensor.name, settings, names)
+    for known, tensor in cut(with_experts_stacked(kept, settings), settings):
+        tensor_type, name, own = tensor_in_file(known, settings, names)
         biases = settings.architecture.biases | NAMED_BIASES
         if not tensor_type or (not own and name.endswith(".bias") and tensor_type not in biases):
             raise ExportError(
-                f"tensor {tensor.reads.name!r}: llama.cpp's {settings.architecture.name.lower()} models have no such "
+                f"tensor {tensor.name!r}: llama.cpp's {settings.architecture.name.lower()} models have no such "
                 "tensor; if the model computes nothing with it, leave it out (`leave_out`)"
             )
-        held[name] = _view(tensor, tensor_type, name, settings)
+        held[name] = _view(known, tensor, tensor_type, name, settings)
     inputs, rows = held.get("per_layer_token_embd.weight"), settings.get("vocab_size")
     if inputs is not None and isinstance(rows, int) and inputs.shape[0] < rows:  # those of images and sound have none
         held[inputs.name] = PaddedTensor.of(inputs.name, inputs, shape=(rows, *inputs.shape[1:]))
@@ -130,7 +130,7 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
         elif not drafts and ((wrapped and not inner and name != HEAD) or tower_of(tensor.name)):
             left_out[tensor.name] = "not part of the text model"
         else:
-            kept.append(NamedTensor(known_name(behind or name, settings.architecture.modules), tensor))
+            kept.append((known_name(behind or name, settings.architecture.modules), tensor))
     return kept, left_out
 
 
@@ -186,9 +186,14 @@ def _own_tensor(name: str, tensors: Mapping[str, str]) -> tuple[str, str] | None
     return (re.sub(r"\.(weight|bias)$", "", own).upper(), block + own) if own else None
 
 
-def _view(tensor: NamedTensor, tensor_type: str, name: str, settings: Settings) -> LogicalTensor:
-    """The tensor as the file holds it. tensor_type: its name in gguf.MODEL_TENSOR."""
-    architecture, reads = settings.architecture, tensor.reads
+def _view(known: str, reads: LogicalTensor, tensor_type: str, name: str, settings: Settings) -> LogicalTensor:
+    """Return a tensor as the file holds it.
+
+    known: the name that the gguf package knows it by
+    tensor_type: its name in gguf.MODEL_TENSOR
+    name: its name in the file
+    """
+    architecture = settings.architecture
     if architecture.first_position and tensor_type == "POS_EMBD":
         reads = rows_from(unused_positions(settings), reads)
     if reads.dtype == "I64" and tensor_type.endswith(NUMBERS):
@@ -201,22 +206,22 @@ def _view(tensor: NamedTensor, tensor_type: str, name: str, settings: Settings) 
     _check_shape(reads, tensor_type, settings)
     if (shape := _shape_in_file(reads, tensor_type, name, settings)) != reads.shape:
         reads = RenamedTensor.of(name, reads, shape=shape)
-    if (tiled := of_layer(tensor.name, architecture.tiled)) is not None:
+    if (tiled := of_layer(known, architecture.tiled)) is not None:
         reads = with_tiled_heads(name, reads, tiled, settings)
-    if (scaled := of_layer(tensor.name, architecture.scaled)) is not None:
+    if (scaled := of_layer(known, architecture.scaled)) is not None:
         sizes = [settings.number(size) for size in scaled.blocks] or [math.prod(reads.shape[:-1])]
         factors = np.repeat(np.array([settings.factor(by) for by in scaled.by], dtype=np.float32), sizes)
         if len(factors) != math.prod(reads.shape[:-1]):
             raise ExportError(f"tensor {reads.name!r}: expected {len(factors)} rows, as config.json has it")
-        return ScaledTensor.of(name, reads, factors=factors)
+        return rows_scaled(name, reads, factors)
     if tensor_type == "SSM_A":
-        return DecayTensor.of(name, reads, dtype="F32", plain_dtype="F32")
+        return decay_rates(name, reads)
     if architecture.interleaved and tensor_type in ("ATTN_Q", "ATTN_K"):
         return InterleavedTensor.of(name, reads, head_rows=settings.number("head_dim"))
     is_norm = tensor_type.endswith("NORM") and tensor_type not in NEVER_CENTRED
     if Trait.ZERO_CENTRED_NORMS in settings.model.traits and is_norm:
         # llama.cpp adds nothing to the weights. In float32, as exact as the model's own sum.
-        return OffsetTensor.of(name, reads, offset=1.0, dtype="F32", plain_dtype="F32")
+        return one_added(name, reads)
     if isinstance(reads, MovedTensor | RenamedTensor):
         return replace(reads, name=name)
     return RenamedTensor.of(name, reads)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.settings import value_of
 from pqweights.checkpoint.gguf.tokens import read_tokenizer
-from pqweights.checkpoint.gguf.views import InterleavedTensor, OffsetTensor, RenamedTensor, ReorderedTensor
+from pqweights.checkpoint.gguf.views import InterleavedTensor, RenamedTensor, ReorderedTensor, one_added
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_json_object
@@ -199,7 +199,7 @@ def views_of_tower(
     elif tower.class_first and known == "v.position_embd.weight":
         yield _rows(known, tensor, np.roll(np.arange(math.prod(tensor.shape[:-1])), -1))
     elif tower.offset and name.startswith(tower.offset):
-        yield OffsetTensor.of(known, tensor, offset=1.0, dtype="F32", plain_dtype="F32")
+        yield one_added(known, tensor)
     else:
         yield RenamedTensor.of(known, tensor, shape=_shape(known, tensor.shape, tower))
 

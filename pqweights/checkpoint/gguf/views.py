@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +18,7 @@ from pqweights.checkpoint.views import MovedTensor, ReadTogether, Segment, View,
 from pqweights.common.dtypes import convert, item_bytes
 from pqweights.kernels.workers import scratch
 
+IN_FLOAT32 = {"dtype": "F32", "plain_dtype": "F32"}
 WHOLE_NUMBERS = {"I64": np.int64, INTEGERS: np.int32}
 
 
@@ -139,13 +142,20 @@ class InterleavedTensor(RenamedTensor):
         return pairs
 
 
+# Computes values in place, which are the elements of a tensor from a place on.
+Computation = Callable[[npt.NDArray[np.float32], int], None]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ComputedTensor(RenamedTensor):
-    """A tensor of values that are computed from those of the source, in float32."""
+    """A tensor of values that are computed from those of the source, in float32.
 
-    def compute(self, values: npt.NDArray[np.float32], start: int) -> None:
-        """Compute values in place from those of the source, which are its elements from `start` on."""
-        raise NotImplementedError
+    compute: what computes them
+    undo: what computes the source's from them
+    """
+
+    compute: Computation
+    undo: Computation
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Read elements of the source, and compute those of this tensor."""
@@ -156,40 +166,37 @@ class ComputedTensor(RenamedTensor):
         out[: count * item_bytes(dtype)] = raw if dtype == "F32" else convert(raw, "F32", dtype)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class OffsetTensor(ComputedTensor):
-    """A tensor with a number added to all its values."""
-
-    offset: float
-
-    def compute(self, values: npt.NDArray[np.float32], start: int) -> None:
-        """Add the number."""
-        values += np.float32(self.offset)
+def one_added(name: str, source: LogicalTensor) -> ComputedTensor:
+    """Return a tensor with 1 added to all its values, in float32."""
+    return ComputedTensor.of(name, source, **IN_FLOAT32, compute=partial(_add, 1.0), undo=partial(_add, -1.0))
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ScaledTensor(ComputedTensor):
-    """A matrix with each row multiplied by a number. factors: [rows] f32"""
-
-    factors: npt.NDArray[np.float32]
-
-    def compute(self, values: npt.NDArray[np.float32], start: int) -> None:
-        """Multiply the rows."""
-        values *= self.factors[np.arange(start, start + len(values)) // self.shape[-1]]
+def _add(number: float, values: npt.NDArray[np.float32], start: int) -> None:
+    values += np.float32(number)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class DecayTensor(ComputedTensor):
-    """The rates of decay of a state space model, -exp(A), of which the checkpoint holds A.
+def rows_scaled(name: str, source: LogicalTensor, factors: npt.NDArray[np.float32]) -> ComputedTensor:
+    """Return a matrix with each row multiplied by a number. factors: [rows] f32"""
+    width = source.shape[-1]
+    undo = partial(_scale_rows, np.float32(1) / factors, width)
+    return ComputedTensor.of(name, source, compute=partial(_scale_rows, factors, width), undo=undo)
 
-    rates: whether it is these, and the source A; else the other way round
-    """
 
-    rates: bool = True
+def _scale_rows(factors: npt.NDArray[np.float32], width: int, values: npt.NDArray[np.float32], start: int) -> None:
+    values *= factors[np.arange(start, start + len(values)) // width]
 
-    def compute(self, values: npt.NDArray[np.float32], start: int) -> None:
-        """Compute the rates, or A."""
-        values[:] = -np.exp(values) if self.rates else np.log(-values)
+
+def decay_rates(name: str, source: LogicalTensor) -> ComputedTensor:
+    """Return the rates of decay of a state space model, -exp(A), of which the checkpoint holds A."""
+    return ComputedTensor.of(name, source, **IN_FLOAT32, compute=_rates, undo=_logarithms)
+
+
+def _rates(values: npt.NDArray[np.float32], start: int) -> None:
+    values[:] = -np.exp(values)
+
+
+def _logarithms(values: npt.NDArray[np.float32], start: int) -> None:
+    values[:] = np.log(-values)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

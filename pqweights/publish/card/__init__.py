@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pqweights.checkpoint.companions import LEADS_OUTSIDE, leads_outside
 from pqweights.checkpoint.config import MAX_CARD_BYTES
@@ -29,7 +28,7 @@ from pqweights.publish.card.old_card import (
     make_front_matter,
     read_old_card,
 )
-from pqweights.publish.options import CardOptions
+from pqweights.publish.options import PublishOptions
 from pqweights.results.evaluation_record import EvaluationRecord, read_records
 from pqweights.results.inspect import inspect
 from pqweights.results.offers import offers
@@ -85,7 +84,7 @@ class _Names:
 
 def make_card(
     folder: Path,
-    options: CardOptions = CardOptions(),
+    options: PublishOptions = PublishOptions(),
     *,
     old: str | None = None,
     pushed: str | None = None,
@@ -158,7 +157,7 @@ def make_card(
     )
 
 
-def _target(manifest: Manifest) -> ExportTarget[Any] | None:
+def _target(manifest: Manifest) -> ExportTarget | None:
     """Return the target of an export, or None for a master."""
     if manifest.kind == "master":
         return None
@@ -169,7 +168,7 @@ def _target(manifest: Manifest) -> ExportTarget[Any] | None:
     return get_target(name)
 
 
-def _choose_names(manifest: Manifest, options: CardOptions, here: OldCard, there: OldCard) -> _Names:
+def _choose_names(manifest: Manifest, options: PublishOptions, here: OldCard, there: OldCard) -> _Names:
     """Return the names of a card, from what is asked for, the manifest and the old cards."""
     base_model, named = options.base_model, manifest.model.get("id")
     if None not in (base_model, named) and base_model != named:
@@ -208,7 +207,7 @@ def _head(
     return front_matter + generated_comment(repository=names.on_hub, branch=names.branch, written=written)
 
 
-def _library(target: ExportTarget[Any] | None, model: LoadableModel) -> str | None:
+def _library(target: ExportTarget | None, model: LoadableModel) -> str | None:
     """Return library_name of the front matter, if there is one; target is None for a master."""
     if target is not None and target.library is not None:
         return target.library
@@ -217,7 +216,7 @@ def _library(target: ExportTarget[Any] | None, model: LoadableModel) -> str | No
     return "pqweights" if target is None else None
 
 
-def _title(names: _Names, target: ExportTarget[Any] | None, manifest: Manifest) -> str:
+def _title(names: _Names, target: ExportTarget | None, manifest: Manifest) -> str:
     if names.on_hub is not None:
         return names.on_hub.rpartition("/")[2]
     bits = figures.main_bits(manifest)
@@ -259,7 +258,7 @@ def card_text(data: bytes) -> str:
         raise ValueError(f"expected UTF-8 text, found an invalid byte at offset {error.start}") from None
 
 
-def write_card(folder: Path, options: CardOptions = CardOptions()) -> Card:
+def write_card(folder: Path, options: PublishOptions = PublishOptions()) -> Card:
     """Write or refresh the card of a folder.
 
     Raises what make_card raises, and OutputError if the folder cannot be written.

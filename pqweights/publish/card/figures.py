@@ -86,7 +86,7 @@ def choice(offered: Sequence[Offer]) -> list[str]:
     meaning += f" Of those that fit, take the one with the {'lowest KL' if has_kl else 'lowest error'}."
     if measured:
         meaning += f" Measured on {code(measured[0].text)}, {measured[0].scored_tokens} tokens scored; see Evaluation."
-    lines = [table([*titles, "memory"], rows, [place for place, is_number in enumerate(right) if is_number]), meaning]
+    lines = [table([*titles, "memory"], rows, [column for column, is_number in enumerate(right) if is_number]), meaning]
     if kl_picture(offered) is not None:
         lines.append(f"![KL divergence against size: the figures are those of the table]({PICTURE_FILE})")
     return lines
@@ -198,8 +198,8 @@ def evaluation(records: Sequence[EvaluationRecord], manifest: Manifest) -> list[
     right = [0, *range(len(titles) - 1, len(titles) + 4 * compared)]
     titles += ["change", "KL mean (nats)", "KL 99%", "top-1 agreement"] if compared else []
     rows = [
-        [str(place), *([words(record.part or "")] if has_parts else []), *_cells(record, compared)]
-        for place, record in enumerate(records, start=1)
+        [str(row), *([words(record.part or "")] if has_parts else []), *_cells(record, compared)]
+        for row, record in enumerate(records, start=1)
     ]
     meaning = "The figure after ± is the standard error over windows."
     if compared:
@@ -207,7 +207,7 @@ def evaluation(records: Sequence[EvaluationRecord], manifest: Manifest) -> list[
             " The change is that of the perplexity, paired by window. KL is KL(reference, model) of the next token; "
             "top-1 agreement is the share of tokens for which both rank the same token first."
         )
-    protocols = [f"{place}. {_protocol(record, original)}" for place, record in enumerate(records, start=1)]
+    protocols = [f"{row}. {_protocol(record, original)}" for row, record in enumerate(records, start=1)]
     return [table(titles, rows, right), meaning, "\n".join(protocols)]
 
 

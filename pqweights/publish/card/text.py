@@ -13,11 +13,11 @@ from typing import Any
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Origin
 from pqweights.common.markdown import code, fenced, table, words
+from pqweights.common.options import IMATRIX, Options
 from pqweights.common.units import counted, size_text
 from pqweights.convert.manifest import Manifest, manifest_beside, shards_of
 from pqweights.convert.records import figures_by_type
 from pqweights.formats import MASTER_CODECS
-from pqweights.planning.options import IMATRIX, ExportOptions
 from pqweights.planning.plan import INTEGER
 from pqweights.planning.recipe import load_recipe, recipe_names
 from pqweights.publish.card.figures import is_lossless
@@ -54,9 +54,7 @@ def opening(inspection: Inspection, base_model: str | None) -> list[str]:
     made = "packed without loss" if is_lossless(manifest) else "that are quantized once"
     what = f"This is a *master*: weights {made} and then exported to the formats that runtimes load."
     if manifest.kind != "master":
-        options = {
-            name: value for name, value in manifest.made_by.items() if name in ExportOptions.__dataclass_fields__
-        }
+        options = {name: value for name, value in manifest.made_by.items() if name in Options.__dataclass_fields__}
         options = {name: value.get("kind") if isinstance(value, dict) else value for name, value in options.items()}
         shown = [
             f", {name.replace('_', ' ')} {code(as_text(value))}" for name, value in options.items() if value is not None
@@ -131,7 +129,7 @@ def _link(repository: str) -> str:
 PACKED = "packed=True keeps them packed in memory (inference only)"
 
 
-def loading(target: ExportTarget[Any] | None, manifest: Manifest, model: LoadableModel) -> list[str]:
+def loading(target: ExportTarget | None, manifest: Manifest, model: LoadableModel) -> list[str]:
     """Return the paragraphs and code blocks of the section on loading. target: None for a master"""
     branch = [] if model.branch is None else [f"It is on the branch {code(model.branch)}, which the commands name."]
     if target is not None and (results := manifest.made_by.get("results")):
@@ -141,9 +139,7 @@ def loading(target: ExportTarget[Any] | None, manifest: Manifest, model: Loadabl
     return branch + _load_master(model, "" if is_lossless(manifest) else PACKED)
 
 
-def _load_one_of(
-    target: ExportTarget[Any], results: Mapping[str, Mapping[str, Any]], model: LoadableModel
-) -> list[str]:
+def _load_one_of(target: ExportTarget, results: Mapping[str, Mapping[str, Any]], model: LoadableModel) -> list[str]:
     """Return how to load one of several formats, each of which is a folder. results: their options"""
     first, where, fetch = next(iter(results)), model.location, []
     if is_repository_id(where):

@@ -20,7 +20,7 @@ from pqweights.checkpoint.master import is_master
 from pqweights.checkpoint.names import CONFIG_FILE, QUANT_METHOD
 from pqweights.checkpoint.source import read_config
 from pqweights.common.advice import pip_install
-from pqweights.common.parameters import HubOptions
+from pqweights.common.options import Options
 from pqweights.convert.listed_files import check_weight_files
 from pqweights.errors import MissingDependencyError, OptionError, PqweightsWarning, SourceError
 from pqweights.runtime.loading import autoload
@@ -130,7 +130,7 @@ def _folder(path: str | os.PathLike[str], options: dict[str, Any]) -> Path:
         # True is the token with which the user logged in, which the Hub client finds itself. False, for no token, only
         # reaches transformers, for custom code.
         token = options.get("token")
-        hub = HubOptions(revision=options.get("revision"), token=token if isinstance(token, str) else None)
+        hub = Options(revision=options.get("revision"), token=token if isinstance(token, str) else None)
         folder = local_folder(path, hub).path
     if not folder.is_dir():
         raise SourceError(f"{folder}: no such folder; give a local folder, or ORG/NAME of a model on the Hub")
