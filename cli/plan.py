@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pqweights.planning.expected import Measured
     from pqweights.planning.fit import Fit
     from pqweights.planning.plan import TensorPlan
-    from pqweights.results.plan_report import HubTraffic, PlanReport
+    from pqweights.results.plan_report import PlanReport
     from pqweights.storage import Store
 
 COLUMNS = ["shape", "dtype", "action", "codec", "#bits", "#bytes"]
@@ -256,17 +256,17 @@ def _cells(tensor: TensorPlan) -> list[str]:
     return [shape, tensor.dtype, tensor.action, tensor.codec or "", str(tensor.bits or ""), str(tensor.bytes)]
 
 
-def _hub_lines(hub: HubTraffic | None, where: str) -> list[str]:
+def _hub_lines(hub: Mapping[str, Any], where: str) -> list[str]:
     """Return which commit was planned, and what fetching the source needs.
 
     where: what --low-disk keeps files in
     """
-    if hub is None:
+    if not hub:
         return []
     return [
-        f"fetching the source needs, in addition, {size_text(hub.source_bytes)} in the Hub's cache, or with --low-disk "
-        f"{size_text(hub.low_disk_bytes)} {where}",
-        f"planned from {hub.repository} at {hub.revision}",
+        f"fetching the source needs, in addition, {size_text(hub['source_bytes'])} in the Hub's cache, or with "
+        f"--low-disk {size_text(hub['low_disk_bytes'])} {where}",
+        f"planned from {hub['repository']} at {hub['revision']}",
     ]
 
 

@@ -572,7 +572,7 @@ class LayerwiseCalibration:
             states=self.states,
             threads=self.threads,
         )
-        return EncodedMatrix(codes, measured, float(known[f"{weight.label}:energy"]))
+        return codes, measured, float(known[f"{weight.label}:energy"])
 
 
 def _nothing() -> None:

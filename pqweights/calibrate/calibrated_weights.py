@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,25 +60,20 @@ class CalibratedWeight:
         self.place.of(parameters[self.place.matrix.parameter]).copy_(values.T if self.transposed else values)
 
 
-class EncodedMatrix(NamedTuple):
-    """What is known of a matrix that was encoded. of_all: the sum of g_i w_i H w_i over its rows"""
-
-    codes: ColumnCodes
-    measured: ColumnMeasures
-    of_all: float
+# The codes of a matrix, what was measured of them, and the sum of g_i w_i H w_i over its rows.
+EncodedMatrix = tuple[ColumnCodes, ColumnMeasures, float]
 
 
 def together(
     matrices: Sequence[EncodedMatrix], *, is_stack: bool, transposed: bool
 ) -> tuple[ColumnCodes, CodeMeasures]:
     """Return the codes of a tensor, and what was measured of all its matrices."""
-    codes = [matrix.codes.T if transposed else matrix.codes for matrix in matrices]
-    energy = sum(matrix.measured.energy for matrix in matrices)
-    of_all = sum(matrix.of_all for matrix in matrices)
+    codes = [of.T if transposed else of for of, _, _ in matrices]
+    energy, of_all = sum(measured.energy for _, measured, _ in matrices), sum(weighed for _, _, weighed in matrices)
     measures = CodeMeasures(
-        relative_mse=sum(matrix.measured.error for matrix in matrices) / energy if energy else 0.0,
+        relative_mse=sum(measured.error for _, measured, _ in matrices) / energy if energy else 0.0,
         energy=energy,
-        weighed_mse=sum(matrix.measured.weighed_error for matrix in matrices) / of_all if of_all else 0.0,
+        weighed_mse=sum(measured.weighed_error for _, measured, _ in matrices) / of_all if of_all else 0.0,
     )
     return ColumnCodes.stacked(codes) if is_stack else codes[0], measures
 

@@ -12,16 +12,16 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.gguf import gguf_package
+from pqweights.checkpoint.gguf.contents import GgufTensor
 from pqweights.checkpoint.gguf.file import MAGIC, open_gguf
 from pqweights.checkpoint.gguf.model import (
     ALIGNMENT,
-    GgufTensor,
     MetadataEntry,
     encode_header,
     model_tensors,
@@ -43,11 +43,8 @@ SHARED = ("output.weight", "token_embd.weight")
 MOST_BYTES = 1 << 31
 
 
-class Importances(NamedTuple):
-    """What a file says of one weight. squares: the mean square of each input, [matrices, K]; counts: tokens of each"""
-
-    squares: Floats
-    counts: npt.NDArray[np.float64]
+# What a file says of one weight: the mean square of each input, [matrices, K], and the tokens of each matrix.
+Importances = tuple[Floats, npt.NDArray[np.float64]]
 
 
 def read_imatrix(path: Path) -> dict[str, Importances]:
@@ -64,8 +61,8 @@ def read_imatrix(path: Path) -> dict[str, Importances]:
     importances = _of_gguf(path) if is_gguf else _of_list(path)
     if not importances:
         raise SourceError(f"{path}: expected importances of weights, found none")
-    for name, of in importances.items():
-        if not np.isfinite(of.squares).all() or (of.squares < 0).any() or not np.isfinite(of.counts).all():
+    for name, (squares, counts) in importances.items():
+        if not np.isfinite(squares).all() or (squares < 0).any() or not np.isfinite(counts).all():
             raise SourceError(f"{path}: {name!r}: expected mean squares, found numbers that are none")
     return importances
 
@@ -117,7 +114,7 @@ def _of_list(path: Path) -> dict[str, Importances]:
 
 def _importances(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.float64]) -> Importances:
     with np.errstate(invalid="ignore", over="ignore"):
-        return Importances((sums / np.where(counts > 0, counts, 1)[:, None]).astype(np.float32), counts)
+        return (sums / np.where(counts > 0, counts, 1)[:, None]).astype(np.float32), counts
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -144,16 +141,17 @@ class FileInputs:
         reads: dict[str, dict[int, int]] = {}
         is_transposed: dict[str, bool] = {}
         for name, tensor in tensors.items():
-            if (known := importances.get(name)) is None:
+            if name not in importances:
                 continue
+            known, tokens = importances[name]
             matrices, width = math.prod(tensor.shape[:-2]), tensor.shape[-1]
-            if known.squares.size != matrices * width:
+            if known.size != matrices * width:
                 raise SourceError(
                     f"{path}: {name!r}: it is of another model: expected {matrices} times {width} inputs, found "
-                    f"{known.squares.size}"
+                    f"{known.size}"
                 )
-            counts = np.broadcast_to(known.counts, (matrices,))
-            for number, values in enumerate(known.squares.reshape(matrices, width)):
+            counts = np.broadcast_to(tokens, (matrices,))
+            for number, values in enumerate(known.reshape(matrices, width)):
                 if counts[number] <= 0:
                     continue
                 for source, matrix, transposed in _read_by(tensor, number):

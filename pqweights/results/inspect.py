@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pqweights.checkpoint.gguf.contents import FILE_TYPES, FileTensor, GgufContents, MetadataList, MetadataValue
+from pqweights.checkpoint.gguf.contents import FILE_TYPES, GgufContents, GgufTensor, MetadataList, MetadataValue
 from pqweights.checkpoint.gguf.file import open_gguf
 from pqweights.checkpoint.storage import Storage
 from pqweights.convert.manifest import Manifest, read_manifest, shards_of
@@ -151,7 +151,7 @@ class GgufInspection:
     @functools.cached_property
     def types(self) -> tuple[TypeTotal, ...]:
         """The types of tensors, those with the most bytes first."""
-        by_type: dict[str, list[FileTensor]] = {}
+        by_type: dict[str, list[GgufTensor]] = {}
         for tensor in self.contents.tensors:
             by_type.setdefault(tensor.type, []).append(tensor)
         totals = (_total(name, tensors) for name, tensors in by_type.items())
@@ -202,7 +202,7 @@ def inspect_gguf(path: Path) -> GgufInspection:
     return GgufInspection(open_gguf(path))
 
 
-def _total(name: str, tensors: list[FileTensor]) -> TypeTotal:
+def _total(name: str, tensors: list[GgufTensor]) -> TypeTotal:
     weights = sum(tensor.weights for tensor in tensors)
     return TypeTotal(name, len(tensors), weights, sum(tensor.byte_count for tensor in tensors))
 

@@ -30,25 +30,6 @@ from pqweights.targets.possible import PossibleExport, possible_exports
 BEFORE_NAME = f'{{{LIST_ITEM}  "name": '
 
 
-@dataclass(frozen=True, kw_only=True)
-class HubTraffic:
-    """What quantizing a repository on the Hub fetches.
-
-    repository, revision: the repository, and the commit of the plan
-    source_bytes: the size of the repository's weight files
-    low_disk_bytes: the most of them that `low_disk` keeps at a time
-    """
-
-    repository: str
-    revision: str
-    source_bytes: int
-    low_disk_bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the key `hub` of plan --json."""
-        return asdict(self)
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlanReport:
     """What quantizing a checkpoint would do.
@@ -56,7 +37,8 @@ class PlanReport:
     plan: every output tensor and byte
     fit: how bit widths were chosen for a target; None without one
     needs: disk space and memory
-    hub: traffic with the Hub; None for a local source
+    hub: what is fetched of a source on the Hub: `repository`, `revision`, the commit of the plan, `source_bytes`, the
+        size of the weight files, and `low_disk_bytes`, the most of them that `low_disk` keeps at a time; else empty
     exports: what the result can be exported to
     expected: what about so many bits cost on the nearest model that was measured; empty if nothing alike was
     grids: how many weights lie on the grid of which format, and how many on none, by a sample; empty if none do
@@ -67,7 +49,7 @@ class PlanReport:
     plan: Plan
     fit: Fit | None
     needs: ResourceNeeds
-    hub: HubTraffic | None
+    hub: dict[str, Any]
     exports: tuple[PossibleExport, ...]
     expected: tuple[Measured, ...]
     grids: dict[str, int]
@@ -111,7 +93,7 @@ class PlanReport:
             **({} if self.memory is None else {"memory": self.memory.to_json()}),
             **({} if self.calibration is None else {"calibration": asdict(self.calibration)}),
             **({} if self.fit is None else {"fit": self.fit.to_json()}),
-            **({} if self.hub is None else {"hub": self.hub.to_json()}),
+            **({"hub": self.hub} if self.hub else {}),
         }
 
 
@@ -176,13 +158,13 @@ def report_plan(
     )
 
 
-def _traffic(checkpoint: Checkpoint) -> HubTraffic | None:
+def _traffic(checkpoint: Checkpoint) -> dict[str, Any]:
     storage = checkpoint.storage
     if storage.origin is None:
-        return None
-    return HubTraffic(
-        repository=storage.origin.id,
-        revision=storage.origin.revision,
-        source_bytes=checkpoint.weight_file_bytes,
-        low_disk_bytes=most_fetched(file_uses(checkpoint.tensors), storage.files(), LOW_DISK_FILES),
-    )
+        return {}
+    return {
+        "repository": storage.origin.id,
+        "revision": storage.origin.revision,
+        "source_bytes": checkpoint.weight_file_bytes,
+        "low_disk_bytes": most_fetched(file_uses(checkpoint.tensors), storage.files(), LOW_DISK_FILES),
+    }

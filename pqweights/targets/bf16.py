@@ -19,7 +19,7 @@ from pqweights.models.names import role_name
 from pqweights.planning.plan import DECODE, KEEP, TensorPlan
 from pqweights.targets.integers import Assignment
 from pqweights.targets.loading import LoadableModel, by_transformers
-from pqweights.targets.target import TRANSFORMERS, ExportTarget, FormatChoice, Settings, one_of
+from pqweights.targets.target import TRANSFORMERS, ExportSettings, ExportTarget, one_of
 
 NAME = "bf16"
 
@@ -96,10 +96,10 @@ def is_weight(tensor: LogicalTensor, weights: frozenset[str]) -> bool:
     return tensor.name in weights
 
 
-def read_options(options: Options) -> Settings:
+def read_options(options: Options) -> ExportSettings:
     """Return the target with the dtype. Raises OptionError for one that it does not have."""
     dtype = one_of(NAME, "dtype", options.dtype, allowed=("bf16", "source"))
-    return Settings(stated={"target": NAME, "dtype": dtype}, assign=partial(_assign, dtype))
+    return ExportSettings(stated={"target": NAME, "dtype": dtype}, assign=partial(_assign, dtype))
 
 
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
@@ -114,5 +114,5 @@ TARGET = ExportTarget(
     read_options=read_options,
     check=lambda checkpoint: None,
     load_section=_load_section,
-    choices=(FormatChoice("bf16", Options(), 16),),
+    choices={"bf16": (Options(), 16)},
 )

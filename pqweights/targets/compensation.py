@@ -240,21 +240,6 @@ class WeightedJob(_InformedJob):
         return {"weighed": len(self._sources) - reasons.total()}
 
 
-class _OutputErrors(NamedTuple):
-    """The errors of the outputs of some rows on the inputs held back, rounded plainly, and as stored; f64 [rows].
-
-    matrix: the matrix of the rows
-    plain_rows: how many of them are stored as rounded plainly
-    damping: of the factor; None if there is none
-    """
-
-    matrix: int
-    plain: Doubles
-    stored: Doubles
-    plain_rows: int
-    damping: float | None
-
-
 class CompensatedJob(_InformedJob):
     """The job that rounds one weight with compensation, where it has inputs and gains from it."""
 
@@ -269,7 +254,11 @@ class CompensatedJob(_InformedJob):
         self._dampings: dict[int, float | None] = {}  # by matrix
 
     def _round(self, matrix: int, values: Floats) -> tuple[Groups, Any]:
-        """Round rows plainly and with compensation, and take for each row what errs less on the inputs held back."""
+        """Round rows plainly and with compensation, and take for each row what errs less on the inputs held back.
+
+        Also returns the matrix, the errors of the outputs on these inputs, rounded plainly and as stored, f64 [rows],
+        how many rows are stored as rounded plainly, and the damping of the factor; None if there is none.
+        """
         vector, rule = self._sources[matrix], self._rounding.rule
         if isinstance(vector, str):
             return super()._round(matrix, values)
@@ -279,23 +268,22 @@ class CompensatedJob(_InformedJob):
         assert isinstance(rule, GroupRule)
         ready = self._compensation.factor(vector)
         if ready is None:
-            return plain, _OutputErrors(matrix, np.empty(0), np.empty(0), 0, None)
+            return plain, (matrix, np.empty(0), np.empty(0), 0, None)
         better, better_errors = compensate(values.reshape(-1, self._columns), plain, rule, ready.factor)
         plain_errors = errors_of(values.reshape(-1, self._columns), plain, rule, ready.factor)
         before, after = output_errors(plain_errors, ready.held_back), output_errors(better_errors, ready.held_back)
         worse = ~(after < before)
         groups = merged(better, plain, np.repeat(worse, self._columns // rule.group_size))
-        about = _OutputErrors(matrix, before, np.where(worse, before, after), int(worse.sum()), ready.damping)
-        return groups, about
+        return groups, (matrix, before, np.where(worse, before, after), int(worse.sum()), ready.damping)
 
     def collect(self, result: tuple[Doubles, Doubles, bool, Any]) -> None:
         """Add up the errors of outputs besides those of weights."""
         super().collect(result)
-        about = result[-1]
-        if about is not None:
-            load_backend("cpu").add_in_order(self._outputs[about.matrix], about.plain, about.stored)
-            self._plain_rows += about.plain_rows
-            self._dampings[about.matrix] = about.damping
+        if result[-1] is not None:
+            matrix, plain, stored, plain_rows, damping = result[-1]
+            load_backend("cpu").add_in_order(self._outputs[matrix], plain, stored)
+            self._plain_rows += plain_rows
+            self._dampings[matrix] = damping
 
     def _gains(self, reasons: Counter[str]) -> dict[str, Any]:
         dampings = [damping for damping in self._dampings.values() if damping is not None]

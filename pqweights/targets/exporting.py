@@ -1,6 +1,6 @@
 """Exporting: any checkpoint into what a runtime loads. Of a source weights are read, of a master decoded.
 
-What is rounded, how, and where each number goes is the target's decision (Settings.assign); here that becomes a
+What is rounded, how, and where each number goes is the target's decision (ExportSettings.assign); here that becomes a
 conversion. Warnings of the sizes of a result follow from these decisions. docs/exports.md has the rules, and what the
 errors mean.
 """
@@ -58,7 +58,7 @@ from pqweights.targets.compensation import CompensatedJob, Compensation, Weighte
 from pqweights.targets.integers import Assignment, IntegerJob
 from pqweights.targets.linear import FUSED_WITH_KEPT
 from pqweights.targets.several import one_by_one, together
-from pqweights.targets.target import IMPORTANCE, PLAIN, ExportTarget, Settings
+from pqweights.targets.target import IMPORTANCE, PLAIN, ExportSettings, ExportTarget
 from pqweights.targets.units import UnitJob, fused_weights, of_unit, reading_together, with_unit
 
 IN_WEIGHT_FILES = "the weight files already contain what the runtime needs"
@@ -102,7 +102,7 @@ def open_exported(source: str | Path, options: Options = AS_IT_IS) -> tuple[Chec
     return with_weights(checkpoint), manifest if checkpoint.is_master else None
 
 
-def settings_of(target: ExportTarget, options: Options) -> Settings:
+def settings_of(target: ExportTarget, options: Options) -> ExportSettings:
     """Return a target with its options, of one format or of several.
 
     Raises OptionError for an option or a value that the target does not have, RecipeError for what is wrong in a file.
@@ -276,7 +276,7 @@ def _planned(tensor: LogicalTensor, checkpoint: Checkpoint, assignment: Assignme
 
 
 def _about_rounding(
-    settings: Settings, inputs: KnownInputs | None, *, is_original: bool, master_errors: Mapping[str, float]
+    settings: ExportSettings, inputs: KnownInputs | None, *, is_original: bool, master_errors: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return what manifests say of it: a digest of the errors of the master, and the sample of the inputs."""
     stated: dict[str, Any] = {}

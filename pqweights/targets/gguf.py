@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pqweights.checkpoint.gguf.contents import GgufTensor
 from pqweights.checkpoint.gguf.diffusion import diffusion_family, diffusion_model
 from pqweights.checkpoint.gguf.mixes import (
     EMBEDDING,
@@ -28,7 +29,6 @@ from pqweights.checkpoint.gguf.mixes import (
 from pqweights.checkpoint.gguf.model import (
     ALIGNMENT,
     GgufModel,
-    GgufTensor,
     MetadataEntry,
     encode_header,
     gguf_model,
@@ -70,9 +70,8 @@ from pqweights.targets.target import (
     LLAMA_CPP,
     PLAIN,
     RECIPE_OPTIONS,
+    ExportSettings,
     ExportTarget,
-    FormatChoice,
-    Settings,
     one_of,
 )
 
@@ -336,7 +335,7 @@ def _wanting(types: Mapping[str, PackedFormat | Kept]) -> Iterator[str]:
         )
 
 
-def read_options(options: Options) -> Settings:
+def read_options(options: Options) -> ExportSettings:
     """Return the target with its options. Raises OptionError for one that it does not have."""
     name = options.name
     if name is not None and (not name or file_stem(name) != name):
@@ -347,7 +346,7 @@ def read_options(options: Options) -> Settings:
         raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibrate` or `imatrix` as well")
     mixes, recipe = read_types(options)
     weighed = informed and rounding != PLAIN
-    return Settings(
+    return ExportSettings(
         stated={"target": NAME, **stated_types(mixes, recipe)},
         assign=partial(_assign, mixes, recipe, options, weighed),
         recipe=recipe,
@@ -395,9 +394,5 @@ TARGET = ExportTarget(
     max_shard_bytes=MAX_SHARD_BYTES,
     library="gguf",
     unchecked=lambda checkpoint: None if diffusion_family(checkpoint) else "if llama.cpp has its tokenizer",
-    choices=tuple(
-        FormatChoice(name.lower(), Options(type=name.lower()), _bits(mix))
-        for name, mix in MIXES.items()
-        if name in PROPOSED
-    ),
+    choices={name.lower(): (Options(type=name.lower()), _bits(mix)) for name, mix in MIXES.items() if name in PROPOSED},
 )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pqweights.checkpoint.gguf.contents import GgufTensor
 from pqweights.checkpoint.gguf.diffusion import plain_type
 from pqweights.checkpoint.gguf.mixes import (
     INTEGERS,
@@ -19,7 +20,7 @@ from pqweights.checkpoint.gguf.mixes import (
     layers_with_values,
     may_be_quantized,
 )
-from pqweights.checkpoint.gguf.model import ALIGNMENT, GgufModel, GgufTensor, encode_header
+from pqweights.checkpoint.gguf.model import ALIGNMENT, GgufModel, encode_header
 from pqweights.checkpoint.gguf.towers import PLAIN as PLAIN_IN_TOWERS
 from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.readers import LogicalTensor
@@ -110,11 +111,11 @@ def type_of(decision: Decision) -> str:
 TOWER_TYPE = "F16"
 
 
-def tower_type(tensor: LogicalTensor) -> Decision:
-    """Return the type of a tensor of a tower for images."""
+def tower_type(tensor: LogicalTensor) -> Kept:
+    """Return the type of a tensor of a tower for images, and why it has it."""
     if len(tensor.shape) < 2 or PLAIN_IN_TOWERS.fullmatch(tensor.name):
-        return _decision("F32", "llama.cpp computes with it in float32")
-    return _decision(TOWER_TYPE, "matrix of a tower")
+        return Kept("llama.cpp computes with it in float32", "F32")
+    return Kept("matrix of a tower", TOWER_TYPE)
 
 
 def chosen_types(

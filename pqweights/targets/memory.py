@@ -149,13 +149,13 @@ def _exported(checkpoint: Checkpoint, planned: Sequence[TensorPlan], target: Exp
     coded = [plan for plan in planned if plan.action == QUANTIZE]
     plain = sum(plan.weights for plan in coded if plan.role in target.plain_roles)
     rounded = sum(plan.weights for plan in coded) - plain
-    for choice in target.choices:
+    for name, (chosen, bits) in target.choices.items():
         try:
-            check(target, whole, choice.options)
+            check(target, whole, chosen)
         except (ExportError, SourceError):
             continue
         except MissingDependencyError:  # the rule needs no package
             pass
-        size = kept + math.ceil((plain * PLAIN_BITS + rounded * choice.bits) / 8)
-        options = {name: getattr(choice.options, name) for name in choice.options.given}
-        yield LOADED_BY[target.runtime], {"target": target.name, "format": choice.name, "options": options}, size
+        size = kept + math.ceil((plain * PLAIN_BITS + rounded * bits) / 8)
+        options = {option: getattr(chosen, option) for option in chosen.given}
+        yield LOADED_BY[target.runtime], {"target": target.name, "format": name, "options": options}, size

@@ -68,10 +68,9 @@ from pqweights.targets.target import (
     MINMAX,
     MLX,
     RECIPE_OPTIONS,
+    ExportSettings,
     ExportTarget,
-    FormatChoice,
     GroupSize,
-    Settings,
     one_of,
     read_rounding,
 )
@@ -425,7 +424,7 @@ class EvaluatedTensor:
         out[: count * item_bytes(dtype)] = raw if dtype == self.dtype else convert(raw, self.dtype, dtype)
 
 
-def read_options(options: Options) -> Settings:
+def read_options(options: Options) -> ExportSettings:
     """Return the target with its options. Raises OptionError for one that it does not have."""
     name = None if options.format is None else one_of(NAME, "format", options.format, allowed=(*FORMATS, *MIXES))
     if name is not None and (options.mode is not None or options.bits is not None):
@@ -446,7 +445,7 @@ def read_options(options: Options) -> Settings:
     )
     stated = {"target": NAME, "mode": mode, "bits": how.bits, "group_size": how.groups.size, "qparams": how.qparams}
     stated |= {} if mix is None else {"mix": mix}
-    return Settings(stated=stated | describe(how.recipe), assign=how.assign, recipe=how.recipe, rounding=rounding)
+    return ExportSettings(stated=stated | describe(how.recipe), assign=how.assign, recipe=how.recipe, rounding=rounding)
 
 
 def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
@@ -501,5 +500,5 @@ TARGET = ExportTarget(
     unchecked=lambda checkpoint: "if mlx-lm takes its configuration and tensors",
     load_section=_load_section,
     library="mlx",
-    choices=tuple(FormatChoice(name, Options(format=name), _bits(*how)) for name, how in FORMATS.items()),
+    choices={name: (Options(format=name), _bits(*how)) for name, how in FORMATS.items()},
 )

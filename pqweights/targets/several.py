@@ -14,7 +14,7 @@ from pqweights.errors import OptionError
 from pqweights.formats.packing import PackedFormat
 from pqweights.planning.plan import ShardPlan
 from pqweights.targets.integers import Assignment
-from pqweights.targets.target import Settings
+from pqweights.targets.target import ExportSettings
 
 
 def one_by_one(options: Options) -> dict[str, Options]:
@@ -37,7 +37,7 @@ def one_by_one(options: Options) -> dict[str, Options]:
     return {f"{value}/": replace(options, format=value) for value in values}
 
 
-def together(formats: Mapping[str, Settings]) -> Settings:
+def together(formats: Mapping[str, ExportSettings]) -> ExportSettings:
     """Return formats of one target, by folder, as one. Raises OptionError for formats that do not go together."""
     first = next(iter(formats.values()))
     if len({of.rounding for of in formats.values()}) > 1:

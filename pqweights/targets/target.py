@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.options import LLAMA_CPP as LLAMA_CPP
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ExportSettings:
     """A target with its options.
 
     stated: what the manifest states of both
@@ -65,19 +65,6 @@ def stored_bits(how: PackedFormat) -> float:
     return 8 * stored_bytes(how.specs("weight", USUAL_SHAPE)) / math.prod(USUAL_SHAPE)
 
 
-class FormatChoice(NamedTuple):
-    """A format of a target, for those who choose one by the memory that they have.
-
-    name: what a list calls it
-    options: what asks for it
-    bits: about how many it has for each weight, scales included
-    """
-
-    name: str
-    options: Options
-    bits: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExportTarget:
     """One kind of export.
@@ -95,7 +82,8 @@ class ExportTarget:
     library: the library_name of its card, if that is not transformers
     stated: keys that the manifest states besides options
     unchecked: returns what `check` leaves open, for a message; None if it leaves nothing open
-    choices: its formats, of which memory.py proposes those that fit
+    choices: its formats, of which memory.py proposes those that fit, by what a list calls them: the options that ask
+        for each, and about how many bits it has for each weight, scales included
     max_shard_bytes: after how many bytes of data a new file begins, unless the user says otherwise
     plain_roles: of the weights that it stores in 16 bits, whatever the format
     """
@@ -104,13 +92,13 @@ class ExportTarget:
     runtime: str
     tags: tuple[str, ...]
     options: tuple[str, ...]
-    read_options: Callable[[Options], Settings]
+    read_options: Callable[[Options], ExportSettings]
     load_section: Callable[[Mapping[str, Any], LoadableModel], list[str]]
     check: Callable[[Checkpoint], object] | None = None
     library: str | None = None
     stated: tuple[str, ...] = ()
     unchecked: Callable[[Checkpoint], str | None] = lambda checkpoint: None
-    choices: tuple[FormatChoice, ...] = ()
+    choices: Mapping[str, tuple[Options, float]] = field(default_factory=dict)
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
     plain_roles: tuple[str, ...] = ()
 
@@ -120,7 +108,7 @@ class ExportTarget:
         Raises OptionError for an option that the target does not take, RecipeError for what is wrong in a file.
         """
         given = options.given - OF_ALL_TARGETS
-        for name in (field.name for field in fields(Options) if field.name in given):
+        for name in (of.name for of in fields(Options) if of.name in given):
             if name not in self.options:
                 raise OptionError(f"`{name}`: the target {self.name} does not take this option")
         if "recipe" not in self.options:
@@ -143,7 +131,7 @@ class ExportTarget:
         programs = made_by.get("runs_in")
         return self.tags if programs is None else (self.tags[0], *(program.lower() for program in programs))
 
-    def settings(self, options: Options) -> Settings:
+    def settings(self, options: Options) -> ExportSettings:
         """Return the target with its options. Raises OptionError for an option, or a value, that it does not have."""
         return self.read_options(self.with_recipe(options))
 

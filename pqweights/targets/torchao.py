@@ -43,10 +43,9 @@ from pqweights.targets.target import (
     RECIPE_OPTIONS,
     TORCHAO,
     USUAL_SHAPE,
+    ExportSettings,
     ExportTarget,
-    FormatChoice,
     GroupSize,
-    Settings,
     one_of,
     read_rounding,
     stored_bits,
@@ -154,7 +153,7 @@ def _padding_warnings(int4: LinearFormat, checkpoint: Checkpoint, chosen: Mappin
     )
 
 
-def read_options(options: Options) -> Settings:
+def read_options(options: Options) -> ExportSettings:
     """Return the format. Raises OptionError for an option that it does not have."""
     name = one_of(NAME, "format", options.format, allowed=tuple(FORMATS))
     bits = 4 if name == INT4 else 8
@@ -173,7 +172,7 @@ def read_options(options: Options) -> Settings:
     stated: dict[str, Any] = {"target": NAME, "format": name, "bits": bits}
     if name == INT4:
         stated |= {"packing": packing, "group_size": int4.groups.size, "qparams": int4.qparams}
-    return Settings(
+    return ExportSettings(
         stated=stated | describe(recipe),
         assign=partial(_assign, name, {name: formats[name], **formats}, recipe),
         recipe=recipe,
@@ -205,9 +204,7 @@ TARGET = ExportTarget(
     stated=("rules",),
     read_options=read_options,
     load_section=_load_section,
-    choices=(
-        *(FormatChoice(name, Options(format=name), _bits(how)) for name, how in FORMATS.items()),
-        FormatChoice("int4, plain", Options(packing=UNTILED), _bits(replace(FORMATS[INT4], layout=INT4_PLAIN))),
-    ),
+    choices={name: (Options(format=name), _bits(how)) for name, how in FORMATS.items()}
+    | {"int4, plain": (Options(packing=UNTILED), _bits(replace(FORMATS[INT4], layout=INT4_PLAIN)))},
     plain_roles=("embedding", "lm_head", "expert"),
 )

@@ -67,10 +67,9 @@ from pqweights.targets.target import (
     INTEGER_OPTIONS,
     RECIPE_OPTIONS,
     USUAL_SHAPE,
+    ExportSettings,
     ExportTarget,
-    FormatChoice,
     GroupSize,
-    Settings,
     one_of,
     read_rounding,
     stored_bits,
@@ -248,7 +247,7 @@ def _window_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def read_options(options: Options) -> Settings:
+def read_options(options: Options) -> ExportSettings:
     """Return the format. Raises OptionError for an option that it does not have."""
     name = one_of(NAME, "format", options.format, allowed=tuple(FORMATS))
     if options.bits is not None and options.format is None:
@@ -265,7 +264,7 @@ def read_options(options: Options) -> Settings:
     formats = {name: chosen} | {n: FORMATS[n].with_options(None, chosen.qparams) for n in together if n != name}
     stated = {"target": NAME, "format": name, "bits": how.rule.bits, "qparams": chosen.qparams}
     stated |= {} if how.is_channel else {"group_size": chosen.groups.size}
-    return Settings(
+    return ExportSettings(
         stated=stated | describe(recipe),
         assign=partial(_assign, name, formats, recipe),
         recipe=recipe,
@@ -297,6 +296,6 @@ TARGET = ExportTarget(
     stated=("rules",),
     read_options=read_options,
     load_section=_load_section,
-    choices=tuple(FormatChoice(name, Options(format=name), _bits(name)) for name in PROPOSED),
+    choices={name: (Options(format=name), _bits(name)) for name in PROPOSED},
     plain_roles=("embedding", "lm_head"),
 )

@@ -313,6 +313,6 @@ def write_tower_file(folder: Path) -> Path:
             writer.add_key_value(key, value, gguf.GGUFValueType(kind), items)
     for tensor in model.tower:
         data = values_of(tensor).reshape(tensor.shape)
-        writer.add_tensor(tensor.name, data.astype(np.float16) if tower_type(tensor).type == "F16" else data)
+        writer.add_tensor(tensor.name, data.astype(np.float16) if tower_type(tensor).dtype == "F16" else data)
     finish(writer)
     return folder / "mmproj.gguf"

@@ -28,17 +28,17 @@ from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.results.verify import verify
 from pqweights.targets import ALIASES, EXPORTS, bf16
 from pqweights.targets.integers import Assignment
-from pqweights.targets.target import TRANSFORMERS, ExportTarget, FormatChoice, Settings
+from pqweights.targets.target import TRANSFORMERS, ExportSettings, ExportTarget
 
 NAME, LABEL_KEY = "test-labelled", "test_label"
 SUMMARY = "a target of the tests; --mode TEXT is written into every shard"
 
 
-def read_options(options: Options) -> Settings:
+def read_options(options: Options) -> ExportSettings:
     if options.mode == "":
         raise OptionError("--mode: expected a text, found an empty one")
     label = options.mode or "none"
-    return Settings(stated={"target": NAME, "mode": label}, assign=partial(assign, label))
+    return ExportSettings(stated={"target": NAME, "mode": label}, assign=partial(assign, label))
 
 
 def assign(label: str, checkpoint: Checkpoint, name: str | None) -> Assignment:
@@ -60,7 +60,7 @@ TARGET = ExportTarget(
     check=lambda checkpoint: None,
     load_section=load_section,
     library="test-library",
-    choices=(FormatChoice("first label", Options(mode="first"), 16),),
+    choices={"first label": (Options(mode="first"), 16)},
 )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents, MetadataList
+from pqweights.checkpoint.gguf.contents import GgufContents, GgufTensor, MetadataList
 from pqweights.checkpoint.gguf.model import add_hyper_parameters, architecture_name
 from pqweights.checkpoint.gguf.rope import Factors, add_rope, read_rope, rope_parameters
 from pqweights.checkpoint.gguf.settings import settings_of
@@ -380,7 +380,7 @@ def _named(contents: GgufContents, values: dict[str, Any]) -> dict[str, Any]:
     return {"architectures": [named], **config}
 
 
-def _labels(contents: GgufContents, held: Mapping[str, FileTensor]) -> dict[str, Any]:
+def _labels(contents: GgufContents, held: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """Return the names of the scores."""
     matrix, named = held.get("cls.output.weight"), _value(contents, "classifier.output_labels")
     rows = matrix.shape[0] if matrix is not None and matrix.shape else 0

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from pqweights.kernels.gguf_types import BLOCK_TYPES
+
 # How many items of a list are kept; lists with a number for each layer are kept whole.
 ITEMS_KEPT = 1024
 
@@ -33,20 +35,21 @@ class MetadataList(NamedTuple):
 MetadataValue = str | int | float | bool | MetadataList
 
 
-class FileTensor(NamedTuple):
+class GgufTensor(NamedTuple):
     """A tensor in a GGUF file.
 
     shape: in the order of torch, rows before columns
     type: Q4_K, F32, ...
-    offset: where its data begin, in bytes from the start of the file
+    byte_count: the size of its data
+    file, offset: of a file that is there, its name, and where the data begin, in bytes from the start
     """
 
     name: str
     shape: tuple[int, ...]
     type: str
-    file: str
-    offset: int
     byte_count: int
+    file: str = ""
+    offset: int = 0
 
     @property
     def weights(self) -> int:
@@ -69,7 +72,7 @@ class GgufContents:
     files: tuple[str, ...]
     version: int
     metadata: dict[str, MetadataValue]
-    tensors: tuple[FileTensor, ...]
+    tensors: tuple[GgufTensor, ...]
     file_bytes: int
 
     @property
@@ -111,25 +114,12 @@ class GgufContents:
         return sum(tensor.weights for tensor in self.tensors)
 
 
-class StoredType(NamedTuple):
-    """A type of tensors: its name, and how many weights and bytes a block of it has."""
-
-    name: str
-    block_size: int
-    block_bytes: int
-
-
-_TYPES = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
-}  # fmt: skip
-TENSOR_TYPES = {number: StoredType(*stored) for number, stored in _TYPES.items()}
+# By the number of a type of tensors: its name, and how many weights and bytes a block of it has.
+TENSOR_TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 9: ("Q8_1", 32, 40), 15: ("Q8_K", 256, 292), 24: ("I8", 1, 1),
+    25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8), 30: ("BF16", 1, 2),
+    42: ("Q2_0", 64, 18),
+} | {of.number: (of.name, of.block_size, of.block_bytes) for of in BLOCK_TYPES.values()}  # fmt: skip
 
 # general.file_type: the mix of types that the writer of a file was asked for.
 FILE_TYPES = {

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -28,11 +28,10 @@ from pqweights.checkpoint.gguf.contents import (
     STRING,
     TENSOR_TYPES,
     VALUE_TYPES,
-    FileTensor,
     GgufContents,
+    GgufTensor,
     MetadataList,
     MetadataValue,
-    StoredType,
 )
 from pqweights.checkpoint.header import ByteReads, aligned, overflows
 from pqweights.checkpoint.storage import Storage, read_bytes
@@ -164,20 +163,8 @@ def _read_items(cursor: _Cursor, key: str, code: int, count: int) -> tuple[str |
     return tuple(map(bool, numbers))
 
 
-class _TensorEntry(NamedTuple):
-    """What a header says of a tensor. offset: where its data begin, in bytes from the start of all data"""
-
-    name: str
-    shape: tuple[int, ...]
-    type: StoredType
-    offset: int
-
-    @property
-    def byte_count(self) -> int:
-        return math.prod(self.shape) // self.type.block_size * self.type.block_bytes
-
-
-def _read_tensor(cursor: _Cursor, number: int) -> _TensorEntry:
+def _read_tensor(cursor: _Cursor, number: int) -> GgufTensor:
+    """Read what a header says of a tensor, with its offset from the start of all data."""
     name = _read_name(cursor, f"the name of tensor {number}")
     if len(name.encode()) > MAX_NAME_BYTES:
         raise cursor.damaged(f"tensor {name[:80]!r}: expected a name of at most {MAX_NAME_BYTES} bytes")
@@ -194,31 +181,32 @@ def _read_tensor(cursor: _Cursor, number: int) -> _TensorEntry:
             f"{cursor.file}: {what}: expected a type of llama.cpp, found {code}; the file is damaged, or newer than "
             "this pqweights"
         )
-    stored = TENSOR_TYPES[code]
-    if (shape[-1] if shape else 1) % stored.block_size:
-        raise cursor.damaged(f"{what}: expected rows of a multiple of {stored.block_size} for {stored.name}, found "
+    type_name, block_size, block_bytes = TENSOR_TYPES[code]
+    if (shape[-1] if shape else 1) % block_size:
+        raise cursor.damaged(f"{what}: expected rows of a multiple of {block_size} for {type_name}, found "
                              f"{str(list(shape))[:80]}")  # fmt: skip
-    return _TensorEntry(name, shape, stored, offset)
+    return GgufTensor(name, shape, type_name, math.prod(shape) // block_size * block_bytes, offset=offset)
 
 
 def _located(
-    cursor: _Cursor, file: str, entries: list[_TensorEntry], *, file_bytes: int, alignment: int
-) -> tuple[FileTensor, ...]:
-    """Check that data follow each other up to the end of the file, and return where each tensor lies."""
-    start = aligned(cursor.offset, alignment) if entries else cursor.offset
+    cursor: _Cursor, file: str, listed: list[GgufTensor], *, file_bytes: int, alignment: int
+) -> tuple[GgufTensor, ...]:
+    """Check that data follow each other up to the end of the file, and return where each tensor lies in it."""
+    start = aligned(cursor.offset, alignment) if listed else cursor.offset
     names: set[str] = set()
     tensors, offset, end = [], 0, start
-    for entry in entries:
-        if entry.name in names:
-            raise cursor.damaged(f"tensor {entry.name!r} appears twice")
-        names.add(entry.name)
-        if entry.offset != offset:
-            fault = "overlaps the one before it" if entry.offset < offset else "leaves a hole before it"
-            raise cursor.damaged(f"tensor {entry.name!r} {fault}: expected data offset {offset}, found {entry.offset}")
-        count = entry.byte_count
-        tensors.append(FileTensor(entry.name, entry.shape, entry.type.name, file, start + offset, count))
-        end = start + offset + count
-        offset += aligned(count, alignment)
+    for tensor in listed:
+        if tensor.name in names:
+            raise cursor.damaged(f"tensor {tensor.name!r} appears twice")
+        names.add(tensor.name)
+        if tensor.offset != offset:
+            fault = "overlaps the one before it" if tensor.offset < offset else "leaves a hole before it"
+            raise cursor.damaged(
+                f"tensor {tensor.name!r} {fault}: expected data offset {offset}, found {tensor.offset}"
+            )
+        tensors.append(tensor._replace(file=file, offset=start + offset))
+        end = start + offset + tensor.byte_count
+        offset += aligned(tensor.byte_count, alignment)
     # Writers differ in whether they pad the last tensor, too.
     if not end <= file_bytes <= max(aligned(end, alignment), start + offset):
         state = "truncated" if file_bytes < end else "followed by foreign bytes"

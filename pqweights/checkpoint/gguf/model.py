@@ -16,6 +16,7 @@ import numpy as np
 
 from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.gguf import gguf_package
+from pqweights.checkpoint.gguf.contents import GgufTensor
 from pqweights.checkpoint.gguf.pooling import add_pooling, dense_tensors, pooling_notes, read_pooling
 from pqweights.checkpoint.gguf.rope import add_rope, own_betas, rope_parameters
 from pqweights.checkpoint.gguf.settings import ignored_window, read_settings, settings_of, value_of
@@ -254,15 +255,6 @@ def _add(writer: Any, parameter: str, value: Any) -> None:
         return
     add = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}.get(type(value), writer.add_array)
     add(f"{writer.arch}{parameter}", value)
-
-
-class GgufTensor(NamedTuple):
-    """What a header says of a tensor. type: the name of its type. byte_count: the size of its data."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: str
-    byte_count: int
 
 
 def encode_header(

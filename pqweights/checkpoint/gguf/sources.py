@@ -21,7 +21,7 @@ from pqweights.checkpoint.config_schema import check_layers, model_config
 from pqweights.checkpoint.config_schema import checked_config as with_values_checked
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.configurations import check_configuration, pooling_of, read_configuration
-from pqweights.checkpoint.gguf.contents import FileTensor, GgufContents, MetadataList, MetadataValue
+from pqweights.checkpoint.gguf.contents import GgufContents, GgufTensor, MetadataList, MetadataValue
 from pqweights.checkpoint.gguf.file import (
     SUFFIX,
     TOWER_FILE,
@@ -345,7 +345,7 @@ def _original(contents: GgufContents) -> str:
     return next((name[:200] for name in named if name and name.isprintable()), "the original model")
 
 
-def _stored(tensor: FileTensor) -> StoredTensor:
+def _stored(tensor: GgufTensor) -> StoredTensor:
     """The place of a tensor in its file; blocks are bytes."""
     is_plain = tensor.type in PLAIN
     shape = tensor.shape if is_plain else (tensor.byte_count,)
@@ -446,7 +446,7 @@ def _views(
     return settings, {view.name: view for view in views}
 
 
-def _read_as(storage: ByteReads, tensor: FileTensor, stored: StoredTensor, dtype: str) -> LogicalTensor:
+def _read_as(storage: ByteReads, tensor: GgufTensor, stored: StoredTensor, dtype: str) -> LogicalTensor:
     """Return a tensor of the file with its own shape. dtype: in which blocks are stored plainly"""
     if tensor.type in PLAIN:
         return PlainTensor.of(storage, stored)
