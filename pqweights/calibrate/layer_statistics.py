@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pqweights.calibrate.collecting import ProductSums
+from pqweights.calibrate.collecting import ProductSums, VectorInputs
 from pqweights.calibrate.layered import ModelMatrix, StoredMatrices
 from pqweights.formats.column_encoding import DAMPING, best_damping, moment_blocks
 from pqweights.planning.inputs import WeightInputs
@@ -93,15 +93,7 @@ class InputMoments:
         return result
 
 
-class Collected(Protocol):
-    """What is collected of a vector of inputs."""
-
-    def add(self, rows: Tensor) -> None:
-        """Take inputs of a batch, [rows, K] f32."""
-        ...
-
-
-OfInputs = TypeVar("OfInputs", bound=Collected)
+OfInputs = TypeVar("OfInputs", bound=InputMoments | VectorInputs)  # what is collected of a vector of inputs
 
 
 @dataclass(eq=False)
