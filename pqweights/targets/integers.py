@@ -1,6 +1,6 @@
 """What an integer target says of each weight, and the job that does it: read rows, round, measure, write.
 
-integer_export.py carries out what the targets say; how numbers are stored is in formats.py. docs/exports.md has the
+exporting.py carries out what the targets say; how numbers are stored is in formats.py. docs/exports.md has the
 rules, and what the errors mean.
 """
 
