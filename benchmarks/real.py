@@ -49,6 +49,15 @@ TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_xs", "q3_k_m", "q2_k")
 # The types of whose grid all or most values of a source are that was decoded from a file of some type.
 GRIDS = {"Q4_1": ("q4_1",), "Q4_K_M": ("q4_k_m",), "Q4_0": ("q4_0",)}
 
+# Rows of the README.
+SHORT = (
+    "pqweights GGUF q6_k", "llama.cpp GGUF q6_k", "pqweights GGUF q4_k_m", "llama.cpp GGUF q4_k_m",
+    "pqweights GGUF q4_k_m, text", "llama.cpp GGUF q4_k_m, text", "pqweights GGUF q3_k_m", "llama.cpp GGUF q3_k_m",
+    "pqweights MLX 4 bits", "mlx-lm MLX 4 bits", "pqweights master q5", "pqweights master trellis 5.125, fitted",
+    "pqweights master trellis 5.125, self", "pqweights master trellis 4.125, fitted",
+    "pqweights master trellis 4.125, self",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -90,6 +99,9 @@ def rows() -> Iterator[Row]:
             arguments = ("quantize", "--codec", TRELLIS, "--bits", bits, *([] if data is None else calibrated(data)))
             codecs = ("trellis",) if data is None else ("columns",)
             yield Row(format=MASTER, tool=OURS, name=f"trellis {bits}", data=data, arguments=arguments, codecs=codecs)
+    for bits in ("5.125", "4.125", "3.125"):
+        arguments = ("quantize", "--codec", TRELLIS, "--target-bpw", bits)
+        yield Row(format=MASTER, tool=OURS, name=f"trellis {bits}, fitted", arguments=arguments, codecs=("trellis",))
     for data in (None, TEXT):
         for kind in TYPES:
             arguments = ("export", "--target", "gguf", "--type", kind, *([] if data is None else calibrated(data)))
@@ -241,12 +253,31 @@ def measured(bench: Bench, document: Document, options: Namespace) -> Iterator[D
 
 
 def sections(document: Document) -> dict[str, str]:
-    """A table for each model."""
+    """A table for each model, and one of all of them with some rows."""
     result = {f"real-{model}": model_table(document, model) for model in document["settings"]}
+    result["real-short"] = short_table(document)
     if document["absent"]:
         lines = [f"- {name}: {why}" for name, why in sorted(document["absent"].items())]
         result["real-absent"] = "Not measured:\n\n" + "\n".join(lines)
     return result
+
+
+def short_table(document: Document) -> str:
+    """The rows of SHORT: bits of the whole file, and the divergence from the original, of each model."""
+    found = {(row["model"], row["row"]): row for row in document["rows"]}
+    models = [*document["settings"]]
+    header = ["", *(f"{model}: {what}" for model in models for what in ("bits", "KL"))]
+    lines: list[list[str | None]] = []
+    for title in SHORT:
+        cells: list[str | None] = [title]
+        for model in models:
+            row = found.get((model, title))
+            is_alike = row is not None and row["name"] in GRIDS.get(document["settings"][model]["grid"], ())
+            mark = " (grid of the source)" if is_alike else ""
+            cells += [None, None] if row is None else [f"{row['bits_per_parameter']:.2f}", f"{row['kl']:.4f}{mark}"]
+        if len({*cells[1:]} - {None}) > 0:
+            lines.append(cells)
+    return table(header, lines)
 
 
 def model_table(document: Document, model: str) -> str:

@@ -327,6 +327,25 @@ def rows_with(rows: list[Document], model: str, **fields: Any) -> list[Document]
     return [row for row in rows if row["model"] == model and all(row.get(key) == fields[key] for key in fields)]
 
 
+def draw_real(document: Document, panels: Panels) -> None:
+    """The divergence of real models against the size of their files, by tool and format."""
+    for panel, (model, about) in zip(panels, document["settings"].items(), strict=False):
+        series: dict[tuple[str, str], list[Document]] = {}
+        for row in document["rows"]:
+            if row["model"] == model and row["name"] not in real.GRIDS.get(about["grid"], ()):
+                kind = row["name"].split()[0] if row["format"] == real.MASTER else ""
+                kind = "trellis" + (", fitted" if "fitted" in row["name"] else "") if kind == "trellis" else ""
+                label = " ".join(filter(None, (row["tool"], row["format"], kind)))
+                series.setdefault((label, row["data"] or ""), []).append(row)
+        for (label, data), rows in sorted(series.items()):
+            points = sorted((row["bits_per_parameter"], row["kl"]) for row in rows)
+            style = {"linestyle": "--" if data else "-", "marker": "s" if "llama.cpp" in label else "o"}
+            panel.plot(*zip(*points, strict=True), label=f"{label}, {data}" if data else label, **style)
+        panel.set(title=f"{model}, decoded from {about['grid']}", xlabel="bits per parameter", yscale="log")
+        panel.legend(fontsize="x-small")
+    panels[0].set_ylabel("KL from the original, nats per token")
+
+
 # file name -> the benchmarks that it shows, the number of panels, the function that draws them
 PLOTS: dict[str, tuple[tuple[str, ...], int, Callable[..., None]]] = {
     "throughput": (("throughput",), 2, draw_throughput),
@@ -337,6 +356,7 @@ PLOTS: dict[str, tuple[tuple[str, ...], int, Callable[..., None]]] = {
     "quality": (("quality",), 2, draw_quality),
     "calibration": (BY_SIZE, 2, draw_calibration),
     "fit": (("fit",), 3, draw_fit),
+    "real": (("real",), 2, draw_real),
 }
 
 

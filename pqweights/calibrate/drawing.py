@@ -53,7 +53,7 @@ def own_sample(model: Any, texts: Tensor, *, windows: int, tokens: int, seed: in
 
     texts: token ids [windows, tokens], fewer than are wanted
 
-    Raises what `draw` and `first_token` raise.
+    Raises what `draw` raises.
     """
     first = first_token(model)
     drawn = draw(model, windows=windows - len(texts), tokens=tokens, first=first, seed=seed)
@@ -76,15 +76,17 @@ def _knows(model: Any, ids: Tensor) -> bool:
     return loss <= FAMILIAR * guessed
 
 
-def draw(model: Any, *, windows: int, tokens: int, first: int, seed: int) -> Tensor:
+def draw(model: Any, *, windows: int, tokens: int, first: int | None, seed: int) -> Tensor:
     """Draw token ids [windows, tokens] from a causal language model, at temperature 1.
 
-    first: the token with which each window begins
+    first: the token with which each window begins; None for any of the vocabulary
 
     Raises EvaluationError if the model keeps no cache, or its logits are not finite.
     """
     random = torch.Generator().manual_seed(seed)
-    ids = torch.full((windows, tokens), first)
+    ids = torch.full((windows, tokens), first or 0)
+    if first is None:
+        ids[:, 0] = torch.randint(model.get_input_embeddings().weight.shape[0], (windows,), generator=random)
     cache = None
     with torch.inference_mode():
         _arrange(model)
@@ -99,8 +101,8 @@ def draw(model: Any, *, windows: int, tokens: int, first: int, seed: int) -> Ten
     return ids
 
 
-def first_token(model: Any) -> int:
-    """Return the token with which texts of a model begin. Raises EvaluationError if it has none."""
+def first_token(model: Any) -> int | None:
+    """Return the token with which texts of a model begin, or end; None if it states none."""
     configs = (model.config.get_text_config(), model.generation_config)
     for name in ("bos_token_id", "eos_token_id"):
         for config in configs:
@@ -108,7 +110,7 @@ def first_token(model: Any) -> int:
             token = token[0] if isinstance(token, list) and token else token
             if isinstance(token, int):
                 return token
-    raise EvaluationError("the sample: the model states no token with which a text begins; give a text, or mixture")
+    return None
 
 
 def _arrange(model: Any) -> None:

@@ -46,6 +46,18 @@ def test_a_model_that_computes_what_is_not_finite_is_refused(tmp_path_factory: p
         draw(net, windows=2, tokens=3, first=1, seed=SEED)
 
 
+def test_a_model_without_a_first_token_draws_from_any(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from pqweights.calibrate.drawing import draw, first_token
+
+    net = families.load(families.model(tmp_path_factory.getbasetemp(), "llama"), families.FAMILIES["llama"])
+    for config in (net.config, net.generation_config):
+        config.bos_token_id = config.eos_token_id = None
+    assert first_token(net) is None
+    ids = draw(net, windows=16, tokens=TOKENS, first=None, seed=SEED)
+    assert len(ids[:, 0].unique()) > 8
+    assert ids.equal(draw(net, windows=16, tokens=TOKENS, first=None, seed=SEED))
+
+
 @pytest.mark.parametrize("knows", [True, False])
 def test_a_sample_has_texts_beside_what_is_drawn_if_the_model_knows_such(
     knows: bool, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
