@@ -118,7 +118,8 @@ def _searched(
     def watch(layer: int) -> LayerStatistics[VectorInputs]:
         names = {matrix.parameter for tensor in own[layer] for matrix in model.matrices_of(tensor.name).matrices}
         parameters = {name: it for name, it in model.parameters_of(layer).items() if name in names}
-        return LayerStatistics(parameters, partial(VectorInputs, rows=SEARCHED_ROWS, held_back=HELD_BACK_ROWS))
+        collect = partial(VectorInputs, rows=SEARCHED_ROWS, held_back=HELD_BACK_ROWS)
+        return LayerStatistics(parameters, collect, model.head)
 
     def search(layer: int, file: Path, seen: LayerStatistics[VectorInputs]) -> None:
         searched = _search_all(checkpoint, own[layer], model=model, seen=seen, threads=threads)
@@ -153,10 +154,18 @@ def _search_all(
         number_of |= dict.fromkeys(matrices, len(inputs))
         inputs.append(_to_search_on(collected))
     reads = {plan.name: weight_inputs(model.matrices_of(plan.name), number_of, seen.products) for plan in planned}
+    heads = {matrix for matrix, product in seen.products.items() if product.makes_logits}
     pool = ThreadPoolExecutor(threads)
     try:
         results = [
-            pool.submit(search_layer, plan, tensors[plan.name], reads=reads[plan.name], inputs_of=inputs.__getitem__)
+            pool.submit(
+                search_layer,
+                plan,
+                tensors[plan.name],
+                reads=reads[plan.name],
+                inputs_of=inputs.__getitem__,
+                makes_logits=not heads.isdisjoint(model.matrices_of(plan.name).matrices),
+            )
             for plan in planned
         ]
         return {plan.name: result.result() for plan, result in zip(planned, results, strict=True)}

@@ -167,12 +167,18 @@ class Matrix:
 
 
 def search_layer(
-    planned: TensorPlan, tensor: LogicalTensor, *, reads: WeightInputs | None, inputs_of: Callable[[int], Inputs | None]
+    planned: TensorPlan,
+    tensor: LogicalTensor,
+    *,
+    reads: WeightInputs | None,
+    inputs_of: Callable[[int], Inputs | None],
+    makes_logits: bool = False,
 ) -> tuple[LayerReport, Floats | None]:
     """Search the scales of one weight; return its report, and its scales [..., K] or None.
 
     reads: what its matrices read; None if the model was not seen to multiply by them
     inputs_of: returns the inputs of a vector, by its number
+    makes_logits: whether its outputs are the model's predictions
     """
     # That weights are enlarged afterwards adds about as much to all errors, whatever the scales.
     format, shape = block_format_of(planned).least_squares(), planned.shape
@@ -189,7 +195,8 @@ def search_layer(
     for number, vector in enumerate(vectors):
         weight = Matrix(tensor=tensor, number=number, rows=shape[-2], columns=shape[-1], block_size=block_size)
         inputs = None if vector is None else inputs_of(vector)
-        result, best = search(format, weight, inputs, transposed=reads is not None and reads.transposed)
+        transposed = reads is not None and reads.transposed
+        result, best = search(format, weight, inputs, transposed=transposed, makes_logits=makes_logits)
         results.append(result)
         if best is not None:
             scales[number] = best
@@ -198,7 +205,12 @@ def search_layer(
 
 
 def search(
-    format: BlockFormat, weight: Matrix, inputs: Inputs | None, *, transposed: bool = False
+    format: BlockFormat,
+    weight: Matrix,
+    inputs: Inputs | None,
+    *,
+    transposed: bool = False,
+    makes_logits: bool = False,
 ) -> tuple[SearchResult, Floats | None]:
     """Search the scales of one matrix: [K] float16 values as f32, or None if it keeps scale 1.
 
@@ -206,6 +218,7 @@ def search(
     weight: the matrix.
     inputs: its inputs; None if it had none.
     transposed: whether the matrix is stored as [K, N], with channels along its columns.
+    makes_logits: whether its outputs are the model's predictions, so that the check is of their divergence.
 
     Raises SourceError for weights that are not finite.
     """
@@ -227,7 +240,7 @@ def search(
         reason = f"no scale gains {SMALLEST_GAIN:.0%}"
         return SearchResult(scaled=False, reason=reason, tokens=tokens, gain=gain), None
     best = _as_stored(a * of_inputs - b * of_weights)
-    held_back_gain, reason = _check(format, weight, scales=best, inputs=inputs)
+    held_back_gain, reason = _check(format, weight, scales=best, inputs=inputs, makes_logits=makes_logits)
     result = SearchResult(
         scaled=not reason,
         reason=reason,
@@ -240,19 +253,47 @@ def search(
     return result, best if result.scaled else None
 
 
-def _check(format: BlockFormat, weight: Matrix, *, scales: Floats, inputs: Inputs) -> tuple[float, str]:
+def _check(
+    format: BlockFormat, weight: Matrix, *, scales: Floats, inputs: Inputs, makes_logits: bool
+) -> tuple[float, str]:
     """Return the gain of scales on held-back rows, and why they are not taken (empty if they are)."""
-    ones = np.ones_like(scales)
-    before, after = (
-        sum(output_errors(format, piece, factors, inputs.held_back) for piece in weight.pieces())
-        for factors in (ones, scales)
-    )
+    errors = divergences if makes_logits else _all_errors
+    before, after = (errors(format, weight, factors, inputs.held_back) for factors in (np.ones_like(scales), scales))
     gain = float(1 - np.sum(after) / np.sum(before)) if np.sum(before) else 0.0
     if not gain >= SMALLEST_GAIN:
         return gain, f"gains less than {SMALLEST_GAIN:.0%} on the text held back"
     if not is_clear(np.asarray(before - after), inputs.windows):
         return gain, "its gain on the text held back may be chance"
     return gain, ""
+
+
+def _all_errors(format: BlockFormat, weight: Matrix, scales: Floats, inputs: Floats) -> Doubles:
+    """Return output_errors of a whole matrix, [rows]."""
+    errors: Doubles = sum((output_errors(format, piece, scales, inputs) for piece in weight.pieces()), np.zeros(1))
+    return errors
+
+
+def divergences(format: BlockFormat, weight: Matrix, scales: Floats, inputs: Floats) -> Doubles:
+    """Return about how far predictions diverge by the errors of the matrix that makes them, [rows].
+
+    It is half the variance of the errors of a row's logits, under its own probabilities: errors of logits of tokens
+    that are not predicted do not count, nor does what all logits have in common.
+    """
+    greatest, total = np.full(len(inputs), -np.inf), np.zeros(len(inputs))
+    for piece in weight.pieces():
+        logits = (piece @ inputs.T).astype(np.float64)
+        most = np.maximum(greatest, logits.max(axis=0))
+        total = total * np.exp(greatest - most) + np.exp(logits - most).sum(axis=0)
+        greatest = most
+    mean, square = np.zeros(len(inputs)), np.zeros(len(inputs))
+    for piece in weight.pieces():
+        shares = np.exp((piece @ inputs.T).astype(np.float64) - greatest) / total
+        differences = output_differences(format, piece, scales, inputs)
+        if not np.isfinite(differences).all():
+            return np.full(len(inputs), np.inf)
+        mean += (shares * differences).sum(axis=0)
+        square += (shares * np.square(differences)).sum(axis=0)
+    return (square - np.square(mean)) / 2
 
 
 def _why_not(weight: Matrix, inputs: Inputs | None, transposed: bool) -> str:
@@ -341,10 +382,16 @@ def modelled_error(format: BlockFormat, weight: Floats, scales: Floats, inputs: 
 
 
 def output_errors(format: BlockFormat, weight: Floats, scales: Floats, inputs: Floats) -> Doubles:
-    """Return ||(W' - W) x||^2 for each row x of the inputs, [rows].
+    """Return ||(W' - W) x||^2 for each row x of the inputs, [rows]; see output_differences."""
+    differences = output_differences(format, weight, scales, inputs)
+    errors: Doubles = np.einsum("ij,ij->j", differences, differences, dtype=np.float64)
+    return errors
 
-    W' is what W * scales is decoded to, divided by scales. All errors are infinite if a scaled weight overflows
-    float32.
+
+def output_differences(format: BlockFormat, weight: Floats, scales: Floats, inputs: Floats) -> Floats:
+    """Return (W' - W) x for each row x of the inputs, [N, rows].
+
+    W' is what W * scales is decoded to, divided by scales. All are infinite if a scaled weight overflows float32.
 
     format: what encodes the weight.
     weight: W, [N, K].
@@ -354,14 +401,12 @@ def output_errors(format: BlockFormat, weight: Floats, scales: Floats, inputs: F
     with np.errstate(over="ignore"):
         scaled = np.ascontiguousarray(weight * scales)
     if not np.isfinite(scaled).all():
-        return np.full(len(inputs), np.inf)
+        return np.full((len(weight), len(inputs)), np.inf, dtype=np.float32)
     raw = scaled.view(np.uint8).reshape(-1)
     parts, last = encode_weight(raw, dtype="F32", shape=scaled.shape, format=format)
     decoded = decode_weight(last.format, parts, scaled.size, "F32").view(np.float32)
-    difference = decoded.reshape(weight.shape) / scales - weight
-    outputs = difference @ inputs.T
-    errors: Doubles = np.einsum("ij,ij->j", outputs, outputs, dtype=np.float64)
-    return errors
+    outputs: Floats = (decoded.reshape(weight.shape) / scales - weight).astype(np.float32, copy=False) @ inputs.T
+    return outputs
 
 
 def _rms(sample: Floats) -> Doubles:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from calls import learned_scales, plan_quantize
-from closeness import F32_MATRIX, F32_SUM, ROUNDED_ONCE_MORE, SMALL_SAMPLE, approx
+from closeness import F32_MATRIX, F32_SUM, ROUNDED_ONCE_MORE, SAMPLE, SMALL_SAMPLE, approx
 from export_decoders import export_weight, master_weight
 from helpers import (
     Tensor,
@@ -31,7 +31,7 @@ from helpers import (
 from independent_reader import read_master
 
 from pqweights.calibrate import scale_search
-from pqweights.calibrate.scale_search import Inputs, Matrix, output_errors, search
+from pqweights.calibrate.scale_search import Inputs, Matrix, divergences, output_errors, search
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.convert.manifest import read_manifest
@@ -302,6 +302,18 @@ def test_output_error_is_the_mean_over_rows() -> None:
     decoded = values.reshape(weight.shape).astype(np.float64) / factors
     expected = ((rows.astype(np.float64) @ (decoded - weight).T) ** 2).sum() / 16
     assert output_errors(CODEC.at(4), weight, factors, rows).sum() / 16 == approx(expected, F32_MATRIX)
+
+
+def test_errors_of_a_head_are_the_divergence_of_its_predictions(tmp_path: Path) -> None:
+    weight, rows = gaussian(300, 128, seed=3), gaussian(64, 128, seed=4)
+    weight[::7] *= 2  # so that predictions are not all alike
+    format, scales = CODEC.at(7), np.exp(gaussian(128, seed=5) / 4).astype(np.float16).astype(np.float32)
+    scaled = np.ascontiguousarray(weight * scales)
+    parts, last = encode_weight(scaled.view(np.uint8).reshape(-1), dtype="F32", shape=weight.shape, format=format)
+    decoded = decode_weight(last.format, parts, weight.size, "F32").view(np.float32).reshape(weight.shape) / scales
+    exact, found = (torch.log_softmax(torch.from_numpy(rows @ of.T).double() / 4, -1) for of in (weight, decoded))
+    expected = (exact.exp() * (exact - found)).sum(-1).numpy()
+    assert divergences(format, a_layer(tmp_path, weight), scales, rows / 4).mean() == approx(expected.mean(), SAMPLE)
 
 
 def test_gain_for_outlier_channels_matches_theory(tmp_path: Path) -> None:
