@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import families
+import gguf
 import language_models
+import numpy as np
 import pytest
 from commands import answer, invoke, refused
 from golden import frozen
 from helpers import folder_bytes, narrow_layers_packed
 from shared import made_once, run_folder
+from tiny_gguf import finish
 
 import pqweights
+from pqweights.checkpoint.gguf.model import model_tensors
+from pqweights.checkpoint.source import open_local
 from pqweights.convert.manifest import read_manifest
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 200
@@ -158,6 +163,42 @@ def test_what_a_manifest_has_only_the_digest_of_is_given_again(trained: Path, tm
     text.write_text(TEXT.upper())
     found = pqweights.verify(tmp_path / "on-text", source=trained, calibrate=text)
     assert any("calibration" in line for line in found.problems)
+
+
+def _importances(path: Path, model: Path, seed: int) -> Path:
+    """A file of importances, as llama.cpp's imatrix tool writes it."""
+    rng, writer = np.random.default_rng(seed), gguf.GGUFWriter(path, "")
+    writer.add_type("imatrix")
+    for tensor in (of for of in model_tensors(open_local(model)) if len(of.shape) > 1):
+        squares = np.exp(rng.standard_normal((1, tensor.shape[-1]))).astype(np.float32)
+        writer.add_tensor(f"{tensor.name}.in_sum2", squares * np.float32(8))
+        writer.add_tensor(f"{tensor.name}.counts", np.full((1, 1), 8, dtype=np.float32))
+    finish(writer)
+    return path
+
+
+BY_IMPORTANCES: dict[str, dict[str, Any]] = {
+    "vllm": {"target": "vllm", "format": "w4a16"},
+    "vllm, nvfp4": {"target": "vllm", "format": "nvfp4"},
+    "torchao": {"target": "torchao", "packing": "plain"},
+    "mlx": {"target": "mlx", "bits": 3},
+    "mlx mix": {"target": "mlx", "format": "mixed_4_6"},
+}
+
+
+@pytest.mark.parametrize("name", BY_IMPORTANCES)
+def test_results_by_a_file_of_importances_are_made_again_and_proved(name: str, trained: Path, tmp_path: Path) -> None:
+    file, other = (_importances(tmp_path / f"{seed}.gguf", trained, seed) for seed in (3, 4))
+    result, again = tmp_path / "result", tmp_path / "again"
+    pqweights.export(trained, result, imatrix=file, **BY_IMPORTANCES[name])
+    for command in (("verify", result, "--from", trained), ("rebuild", result, trained, again)):
+        assert "--imatrix" in refused(*command, code=2)
+        assert not again.exists()
+    assert pqweights.verify(result, source=trained, imatrix=file).problems == ()
+    assert pqweights.rebuild(result, trained, again, imatrix=file).ok
+    assert files_of(again) == files_of(result)
+    found = pqweights.verify(result, source=trained, imatrix=other).problems
+    assert any("calibration" in line for line in found) and any(".safetensors" in line for line in found)
 
 
 @pytest.mark.parametrize(
