@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.header import ByteReads, StoredTensor, TensorSpec
 from pqweights.common.dtypes import from_float32, to_float32
+from pqweights.formats.packed import check_decoded
 from pqweights.kernels import VALUE_DTYPES
 from pqweights.kernels.gguf_encoding import decode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
@@ -61,6 +62,7 @@ class BlocksTensor:
             raw = scratch("blocks", blocks * kind.block_bytes)
             self.storage.read_into(self.stored.file, self.stored.offset + first * kind.block_bytes, raw)
             decoded = decode_blocks(self.kind, raw.reshape(blocks, -1)).reshape(-1)[skip : skip + count - done]
+            check_decoded(decoded, self.name, self.stored)
             if self.dtype in VALUE_DTYPES:
                 decoded = to_float32(from_float32(decoded, self.dtype), self.dtype)
             converted = from_float32(decoded, dtype)

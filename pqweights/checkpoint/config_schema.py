@@ -84,16 +84,18 @@ _MODEL = {
     **_keys(
         Object,
         "auto_map per_layer_config rope_scaling rope_parameters quantization_config compression_config quantization "
-        "linear_attn_config text_config vision_config audio_config thinker_config decoder_config encoder_config",
+        "linear_attn_config text_config vision_config audio_config thinker_config decoder_config encoder_config "
+        "attention_other_setting sparse_attention_config",
     ),
     **_keys(Object | Texts, "id2label"),
     **_keys(Texts, "layers_block_type layer_block_type block_types mlp_layer_types mtp_layer_types indexer_types "
-            "draft_layer_types"),
-    **_keys(Texts | Text, "layer_types hybrid_override_pattern"),
+            "draft_layer_types layer_types"),
+    **_keys(Texts | Text, "hybrid_override_pattern"),
     **_keys(Object | Layers, "num_hidden_layers"),  # LXMERT has a number for each of its parts
     **_keys(Layers, "num_decoder_layers decoder_layers encoder_layers n_layer n_layers num_layers num_kv_shared_layers "
             "num_nextn_predict_layers mtp_num_hidden_layers num_mtp_layers num_mtp_modules "
-            "num_dense_layers first_k_dense_replace leading_dense_block_count global_attn_every_n_layers"),
+            "num_hash_layers num_dense_layers first_k_dense_replace leading_dense_block_count "
+            "global_attn_every_n_layers"),
     **_keys(_or_listed(Layers), "depth"),
     **_keys(
         _or_listed(Heads),
@@ -111,7 +113,7 @@ _MODEL = {
         "hc_mult hc_sinkhorn_iters relative_attention_num_buckets index_topk_blocks index_local_blocks "
         "interleave_moe_layer_step moe_layer_interval decoder_sparse_step attn_layer_period attn_layer_offset "
         "expert_layer_period expert_layer_offset full_attention_interval no_rope_layer_interval moe_layer_start_index "
-        "short_conv_kernel_size spatial_merge_size temporal_patch_size",
+        "short_conv_kernel_size spatial_merge_size temporal_patch_size moe_layer_freq",
     ),
     **_keys(
         _or_listed(Width),
@@ -151,6 +153,10 @@ _MODEL = {
         "dim_model_base",
     ),
     **_keys(list[Factor], "ssm_multipliers mlp_multipliers activation_sparsity_pattern"),
+    **_keys(list[Factor | None], "swiglu_limits swiglu_limits_shared"),
+    **_keys(list[Share], "partial_rotary_factors"),
+    **_keys(list[Heads], "compress_ratios hybrid_layer_pattern"),
+    **_keys(Annotated[str, Meta(max_length=8 * MOST_LAYERS)], "moe_layers_enum"),  # "3,4,5"
     **_keys(_or_listed(Factor), "mlp_ratio"),
     **_keys(list[Layers], "moe_layers mlp_only_layers full_attn_layers kda_layers deepstack_visual_indexes "
             "fullatt_block_indexes attn_layer_indices no_rope_layers"),
@@ -159,7 +165,8 @@ _MODEL = {
         "tie_word_embeddings is_decoder is_encoder_decoder attention_bias mlp_bias use_sliding_window "
         "scale_decoder_outputs altup_correct_scale block_auto_adjust_ff_dim conv_bias mamba_conv_bias mamba_proj_bias "
         "mamba_rms_norm multi_query new_decoder_architecture norm_topk_prob qk_layernorm rope_interleave use_bias "
-        "use_double_wide_mlp use_expert_bias use_parallel_residual use_qk_norm attn_temperature_tuning alibi",
+        "use_double_wide_mlp use_expert_bias use_parallel_residual use_qk_norm attn_temperature_tuning alibi "
+        "norm_expert_weight route_norm use_conv_bias use_head_wise_attn_gate moe_renormalize",
     ),
 }  # fmt: skip
 

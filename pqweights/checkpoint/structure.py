@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pqweights.checkpoint.positions import windows
 from pqweights.common.units import counted, first_names
 from pqweights.models import described, has_trait, text_config
 from pqweights.models.conventions import DRAFT_PARTS, DRAFTS, LM_HEAD, TEXT_LAYERS
@@ -45,6 +46,7 @@ def differences(shapes: Shapes, config: Config) -> Iterator[str]:
         yield from _of_layers(layers, count, config, any(map(DRAFT_PARTS.search, shapes)))
         yield from _within_layers(layers, count, text)
         yield from _across_layers(shapes, count, text)
+        yield from _of_windows(text)
         yield from _of_optional_parts(layers, count, text)
         yield from _of_heads(shapes, config)
         yield from _of_parts(shapes, layers, text)
@@ -140,6 +142,16 @@ def _across_layers(shapes: Shapes, count: int, text: Config) -> Iterator[str]:
                 f"config.json does not say: {REFUSED}"
             )
             return
+
+
+def _of_windows(text: Config) -> Iterator[str]:
+    """Yield if layers have a window of no tokens."""
+    window = text.get("sliding_window")
+    if isinstance(window, int) and window <= 0 and any(windows({**text, "sliding_window": 1})):
+        yield (
+            f"config.json says sliding_window {window}, with which transformers cannot compute: results are made as "
+            "for a model without windows; state null if it has none"
+        )
 
 
 def _times(shape: tuple[int, ...]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.header import ByteReads, StoredTensor
-from pqweights.common.dtypes import from_float32, item_bytes
+from pqweights.common.dtypes import FLOAT_DTYPES, from_float32, item_bytes
 from pqweights.errors import SourceError
 from pqweights.formats.packing import (
     CODES,
@@ -147,7 +147,7 @@ class QuantizedTensor:
         values = rule.numbers(codes.view(np.uint8)) if table is None else self._floats(table)[codes]
         if (zeros := self._of_tiles(ZEROS, region, groups)) is not None:
             values = self._combined(np.subtract, values, zeros, region, groups)
-        with np.errstate(all="ignore"):  # what is not finite is found where values are used
+        with np.errstate(all="ignore"):
             if (scales := self._of_tiles(SCALES, region, groups)) is not None:
                 values = self._combined(np.multiply, values, self._with_unit(scales), region, groups)
             if self.format.factor != 1:
@@ -156,7 +156,19 @@ class QuantizedTensor:
                 values = self._combined(np.add, values, offsets, region, groups)
             if self.format.offset:
                 values += np.float32(self.format.offset)
+        check_decoded(values, self.name, self.parts[0])
         return values
+
+    def check_scales(self) -> None:
+        """Raise SourceError for numbers beside the codes that are not finite, for who takes them over undecoded."""
+        if self.nested is not None:
+            self.nested.check_scales()
+        for part, stored in zip(self.format.layout, self.stored, strict=True):
+            is_float = stored.dtype in FLOAT_DTYPES or (part.holds == SCALES and self.nested is None)
+            for start in range(0, stored.byte_count if is_float and part.holds != CODES else 0, RUN_BYTES):
+                count = min(RUN_BYTES, stored.byte_count - start)
+                numbers = part.unpack(self._read(stored, start, 1, count), self.format.rule)
+                check_decoded(numbers, self.name, stored)
 
     def _floats(self, stored: StoredTensor) -> Floats:
         """Return a small stored tensor in F32."""
@@ -361,6 +373,16 @@ class Source:
         raw = np.empty(stored.byte_count, dtype=np.uint8)
         self.storage.read_into(stored.file, stored.offset, raw)
         return raw
+
+
+def check_decoded(values: Bytes | Floats, weight: str, stored: StoredTensor) -> None:
+    """Raise SourceError if a weight, or what it is decoded with, is not finite. stored: where that lies"""
+    if not np.isfinite(values).all():
+        of_weight = "" if weight == stored.name else f" of {weight!r}"
+        raise SourceError(
+            f"{stored.file}: tensor {stored.name!r}{of_weight}: expected finite weights and scales, found a NaN or an "
+            "infinity; fetch the file again, or make it again from the original"
+        )
 
 
 Finder = Callable[[Source, str, StoredTensor], QuantizedTensor | None]

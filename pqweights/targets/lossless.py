@@ -164,6 +164,8 @@ def measure(checkpoint: Checkpoint, threads: int, progress: Progress) -> Measure
                 f"{tensor.parts[0].file}: lossless takes checkpoints in safetensors, as published; expected one, found "
                 "a GGUF file or a master, whose weights would be decoded: keep it as it is"
             )
+        if isinstance(tensor, QuantizedTensor):
+            tensor.check_scales()
     kinds = {
         tensor.name: kind
         for tensor in checkpoint.tensors

@@ -30,6 +30,31 @@ WRONG = [
     (("model_type",), ["llama"]),
     (("architectures",), "LlamaForCausalLM"),
     (("layer_types",), [["full_attention"]]),
+    *(
+        ((key,), value)
+        for key in (
+            "layer_types",
+            "mlp_layer_types",
+            "indexer_types",
+            "layers_block_type",
+            "block_types",
+            "architectures",
+            "moe_layers",
+            "mlp_only_layers",
+            "no_rope_layers",
+            "full_attn_layers",
+            "deepstack_visual_indexes",
+            "ssm_multipliers",
+            "activation_sparsity_pattern",
+            "compress_ratios",
+            "hybrid_layer_pattern",
+            "partial_rotary_factors",
+            "swiglu_limits",
+        )
+        for value in ("full", {"0": 1}, 7)
+    ),
+    (("moe_layer_freq",), "1,1,0"),
+    (("moe_layers_enum",), [1, 2]),
     (("tie_word_embeddings",), 1),
     (("rms_norm_eps",), "small"),
     (("rope_theta",), float("nan")),

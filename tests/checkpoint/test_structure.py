@@ -59,6 +59,8 @@ DIFFERENT: dict[str, tuple[Callable[[Shapes], Shapes], dict[str, Any], str]] = {
     "part of the last layer": (without("layers.2.self_attn.k_proj"), {}, "self_attn.k_proj.weight"),
     "layer types": (lambda shapes: shapes, {"layer_types": ["full_attention"] * 2}, "layer_types"),
     "drafts that are not there": (lambda shapes: shapes, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+    "no window": (lambda shapes: shapes, {"model_type": "mistral", "sliding_window": 0}, "sliding_window 0"),
+    "a negative window": (lambda shapes: shapes, {"model_type": "mistral", "sliding_window": -1}, "sliding_window -1"),
     "vocabulary": (lambda shapes: shapes, {"vocab_size": 60}, "vocab_size 60"),
     "width": (lambda shapes: shapes, {"hidden_size": 256, "head_dim": 32}, "hidden_size 256"),
     "heads of keys": (lambda shapes: shapes, {"num_key_value_heads": 4}, "4 heads of 32"),
@@ -105,7 +107,9 @@ def test_what_differs_from_the_configuration_is_said(
     assert said in found
 
 
-@pytest.mark.parametrize("config", [{}, {"attention_bias": False}, {"layer_types": ["full_attention"] * 3}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"attention_bias": False}, {"layer_types": ["full_attention"] * 3}, {"sliding_window": 0}], ids=str
+)
 def test_nothing_is_said_of_a_whole_model(config: dict[str, Any]) -> None:
     assert [*differences(WHOLE, CONFIG | config)] == []
 

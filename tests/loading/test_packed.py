@@ -268,6 +268,10 @@ def test_packed_model_refuses_gradients_changes_and_saving(base, tmp_path):
         packed(inputs_embeds=torch.randn(1, 3, 256, dtype=torch.bfloat16, requires_grad=True))
     with pytest.raises(PqweightsError, match="cannot be changed"):
         packed.lm_head.weight.zero_()
+    before = output(packed)
+    with pytest.raises(PqweightsError, match="resized"):
+        packed.resize_token_embeddings(packed.config.vocab_size + 8)
+    assert torch.equal(output(packed), before)
     with pytest.raises(OutputError, match="copy the master"):
         packed.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()

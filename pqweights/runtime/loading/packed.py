@@ -318,7 +318,9 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 
 def _set_data(tensor: Tensor, value: Tensor) -> Any:
     """Implement `tensor.data = value`, which moving a module does: torch does not copy the attributes of this class."""
-    if isinstance(tensor, PackedTensor) and isinstance(value, PackedTensor):
+    if isinstance(tensor, PackedTensor):
+        if not isinstance(value, PackedTensor):  # as resize_token_embeddings does
+            raise PqweightsError("packed weights cannot be changed or resized; load the model without packed=True")
         tensor.matrices, tensor.stacked, tensor.own_dtype = value.matrices, value.stacked, value.own_dtype
     return NotImplemented
 
