@@ -23,7 +23,7 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", *FLOAT8_DTYPES)
 
 # Types of blocks in GGUF files; their names begin with the bits of a code.
 _GGUF_BLOCKS = (
-    *("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_1", "Q4_K", "Q4_0", "Q3_K", "Q2_K", "Q1_0", "TQ2_0", "TQ1_0"),
+    *("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_1", "Q4_K", "Q4_0", "Q3_K", "Q2_K", "Q2_0", "Q1_0", "TQ2_0", "TQ1_0"),
     *("IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"),
 )
 # The formats of several tensors that weights in a source may have, by the names that they get as dtypes: the bits of a

@@ -53,13 +53,8 @@ class BlockRule:
     def quantize_weighted(self, values: Floats, importance: Floats) -> Groups:
         """Quantize whole rows, given the mean square of each input: values [rows * K], importance [K]."""
         from pqweights.kernels.gguf_encoding import encode_blocks
-        from pqweights.kernels.gguf_gain import FACTORS, products_of, with_gain
 
-        rows = values.reshape(-1, len(importance))
-        blocks = encode_blocks(self.kind, rows, importance)
-        if self.kind not in FACTORS:
-            return blocks
-        return with_gain(self.kind, blocks, products_of(rows, self.decode(blocks), importance))
+        return encode_blocks(self.kind, values.reshape(-1, len(importance)), importance)
 
     def decode(self, groups: Groups) -> Floats:
         """Return the weights that llama.cpp decodes: [blocks, block size]."""

@@ -69,9 +69,12 @@ def decode_blocks(type_name: str, data: npt.NDArray[np.uint8]) -> Floats:
     import gguf
 
     with np.errstate(all="ignore"):  # of scales that are not finite, which is found where values are used
-        if type_name == "Q1_0":  # the package lacks it
+        if type_name == "Q1_0":  # the package lacks it, and the next one
             signs = np.unpackbits(data[:, 2:], axis=1, bitorder="little").astype(np.float32) * 2 - 1
             return np.ascontiguousarray(data[:, :2]).view("<f2") * signs
+        if type_name == "Q2_0":
+            codes = (data[:, 2:, None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & 3).astype(np.float32) - 1
+            return np.ascontiguousarray(data[:, :2]).view("<f2") * codes.reshape(len(data), -1)
         decoded: Floats = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[type_name])
     return decoded.reshape(len(data), -1)
 

@@ -3,14 +3,13 @@
 Codes of least squared error are too small: the error is orthogonal to what is decoded, so of the energy E of a block
 only E - error is left, and products with the weights shrink by that share. Enlarging a block by E / (E - error) gives
 the products their size again. The squared error grows by the same small factor, and models lose less: the divergence of
-2-bit types falls by a fifth, that of 4-bit types by one or two percent (docs/gguf.md).
+2-bit types falls by a fifth, that of 4-bit types by one or two percent (docs/gguf.md). Blocks that were encoded by
+importances stay as they are: what counts in the products is weighed already, and enlarging them costs divergence.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,41 +40,14 @@ FACTORS = {
     "IQ1_M": (48,),
     "TQ1_0": (52,),
     "IQ1_S": (0,),
+    "Q2_0": (0,),
     "Q1_0": (0,),
 }
 LARGEST_F16 = 65504.0
 
 
-class Products(NamedTuple):
-    """Sums over the weights w of each block and what they are decoded to, v: f64 [blocks].
-
-    weighed_energies: of importance w^2
-    weighed_products: of importance w v
-    products: of w v
-    squares: of v^2
-    """
-
-    weighed_energies: Doubles
-    weighed_products: Doubles
-    products: Doubles
-    squares: Doubles
-
-
-def products_of(values: Floats, decoded: Floats, importance: Floats) -> Products:
-    """Return the sums of rows of weights, [rows, K], that were encoded by importances [K]. decoded: [blocks, size]"""
-    size, rows = decoded.shape[-1], len(values)
-    w, v = (each.reshape(-1, size).T.astype(np.float64) for each in (values, decoded))
-    factors = np.tile(importance.reshape(-1, size).T, rows)
-    weighed, products = factors * w, w * v
-    # Added one weight after the other, so that every processor gets the same sums.
-    added = (functools.reduce(np.add, terms) for terms in (weighed * w, weighed * v, products, v * v))
-    return Products(*added)
-
-
-def with_gain(type_name: str, blocks: Groups, products: Products | None = None) -> Groups:
+def with_gain(type_name: str, blocks: Groups) -> Groups:
     """Return blocks of a type enlarged by what the codes have lost, with the errors that they then have.
-
-    products: of blocks that were encoded by importances, whose errors are orthogonal in that measure only
 
     The errors follow from those that were measured, up to the rounding of factors to F16. Blocks of types that are not
     in FACTORS, and blocks without finite weights, stay as they are.
@@ -83,15 +55,14 @@ def with_gain(type_name: str, blocks: Groups, products: Products | None = None) 
     if type_name not in FACTORS:
         return blocks
     energies, left = blocks.energies, blocks.energies - blocks.errors
-    sums = products or Products(energies, left, left, left)
-    held = np.isfinite(energies) & (sums.weighed_products > 0)
+    held = np.isfinite(energies) & (left > 0)
     gains = np.ones(len(energies))
-    np.divide(sums.weighed_energies, sums.weighed_products, out=gains, where=held)
+    np.divide(energies, left, out=gains, where=held)
     np.clip(gains, 1.0, LARGEST_GAIN, out=gains)
     data = blocks.codes.copy()
     for at in FACTORS[type_name]:
         _enlarge(data, at, gains, spread=type_name == "IQ1_M")
-    errors = energies - 2 * gains * sums.products + gains * gains * sums.squares
+    errors = energies - 2 * gains * left + gains * gains * left
     return replace(blocks, codes=data, errors=np.where(held, errors, blocks.errors))
 
 

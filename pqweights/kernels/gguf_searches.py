@@ -127,6 +127,7 @@ SEARCHES = {
     "IQ1_S": _of_grid(_OF_ONE_BIT, 15),
     "TQ2_0": _symmetric(1, _TERNARY),
     "TQ1_0": _symmetric(1, _TERNARY),
+    "Q2_0": _symmetric(2, (*_between(1.75, 4.5, 16), *_between(-1, -4, 14), 6, -6)),
     "Q1_0": _symmetric(1, (1, 1, 1, 1)),
     "Q2_K": _affine(3, ((1.0, 1.2),), factors=(*_FOUR_BITS, *_SMALLER)),
 }

@@ -59,6 +59,7 @@ BLOCK_TYPES = {
         BlockType(name="Q2_K", number=10, bits=2, block_size=256, block_bytes=84, distortion=6.69e-2),
         BlockType(name="IQ2_S", number=22, bits=2, block_size=256, block_bytes=82, distortion=5.67e-2),
         BlockType(name="IQ2_XS", number=17, bits=2, block_size=256, block_bytes=74, distortion=8.1e-2),
+        BlockType(name="Q2_0", number=42, bits=2, block_size=64, block_bytes=18, distortion=0.123),
         BlockType(name="TQ2_0", number=35, bits=2, block_size=256, block_bytes=66, distortion=0.188),
         BlockType(name="IQ2_XXS", number=16, bits=2, block_size=256, block_bytes=66, distortion=0.107),
         BlockType(name="IQ1_M", number=29, bits=1, block_size=256, block_bytes=56, distortion=0.17),

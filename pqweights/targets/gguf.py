@@ -166,7 +166,7 @@ def _about_types(mix: Mix | None) -> list[MetadataEntry]:
     version = MetadataEntry(keys.QUANTIZATION_VERSION, gguf.GGML_QUANT_VERSION, number)
     if mix is None:
         return [version]
-    return [MetadataEntry(keys.FILE_TYPE, int(gguf.LlamaFileType[mix.file_type]), number), version]
+    return [MetadataEntry(keys.FILE_TYPE, mix.file_type, number), version]
 
 
 def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from closeness import F32_MATRIX, F32_SOLVED, SAMPLE, SMALL_SAMPLE, approx, each_near
 
+from pqweights.formats.gguf_blocks import BlockRule
 from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
-from pqweights.kernels.gguf_gain import FACTORS, products_of, with_gain
+from pqweights.kernels.gguf_gain import FACTORS, with_gain
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.groups import Groups
 
@@ -21,25 +22,27 @@ def weights(seed: int = 5) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", FACTORS)
-@pytest.mark.parametrize("weighed", [False, True])
-def test_products_with_the_weights_keep_their_size(name: str, weighed: bool) -> None:
+def test_products_with_the_weights_keep_their_size(name: str) -> None:
     values = weights()
-    importance = np.exp(np.random.default_rng(6).standard_normal(512)).astype(np.float32) if weighed else None
-    before = encode_blocks(name, values, importance)
-    products = None if importance is None else products_of(values, decoded(name, before), importance)
-    after = with_gain(name, before, products)
+    before = encode_blocks(name, values, None)
+    after = with_gain(name, before)
     truth = values.reshape(len(before.codes), -1).astype(np.float64)
-    factors = np.ones(512) if importance is None else importance
-    weighed_truth = (values * factors).reshape(truth.shape)
-    shares = [(weighed_truth * decoded(name, found)).sum() / (weighed_truth * truth).sum() for found in (before, after)]
+    shares = [(truth * decoded(name, found)).sum() / (truth * truth).sum() for found in (before, after)]
     lost = before.errors.sum() / before.energies.sum()
     assert abs(shares[1] - 1) < (0.05 if name == "Q1_0" else 0.002)  # it would need more than LARGEST_GAIN
-    if not weighed:
-        assert shares[0] == approx(1 - lost, 0, 1.5 * SMALL_SAMPLE * lost + 2 * F32_MATRIX)
+    assert shares[0] == approx(1 - lost, 0, 1.5 * SMALL_SAMPLE * lost + 2 * F32_MATRIX)
     error = np.square(truth - decoded(name, after)).sum(axis=1)
     assert each_near(after.errors, error, SAMPLE)
     assert after.errors.sum() == approx(error.sum(), F32_SOLVED)
     assert after.errors.sum() <= 1.06 * before.errors.sum() / (1 - lost)
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_blocks_of_least_weighed_error_are_written_as_they_are(name: str) -> None:
+    importance = np.exp(np.random.default_rng(6).standard_normal(512)).astype(np.float32)
+    rule, least = BlockRule.of(name), encode_blocks(name, weights(), importance)
+    assert np.array_equal(rule.quantize_weighted(weights().reshape(-1), importance).codes, least.codes)
+    assert not np.array_equal(rule.quantize(weights().reshape(-1)).codes, encode_blocks(name, weights(), None).codes)
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)

@@ -6,7 +6,6 @@ import ctypes
 import importlib.util
 from pathlib import Path
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -27,7 +26,7 @@ def ggml_blocks(kind: str, values: Floats, importance: Floats | None) -> npt.NDA
 
     importance: [width]; without, and for types that it makes with importances only, all are 1
     """
-    library, number = ggml(), int(gguf.GGMLQuantizationType[kind])
+    library, number = ggml(), BLOCK_TYPES[kind].number
     library.ggml_quantize_requires_imatrix.restype = ctypes.c_bool
     if importance is None and library.ggml_quantize_requires_imatrix(number):
         importance = np.ones(values.shape[1], dtype=np.float32)

@@ -15,6 +15,7 @@ from export_decoders import values_of
 from helpers import Array, Tensor, bf16, gaussian, write_checkpoint
 from tiny_gguf import finish
 
+from pqweights.checkpoint.gguf.contents import TYPE_NUMBERS
 from pqweights.checkpoint.gguf.model import GgufModel, MetadataEntry, gguf_model
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
@@ -23,6 +24,7 @@ from pqweights.kernels.gguf_types import BLOCK_TYPES
 
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
 ROWS = 64
+gguf.GGML_QUANT_SIZES[TYPE_NUMBERS["Q2_0"]] = (64, 18)  # the package lacks it
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 24,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": ROWS,
@@ -145,12 +147,12 @@ def write_parts(
         if tensor.dtype == "I32":
             writer.add_tensor(tensor.name, numbers_of(tensor))
             continue
-        stored, values = gguf.GGMLQuantizationType[dtype if len(tensor.shape) > 1 else "F32"], values_of(tensor)
-        if stored.name in BLOCK_TYPES:
-            data = encode_blocks(dtype, values, None).codes.reshape(len(values), -1)
+        kind, values = dtype if len(tensor.shape) > 1 else "F32", values_of(tensor)
+        if kind in BLOCK_TYPES:
+            data = encode_blocks(kind, values, None).codes.reshape(len(values), -1)
         else:
-            data = gguf.quants.quantize(values, stored)
-        writer.add_tensor(tensor.name, data, raw_dtype=stored)
+            data = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+        writer.add_tensor(tensor.name, data, raw_dtype=TYPE_NUMBERS[kind])
     finish(writer)
     return path
 

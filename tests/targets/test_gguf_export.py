@@ -16,13 +16,17 @@ from cards import change_manifest
 from closeness import ROUNDED_ONCE_MORE, approx, assert_within, distance, each_near, rounding
 from commands import answer, done, invoke, refused
 from converting import interrupt
+from export_decoders import values_of
+from ggml_quantizer import ggml_decoded
 from helpers import read_all, run_command
 
+from pqweights.checkpoint.storage import read_bytes
 from pqweights.common.units import parse_size
 from pqweights.convert.manifest import read_manifest
 from pqweights.kernels.gguf_encoding import decode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.runtime.models import open_model
+from pqweights.storage.sources import open_source
 from pqweights.targets.gguf import MODELFILE
 from pqweights.targets.gguf_types import type_bytes
 
@@ -115,6 +119,31 @@ def test_blocks_decode_to_the_error_that_the_manifest_states(asked, kind, master
         assert error == approx(record.relative_mse, ROUNDED_ONCE_MORE), planned.name
         assert 0.6 * expected_error < error < 1.2 * expected_error / (1 - expected_error)
     assert done("verify", out).stdout.startswith(f"{out}: ok")
+
+
+def test_blocks_of_q2_0_are_those_that_llama_cpp_reads(master, plain, tmp_path):
+    """The gguf package does not know the type: the file is read as a source, and its blocks by llama.cpp's library."""
+    asked = ("-t", "gguf", "--type", "q2_0", "--pure", "--name", "model", "--dry-run")
+    planned = answer("export", master, tmp_path / "out", *asked)["totals"]
+    out = export(master, tmp_path / "out", type="q2_0", pure=True)
+    assert (out / "model-Q2_0.gguf").stat().st_size == planned["output_bytes"]
+    source = open_source(out / "model-Q2_0.gguf")
+    held = {tensor.parts[0].name: tensor for tensor in source.tensors}
+    for stated, record in read_manifest(out).pairs:
+        if stated.codec is None:
+            continue
+        tensor = held[stated.name]
+        assert stated.codec == tensor.dtype == "Q2_0"
+        weights = plain[stated.name].size
+        assert tensor.parts[0].byte_count == weights // 64 * 18
+        raw = read_bytes(source.storage, *tensor.parts[0][3:])
+        decoded = ggml_decoded("Q2_0", np.frombuffer(raw, np.uint8).reshape(-1, 18)).reshape(plain[stated.name].shape)
+        error = np.square(decoded - plain[stated.name]).sum() / np.square(plain[stated.name]).sum()
+        assert error == approx(record.relative_mse, ROUNDED_ONCE_MORE), stated.name
+        if "attn_q" not in stated.name and "attn_k" not in stated.name:  # whose rows are moved back
+            assert np.array_equal(values_of(tensor), decoded)
+    assert done("verify", out).stdout.startswith(f"{out}: ok")
+    assert "Q2_0" in done("inspect", out / "model-Q2_0.gguf").stdout
 
 
 @pytest.mark.parametrize(("asked", "warns"), [("iq2_m", True), ("q2_k", False), ("iq3_s", False)])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pqweights.checkpoint.gguf.contents import FILE_TYPES
 from pqweights.common.advice import instead
 from pqweights.errors import OptionError
 from pqweights.kernels.gguf_types import BLOCK_TYPES
@@ -24,7 +25,7 @@ FALLBACKS = {
     "Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0",
     **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
     # For these it has none.
-    "Q1_0": "Q4_0", "NVFP4": "MXFP4",
+    "Q2_0": "Q4_0", "Q1_0": "Q4_0", "NVFP4": "MXFP4",
 }  # fmt: skip
 LAST_FALLBACK = "F16"
 # Types that llama.cpp's quantizer refuses to make without importances.
@@ -117,9 +118,9 @@ class Mix:
     pure: bool = False
 
     @property
-    def file_type(self) -> str:
-        """What GGUF calls it, of gguf.LlamaFileType."""
-        return "ALL_F32" if self.name == "F32" else f"MOSTLY_{self.name}"
+    def file_type(self) -> int:
+        """The number that GGUF has for it."""
+        return next(number for number, name in FILE_TYPES.items() if name == self.name)
 
     def type_of(self, name: str, shape: tuple[int, ...], model: Shape) -> str:
         """Return the type that a tensor should get, before it is known whether its rows fit."""
@@ -216,6 +217,7 @@ _MIXES: Mapping[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
     "IQ1_M": ("IQ1_M", ((EMBEDDING, "all", "Q2_K"), *_IQ1)),
     "TQ1_0": ("TQ1_0", _TERNARY),
     "IQ1_S": ("IQ1_S", ((EMBEDDING, "all", "Q2_K"), *_IQ1)),
+    "Q2_0": ("Q2_0", ((EMBEDDING, "all", "Q4_K"),)),
     "Q1_0": ("Q1_0", ()),
 }  # fmt: skip
 _OUTPUTS = {"Q8_0": "Q8_0", "MXFP4_MOE": "Q8_0"} | dict.fromkeys(

@@ -16,7 +16,7 @@ import numpy as np
 
 from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.contents import GgufTensor
+from pqweights.checkpoint.gguf.contents import TYPE_NUMBERS, GgufTensor
 from pqweights.checkpoint.gguf.pooling import add_pooling, dense_tensors, pooling_notes, read_pooling
 from pqweights.checkpoint.gguf.rope import add_rope, own_betas, rope_parameters
 from pqweights.checkpoint.gguf.settings import ignored_window, read_settings, settings_of, value_of
@@ -285,7 +285,7 @@ def encode_header(
             writer.add_key_value(split.LLM_KV_SPLIT_COUNT, parts, types.UINT16)
             writer.add_key_value(split.LLM_KV_SPLIT_TENSORS_COUNT, tensors_of_all, types.INT32)
         for tensor in tensors:
-            type_number = gguf.GGMLQuantizationType[tensor.type]
+            type_number: Any = TYPE_NUMBERS[tensor.type]  # the package lacks Q2_0
             writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.byte_count, type_number)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

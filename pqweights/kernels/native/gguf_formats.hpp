@@ -124,6 +124,19 @@ struct Q1_0 : Shape<1, 128, SIGNS> {
     }
 };
 
+// -1, 0, 1 and 2.
+struct Q2_0 : Shape<1, 64, WHOLE> {
+    static constexpr int TYPE = 42;
+    static constexpr SymmetricLimits LIMITS = {-1, 2};
+    Half d;
+    Codes codes[16];
+
+    INLINE void pack(const Fields& from) {
+        d = from.d;
+        fold<2, 1>(from.codes, codes);
+    }
+};
+
 // -1, 0 and 1.
 struct Ternary : Shape<1, 256, WHOLE> {
     static constexpr SymmetricLimits LIMITS = {-1, 1};
@@ -411,7 +424,7 @@ struct IQ1_M : OfGrid<29, 16, SHIFTED> {
 
 static_assert(sizeof(Q8_0) == 34 && sizeof(Q6_K) == 210 && sizeof(Q5_K) == 176 && sizeof(Q5_1) == 24);
 static_assert(sizeof(Q5_0) == 22 && sizeof(Q4_1) == 20 && sizeof(Q4_K) == 144 && sizeof(Q4_0) == 18);
-static_assert(sizeof(Q1_0) == 18 && sizeof(TQ2_0) == 66 && sizeof(TQ1_0) == 54);
+static_assert(sizeof(Q1_0) == 18 && sizeof(Q2_0) == 18 && sizeof(TQ2_0) == 66 && sizeof(TQ1_0) == 54);
 static_assert(sizeof(IQ4_NL) == 18 && sizeof(IQ4_XS) == 136 && sizeof(Q3_K) == 110 && sizeof(Q2_K) == 84);
 
 static_assert(sizeof(IQ2_XXS) == 66 && sizeof(IQ2_XS) == 74 && sizeof(IQ2_S) == 82 && sizeof(IQ3_XXS) == 98);

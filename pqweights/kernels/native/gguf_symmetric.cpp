@@ -1,5 +1,5 @@
-// GGUF's blocks without offsets (Q8_0, Q5_0, Q4_0, IQ4_NL, Q6_K, Q3_K, IQ4_XS, TQ2_0, TQ1_0, Q1_0) with nearly the least
-// squared error.
+// GGUF's blocks without offsets (Q8_0, Q5_0, Q4_0, IQ4_NL, Q6_K, Q3_K, IQ4_XS, TQ2_0, TQ1_0, Q2_0, Q1_0) with nearly the
+// least squared error.
 //
 // A block has parts with a scale each: either one part, and its scale is the F16 number d, or 8 or 16, and their scales
 // are d times whole numbers.
@@ -145,7 +145,8 @@ struct SymmetricBlocks : Blocks<S, weighted> {
 
     bool cannot_clip(const float* starts) const {
         bool inner = S::KIND == WHOLE;
-        for (int i = 0; i < AT_ONCE; i++) inner &= __builtin_fabsf(starts[i]) <= limits.highest + 0.25f;
+        const float nearer = limits.highest < -limits.lowest ? limits.highest : -limits.lowest;
+        for (int i = 0; i < AT_ONCE; i++) inner &= __builtin_fabsf(starts[i]) <= nearer + 0.25f;
         return inner;
     }
 
@@ -276,7 +277,7 @@ struct SymmetricBlocks : Blocks<S, weighted> {
 void pqweights::encode_gguf_symmetric(int64_t type, const float* values, const float* importance, const float* starts,
                                       int64_t start_count, const float* factors, int64_t factor_count, uint8_t* data,
                                       double* energies, double* errors, int64_t blocks, int64_t row_blocks) {
-    encode_type<SymmetricBlocks, Q8_0, Q5_0, Q4_0, IQ4_NL, Q6_K, Q3_K, IQ4_XS, TQ2_0, TQ1_0, Q1_0>(
+    encode_type<SymmetricBlocks, Q8_0, Q5_0, Q4_0, IQ4_NL, Q6_K, Q3_K, IQ4_XS, TQ2_0, TQ1_0, Q2_0, Q1_0>(
         type,
         {values, importance, starts, start_count, factors, factor_count, data, energies, errors, blocks, row_blocks});
 }
