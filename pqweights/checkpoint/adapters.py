@@ -31,7 +31,7 @@ from pqweights.errors import SourceError
 from pqweights.kernels.low_rank import add_low_rank
 from pqweights.kernels.workers import kept, scratch
 from pqweights.models import text_model
-from pqweights.models.conventions import HEADS
+from pqweights.models.conventions import EXPERTS_OF_LAYER, HEADS
 from pqweights.models.names import is_embedding
 from pqweights.models.traits import Trait
 
@@ -49,7 +49,7 @@ MLX_PARTS = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
 # Settings under which more is computed than a product that is added, and initializations that change the base model.
 NOT_MERGED = (
     *("use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens", "arrow_config", "kasa_config"),
-    *("target_parameters", "monteclora_config"),
+    "monteclora_config",
 )
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 # What a name of the adapter begins with, and that of the checkpoint: transformers has renamed what models are made of.
@@ -68,6 +68,9 @@ RENAMED = (
 # Patterns of names whose matching may take exponential time: a repeated group in which something is repeated.
 ENDLESS = re.compile(r"\([^()]*[*+{][^()]*\)[*+{]")
 MOST_PATTERN = 500
+
+# The matrices of experts as transformers stacks them, and of what matrices of single experts these consist.
+STACKS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj": (("down_proj", "w2"),)}
 
 Floats = npt.NDArray[np.float32]
 # Changes rows [first, first + len(rows)) of a weight in place; rows are float32 [rows, columns].
@@ -166,6 +169,12 @@ class MergedTensor(NamedTuple):
     changes: tuple[Change, ...]
 
     @property
+    def width(self) -> int:
+        """How many elements a row has: of a stack of experts, one of any of its matrices."""
+        of_experts = any(isinstance(change, ExpertsLowRank) for change in self.changes)
+        return self.shape[-1] if of_experts else math.prod(self.shape[1:])
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """That of the tensor."""
         return self.base.shape
@@ -190,7 +199,7 @@ class MergedTensor(NamedTuple):
         if not self.changes:
             self.base.read(start, count, dtype, out)
             return
-        width = math.prod(self.shape[1:])
+        width = self.width
         first, last = start // width, -(-(start + count) // width)
         rows = self.rows(first, last - first)
         values = rows.reshape(-1)[start - first * width :][:count]
@@ -198,7 +207,7 @@ class MergedTensor(NamedTuple):
 
     def rows(self, first: int, count: int) -> Floats:
         """Return rows [first, first + count) in float32, [count, columns]; valid until the thread reads again."""
-        width = math.prod(self.shape[1:])
+        width = self.width
         raw = scratch(f"merged {len(self.changes)}", count * width * 4)
         self.base.read(first * width, count * width, "F32", raw)
         rows = raw.view(np.float32).reshape(count, width)
@@ -242,6 +251,46 @@ class LowRank:
         if self.is_transposed:
             return np.ascontiguousarray(values.reshape(-1, self.rank).T)
         return values.reshape(self.rank, -1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExpertsLowRank:
+    """scale * (left @ right) of each expert, added to a stack of experts, or to rows of the matrix of one.
+
+    a, b: [experts * rank, inputs] and [outputs, rank * experts], of which an expert has each rank-th block of rows, and
+        each experts-th column
+    height: how many rows the matrix of an expert has
+    first: the row of the first expert with which the weight begins
+    is_transposed: whether the weight has outputs in its columns
+    """
+
+    adapter: Adapter
+    a: StoredTensor
+    b: StoredTensor
+    rank: int
+    height: int
+    scale: float
+    first: int = 0
+    is_transposed: bool = False
+
+    def __call__(self, rows: Floats, first: int) -> None:
+        """Add rows of the products."""
+        begin = self.first + first
+        for expert in range(begin // self.height, -(-(begin + len(rows)) // self.height)):
+            top = expert * self.height
+            start, end = max(begin, top), min(begin + len(rows), top + self.height)
+            left, right = self._factors(expert, start - top, end - start)
+            add_low_rank(rows[start - begin : end - begin], left, right, self.scale)
+
+    def _factors(self, expert: int, first: int, count: int) -> tuple[Floats, Floats]:
+        """Return rows of the left matrix of an expert, and its right one."""
+        inputs, outputs = self.a.shape[1], self.b.shape[0]
+        a = self.adapter.values(self.a, expert * self.rank * inputs, self.rank * inputs).reshape(self.rank, inputs)
+        top, rows = (0, outputs) if self.is_transposed else (first, count)
+        across = self.b.shape[1]
+        b = self.adapter.values(self.b, top * across, rows * across).reshape(rows, self.rank, -1)[:, :, expert]
+        left, right = (a[:, first : first + count].T, b.T) if self.is_transposed else (b, a)
+        return np.ascontiguousarray(left), np.ascontiguousarray(right)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -345,6 +394,10 @@ class _Merging:
         self.head = next((f"{head}.weight" for head in HEADS if f"{head}.weight" in self.tensors), f"{HEADS[0]}.weight")
         self.is_tied = self.embeddings is not None and is_tied(self.config)
         self.changes: dict[str, list[Change]] = {}
+        matches = map(EXPERTS_OF_LAYER.fullmatch, self.tensors)
+        experts = {match[1] for match in matches if match}
+        # Some files call differently what transformers has in memory.
+        self.experts = {name.replace(".block_sparse_moe.", ".mlp."): name for name in experts}
         self.of_mlx = _is_of_mlx(adapter)
         self.is_dora = adapter.settings.get("fine_tune_type") == "dora" or bool(adapter.settings.get("use_dora"))
         if self.of_mlx and text_model(self.config).mlx.folds:
@@ -356,11 +409,15 @@ class _Merging:
     def merged(self) -> Checkpoint:
         """Return the checkpoint with the adapter. Raises SourceError if it does not fit."""
         modules, saved = self._by_module()
-        old, new = self._renaming([*(f"{module}.weight" for module in modules), *saved])
+        stacks = {module: modules.pop(module) for module in [*modules] if self._is_of_experts(module)}
+        wanted = [*(f"{module}.weight" for module in modules), *map(_stack_of, stacks), *saved]
+        old, new = self._renaming(wanted)
         for name, stored in saved.items():
             self._add(_renamed(name, old, new), Saved(adapter=self.adapter, stored=stored), stored)
         for module, parts in modules.items():
             self._add_module(module, _renamed(module, old, new), parts)
+        for module, parts in stacks.items():
+            self._add_experts(module, self.experts[_renamed(_stack_of(module), old, new)], parts)
         config = self._with_own_head()
         count = len(self.changes)
         remark = f"adapter {self.adapter.name}: merged into {count} tensors ({first_names(list(self.changes))})"
@@ -420,7 +477,11 @@ class _Merging:
         )
 
     def _is_known(self, name: str) -> bool:
-        return name in self.tensors or (self.is_tied and name == self.head)
+        return name in self.tensors or name in self.experts or (self.is_tied and name == self.head)
+
+    def _is_of_experts(self, module: str) -> bool:
+        """Whether a module of the adapter changes a parameter of a module with all experts of a layer."""
+        return bool(self.adapter.settings.get("target_parameters")) and _stack_of(module).endswith("experts")
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name not in self.tensors and name == self.head and self.embeddings is not None:
@@ -436,7 +497,7 @@ class _Merging:
                 f"tensor {stored.name!r} is for {name} of shape {list(expected)}, and the model's has {list(shape)}"
                 f"{resized}"
             )
-        if not isinstance(change, LowRank | Bias) and self.adapter.weight != 1:
+        if not isinstance(change, LowRank | ExpertsLowRank | Bias) and self.adapter.weight != 1:
             raise self.adapter.refused(
                 f"tensor {stored.name!r} takes the place of the model's own, so it cannot be weighed by "
                 f"{self.adapter.weight}"
@@ -472,6 +533,63 @@ class _Merging:
             if not self._is_known(name):
                 raise self.adapter.refused(f"tensor {bias.name!r}: the model has no tensor {name!r} to add it to")
             self._add(name, Bias(adapter=self.adapter, stored=bias, scale=scale), bias)
+
+    def _add_experts(self, module: str, experts: str, parts: Mapping[str, StoredTensor]) -> None:
+        """Note what an adapter changes in the experts of a layer, which are stored one by one, or stacked.
+
+        Names do not tell which of the two parameters of a layer it is, and shapes do.
+        """
+        a, b = parts.get("lora_A"), parts.get("lora_B")
+        if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2 or len(parts) != 2:
+            raise self.adapter.refused(f"module {module}: expected lora_A and lora_B of a parameter")
+        inputs, outputs = a.shape[1], b.shape[0]
+        for stack, matrices in STACKS.items():
+            places, count, turned = self._places(experts, stack, matrices, inputs, outputs)
+            if not places:
+                continue
+            parameter = f"{_stack_of(module)}.{stack}"
+            rank, scale = int(self._setting(parameter, "r", "rank_pattern")), self._scale(parameter)
+            if a.shape[0] != rank * count or b.shape[1] != rank * count:
+                raise self.adapter.refused(
+                    f"tensor {a.name!r}: expected the rank of {ADAPTER_CONFIG} for each of {count} experts, "
+                    f"found {a.shape[0]} rows"
+                )
+            height = inputs if turned else outputs
+            for name, first in places.items():
+                change = ExpertsLowRank(
+                    adapter=self.adapter, a=a, b=b, rank=rank, height=height, scale=scale, first=first,
+                    is_transposed=turned,
+                )  # fmt: skip
+                self._add(name, change, a, self._shape(name))
+            return
+        raise self.adapter.refused(
+            f"module {module}: the model has no experts of {outputs} outputs and {inputs} inputs in {experts}"
+        )
+
+    def _places(
+        self, experts: str, stack: str, matrices: Sequence[Sequence[str]], inputs: int, outputs: int
+    ) -> tuple[dict[str, int], int, bool]:
+        """Return where a stack of experts lies: the first row of each tensor, of how many experts, and if transposed.
+
+        There is none if its matrices have other shapes.
+        """
+        whole = next((name for name in (f"{experts}.{stack}", f"{experts}.{stack}.weight") if name in self.tensors), "")
+        if whole:
+            count, *sides = self._shape(whole)
+            turned = Trait.TRANSPOSED_EXPERTS in text_model(self.config).traits
+            fits = sides == ([inputs, outputs] if turned else [outputs, inputs])
+            return ({whole: 0} if fits else {}), count, turned
+        places: dict[str, int] = {}
+        for count in range(len(self.tensors)):
+            of_one = f"{experts}.{count}.{{}}.weight".format
+            names = [next((n for n in map(of_one, called) if n in self.tensors), "") for called in matrices]
+            if not all(names):
+                break
+            height = outputs // len(names)
+            if any(self._shape(name) != (height, inputs) for name in names):
+                return {}, 0, False
+            places |= {name: count * outputs + part * height for part, name in enumerate(names)}
+        return places, count, False
 
     def _scale(self, module: str) -> float:
         """Return by what the product of a module is multiplied."""
@@ -569,6 +687,11 @@ def _changed(name: str, tensor: LogicalTensor, changes: Sequence[Change]) -> Mer
 _SIDES = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 _NUMBERS = (("r", "rank"), ("lora_alpha", "alpha"))
 _MLX_NAMES = {"lora_a": "lora_A", "lora_b": "lora_B", "m": "lora_magnitude_vector"}  # by PEFT's
+
+
+def _stack_of(module: str) -> str:
+    """Return the module whose parameters an adapter changes; PEFT wraps it once for each of them."""
+    return re.sub(r"(\.base_layer)+$", "", module)
 
 
 def _renamed(name: str, old: str, new: str) -> str:

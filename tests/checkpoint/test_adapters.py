@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,16 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import load_model
 from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3MoeConfig,
+)
 
 import pqweights
 from pqweights.checkpoint.source import Checkpoint
@@ -72,7 +82,11 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 # Where head and embeddings are one weight, `merge_and_unload` changes both, unlike the model with the adapter.
 MERGED_OTHERWISE = {"tied embeddings", "tied head", "tied on purpose"}
 # PEFT warns of tied weights, and calls what transformers deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:peft", "ignore:.*gradient_checkpointing:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:UserWarning:peft",
+    "ignore:.*gradient_checkpointing:FutureWarning",
+    "ignore:.*rank_pattern:RuntimeWarning:peft",
+)
 SAME = rounding("F32", 16)  # below 1e-6, of weights of about 1
 TOKENS = torch.arange(20)[None]
 
@@ -152,6 +166,61 @@ def test_the_merged_model_computes_what_peft_does(name: str, model_of: Callable[
             assert torch.equal(found, theirs[tensor])
         else:
             assert (found - theirs[tensor]).abs().max() <= SAME
+
+
+EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
+# Stored one by one under two names, stacked, and stacked with outputs in the columns.
+WITH_EXPERTS = {
+    "one by one": Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=4),
+    "w1 w2 w3": MixtralConfig(**SMALL, num_local_experts=3),
+    "stacked": Qwen3_5MoeTextConfig(
+        **SMALL,
+        **EXPERTS,
+        num_experts=4,
+        shared_expert_intermediate_size=32,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "transposed": GptOssConfig(**SMALL | {"intermediate_size": 64}, num_local_experts=4, head_dim=16),
+}
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_parameters_of_experts_are_merged_as_peft_does(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(WITH_EXPERTS[name], dtype=torch.float32).save_pretrained(tmp_path / "model")
+    if name == "stacked":
+        stack_experts(tmp_path / "model" / "model.safetensors")
+    settings = {"target_modules": ["q_proj"], "lora_alpha": 9, "rank_pattern": {"experts.down_proj": 3}}
+    config = lora(target_parameters=["experts.gate_up_proj", "experts.down_proj"], **settings)
+    model = trained(tmp_path / "model", tmp_path / "adapter", config)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    theirs, base = load_file(tmp_path / "merged" / "model.safetensors"), load_file(tmp_path / "model/model.safetensors")
+    ours = values(opened(tmp_path / "model", tmp_path / "adapter"))
+    assert ours.keys() == theirs.keys()
+    for tensor, found in ours.items():
+        assert (found - theirs[tensor]).abs().max() <= SAME, tensor
+        changes = tensor.endswith(("q_proj.weight", "down_proj", "gate_up_proj")) or ".experts." in tensor
+        assert torch.equal(found, base[tensor]) != changes or "bias" in tensor or "shared" in tensor, tensor
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    cut = next(key for key in adapter if "experts" in key and "lora_A" in key)
+    damaged(tmp_path / "adapter", **{cut: adapter[cut][1:].clone()})
+    line = refused("plan", tmp_path / "model", "--adapter", tmp_path / "adapter")
+    assert cut in line and "rank" in line
+
+
+def stack_experts(file: Path) -> None:
+    """Write experts that are stored one by one as transformers stacks them."""
+    tensors = load_file(file)
+    singles = [key for key in tensors if re.search(r"\.experts\.\d+\.", key)]
+    of = {key: tensors.pop(key) for key in singles}
+    for layer in {key.partition(".experts.")[0] for key in singles}:
+        parts = [
+            {p: of[f"{layer}.experts.{e}.{p}_proj.weight"] for p in ("gate", "up", "down")}
+            for e in range(len(singles) // (3 * SMALL["num_hidden_layers"]))
+        ]
+        tensors[f"{layer}.experts.gate_up_proj"] = torch.stack([torch.cat([p["gate"], p["up"]]) for p in parts])
+        tensors[f"{layer}.experts.down_proj"] = torch.stack([p["down"] for p in parts])
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def test_trained_tokens_alone(model_of: Callable[[str], Path], tmp_path: Path) -> None:
@@ -352,7 +421,6 @@ A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor | None], list[str]]] = {
     "another method": ({"peft_type": "LOHA"}, {}, ["LOHA"]),
     "no method": ({"peft_type": None}, {}, ["peft_type"]),
-    "experts": ({"target_parameters": ["experts.gate_up_proj"]}, {}, ["target_parameters"]),
     "a changed base": ({"init_lora_weights": "pissa_niter_4"}, {}, ["init_lora_weights", "pissa"]),
     "a rank that is none": ({"r": "four"}, {}, ["`r`"]),
     "another rank": ({"r": 8}, {}, ["lora_A", "rank"]),

@@ -15,9 +15,11 @@ import build_kernels
 import kernel_runner
 import numpy as np
 import pytest
+import run_commands
 import run_kernels
 import torch
 from external_runtimes import EMULATOR
+from gguf_files import write_llama
 
 from pqweights import kernels
 from pqweights.errors import DeviceError, MissingDependencyError, PqweightsWarning
@@ -29,9 +31,9 @@ LEVELS = build_kernels.levels_of(OWN, "all")
 HERE = LEVELS[: LEVELS.index(build_kernels.levels_of(OWN, "own")[-1]) + 1]  # what this processor has
 
 
-def run(*arguments: str, **environment: str) -> dict[str, Any]:
+def run(*arguments: str, program: str = run_kernels.__file__, **environment: str) -> dict[str, Any]:
     """The answer of a fresh process that runs kernels; warnings are errors."""
-    command = [sys.executable, "-W", "error", run_kernels.__file__, *arguments]
+    command = [sys.executable, "-W", "error", program, *arguments]
     environment = os.environ | {"PYTHONPATH": str(Path(build_kernels.__file__).parent)} | environment
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -65,6 +67,24 @@ def test_an_emulated_aarch64_computes_the_golden_bytes(tmp_path: Path) -> None:
     assert EMULATOR is not None, "qemu-aarch64 is not installed: make runtimes"
     command = kernel_runner.emulated_command(EMULATOR, tmp_path)
     assert run("--runner", *command)["digests"] == DIGESTS
+
+
+def test_whole_commands_write_the_same_bytes_on_every_level_with_any_number_of_threads(
+    libraries: Path, tmp_path: Path
+) -> None:
+    """A GGUF file and an export for vLLM of a master without loss are those of the source."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64}
+    source = write_llama(tmp_path / "src", sizes=sizes)
+    results = []
+    for level in HERE:
+        places = (str(source), str(tmp_path / level), "--libraries", str(libraries))
+        answer = run(*places, program=run_commands.__file__, PQWEIGHTS_LEVEL=level)
+        assert answer["level"] == level
+        results += answer["results"]
+    first = results[0]
+    assert len(results) == 3 * len(HERE) and all(result == first for result in results)
+    assert all(first[f"{target} of lossless"] == first[f"{target} of source"] for target in ("gguf", "vllm"))
+    assert len({*first.values()}) == len(first) - 2
 
 
 # --- levels ---
