@@ -68,21 +68,6 @@ TIMED_SECONDS = 0.1  # a timing repeats the encoding until it takes at least thi
 POOL, TORCH, FIXED = "pool", "torch", "fixed"  # how a quantizer is given threads
 
 
-# The rows of the short table: the usual choices of each library around 4 and 5 bits.
-SHORT = (
-    "pqweights trellis, 5.125 bits",
-    "pqweights trellis, 4.125 bits",
-    "pqweights, 5 bits",
-    "pqweights, 4 bits",
-    "pqweights GGUF Q4_K",
-    "llama.cpp Q4_K",
-    "llama.cpp IQ4_XS",
-    "MLX affine, 4 bits",
-    "bitsandbytes NF4, double",
-    "torchao INT4 (tinygemm)",
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Quantizer:
     """One row of the table.
@@ -614,7 +599,6 @@ QUALITY_HEADER = (
     "above the bound",
     "N(0,1): above the bound",
 )
-SHORT_HEADER = ("quantizer", "bits/weight", "relative MSE", "above the bound", "above the bound, heavy-tailed weights")
 
 
 def quality_cells(row: Document) -> list[str]:
@@ -649,9 +633,8 @@ def sections(document: Document) -> dict[str, str]:
         table(["quantizer", "counted", *QUALITY_HEADER, *counts], rows),
         *(f"Not measured: {name} {why}" for name, why in document["absent"].items()),
     ]
-    return {"peers": "\n\n".join(lines), "peers-short": short(document), "peers-trellis": trellis_table(document)} | {
-        "peers-steps": steps_table(document)
-    }
+    parts = {"peers-trellis": trellis_table(document), "peers-steps": steps_table(document)}
+    return {"peers": "\n\n".join(lines), **parts}
 
 
 def trellis_rows(rows: Sequence[Document]) -> dict[str, list[Document]]:
@@ -690,13 +673,6 @@ def steps_table(document: Document) -> str:
     ways = ("one step", "steps by norm")
     header = ["bits/weight", *(f"{field}, {way}" for field in ("relative MSE", "above the bound") for way in ways)]
     return table(header, lines)
-
-
-def short(document: Document) -> str:
-    """The table of the README."""
-    found = {row["quantizer"]: quality_cells(row) for row in document["rows"]}
-    rows = [[name, *found[name][:3], found[name][4]] for name in SHORT if name in found]
-    return table(SHORT_HEADER, rows)
 
 
 def with_earlier(document: Document, options: argparse.Namespace) -> Document:

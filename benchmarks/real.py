@@ -47,7 +47,7 @@ SELF, TEXT = "self", "text"
 TRELLIS = "hadamard-trellis"
 TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_xs", "q3_k_m", "q2_k")
 # The types of whose grid all or most values of a source are that was decoded from a file of some type.
-GRIDS = {"Q4_1": ("q4_1",), "Q4_K_M": ("q4_k_m",), "Q4_0": ("q4_0",)}
+GRIDS = {"Q4_1": ("q4_1", "q5_k_m"), "Q4_K_M": ("q4_k_m",), "Q4_0": ("q4_0",)}
 
 # Rows of the README.
 SHORT = (

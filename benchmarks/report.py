@@ -406,7 +406,7 @@ def all_sections(documents: dict[str, Document], folder: Path) -> dict[str, str]
         if name in COMPARED:
             sections |= COMPARED[name](read_machines(folder, name, document))
     if "peers" in documents and "quality" in documents:
-        sections["peers-short"] += "\n\n" + trellis_claim(documents["peers"], documents["quality"])
+        sections["trellis-claim"] = trellis_claim(documents["peers"], documents["quality"])
     if all(name in documents for name in BY_SIZE):
         sections |= table_by_size(*(documents[name] for name in BY_SIZE))
     return sections

@@ -131,8 +131,10 @@ class PqweightsQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         _refuse_disk(getattr(model, "hf_device_map", None) or {})
-        # A model is saved through the inverse of its own conversions.
-        model._weight_conversions = self._master.originals(model._weight_conversions or [])
+        # A model is saved through the inverse of its own conversions. transformers 5.24 has forgotten them by now where
+        # weights are decoded, and takes those of the type.
+        if (used := getattr(model, "_weight_conversions", None)) is not None:
+            model._weight_conversions = self._master.originals(used)
         if self._master.is_checked:
             self._master.check_plain()
         else:
