@@ -99,7 +99,7 @@ def test_finished_tensors_stay_for_the_source_as_it_was(
     former, changed, out = tmp_path / "former", tmp_path / "changed", tmp_path / "out"
     shutil.copytree(own_source, former)
     with pytest.raises(SourceChangedError):
-        run_command(command(own_source, progress=once(lambda: by_rename(own_source / LAST), at=20)), out)
+        run_command(command(own_source, progress=once(lambda: by_rename(own_source / LAST), at=12)), out)
     with pytest.raises(SourceChangedError, match=rf"{LAST}: the source changed since .*`overwrite`"):
         run_command(command(own_source), out)
     shutil.copytree(own_source, changed)
@@ -175,7 +175,7 @@ def test_run_continues_after_a_read_that_failed(
         return 0
 
     with monkeypatch.context() as patch:
-        cut_off = once(lambda: patch.setattr(os, "preadv", read), 20)
+        cut_off = once(lambda: patch.setattr(os, "preadv", read), 12)
         with pytest.raises(SourceReadError, match="its disk or file server fails; run the same command again"):
             run_command(command(source, progress=cut_off), out, threads=1)
     known = finished(out)
