@@ -39,12 +39,16 @@ class Measured(NamedTuple):
 
 
 MEASURED = (
+    Measured(SMOLLM2, LloydMax.codec, 6.125, False, 0.0271, 0.904),
     Measured(SMOLLM2, LloydMax.codec, 5.125, False, 0.1132, 0.802),
     Measured(SMOLLM2, Trellis.codec, 5.125, False, 0.0393, 0.896),
     Measured(SMOLLM2, Trellis.codec, 5.125, True, 0.0091, 0.953),
     Measured(SMOLLM2, Trellis.codec, 4.125, False, 0.1867, 0.743),
     Measured(SMOLLM2, Trellis.codec, 4.125, True, 0.0342, 0.906),
     Measured(SMOLLM2, Trellis.codec, 3.125, False, 0.8627, 0.506),
+    Measured(SMOLLM2, LloydMax.codec, 4.125, False, 0.4881, 0.63),
+    Measured(SMOLLM2, LloydMax.codec, 3.125, False, 2.5238, 0.258),
+    Measured(SMOLLM2, Trellis.codec, 2.125, False, 5.0046, 0.091),
     Measured(QWEN, LloydMax.codec, 6.125, False, 0.0054, 0.951),
     Measured(QWEN, LloydMax.codec, 5.125, False, 0.0228, 0.905),
     Measured(QWEN, Trellis.codec, 5.125, False, 0.0097, 0.936),

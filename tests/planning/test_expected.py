@@ -21,7 +21,7 @@ def test_figures_are_those_of_the_benchmark() -> None:
     names = {name.lower(): name for name in PARAMETERS}
     found, parameters = set(), dict[str, int]()
     for row in json.loads(REAL.read_text())["rows"]:
-        if row["format"] == "master" and row["data"] in (None, "self"):
+        if row["format"] == "master" and row["data"] in (None, "self") and "fitted" not in row["name"]:
             name, _, bits = row["name"].partition(" ")
             codec, rate = (Trellis.codec, float(bits)) if bits else (LloydMax.codec, int(name[1:]) + 0.125)
             figures = round(row["kl"], 4), round(row["top1"], 3)
