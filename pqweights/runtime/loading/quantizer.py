@@ -122,7 +122,8 @@ class PqweightsQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Return the conversions of the model, made to read encoded weights."""
-        return self._master.conversions(weight_conversions)
+        self._conversions = self._master.conversions(weight_conversions)
+        return self._conversions
 
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
         """Return the bytes per weight in memory, for device maps."""
@@ -132,9 +133,11 @@ class PqweightsQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         _refuse_disk(getattr(model, "hf_device_map", None) or {})
         # A model is saved through the inverse of its own conversions. transformers 5.24 has forgotten them by now where
-        # weights are decoded, and takes those of the type.
-        if (used := getattr(model, "_weight_conversions", None)) is not None:
-            model._weight_conversions = self._master.originals(used)
+        # weights are decoded.
+        used = getattr(model, "_weight_conversions", None)
+        if used is None:
+            used = [conversion for conversion in self._conversions if conversion.was_used()]
+        model._weight_conversions = self._master.originals(used)
         if self._master.is_checked:
             self._master.check_plain()
         else:
