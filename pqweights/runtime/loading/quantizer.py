@@ -149,7 +149,7 @@ class PqweightsQuantizer(HfQuantizer):
             name_packed_modules(model)
             self.decoded_weights = tuple(sorted(self._master.decoded_weights))
         self._master.close()
-        del self._master
+        del self._master, self._conversions
         return model
 
     def is_serializable(self) -> bool:
