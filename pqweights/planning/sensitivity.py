@@ -27,7 +27,7 @@ from pqweights.models.description import UNKNOWN, ModelDescription
 from pqweights.models.names import TIED_EMBEDDINGS, fused_layer
 
 
-class Rule(NamedTuple):
+class ModuleAlpha(NamedTuple):
     """What the rule of thumb says of a kind of modules.
 
     alpha: of those of all layers together, in a model of USUAL_LAYERS layers
@@ -39,13 +39,14 @@ class Rule(NamedTuple):
     last: float = 1.0
 
 
-EMBEDDING, HEAD, TIED, EXPERTS, OTHER = Rule(0.3), Rule(1.0), Rule(1.2), Rule(1.7, 2.0, 2.5), Rule(0.8, 1.5, 1.5)
+EMBEDDING, HEAD, TIED = ModuleAlpha(0.3), ModuleAlpha(1.0), ModuleAlpha(1.2)
+EXPERTS, OTHER = ModuleAlpha(1.7, 2.0, 2.5), ModuleAlpha(0.8, 1.5, 1.5)
 # Modules by name, in this order: the output of attention, its inputs, what follows an activation, and what precedes it.
 _MODULES = (
-    (re.compile(r".*\.(o_proj|out_proj|wo|dense|attn\.c_proj)$"), Rule(0.3, 2.0)),
-    (re.compile(r".*\.(qkv|qkv_a|qkv_proj|c_attn|query_key_value|in_proj\w*|\w*_b_proj)$"), Rule(1.06)),
-    (re.compile(r".*\.(down_proj|w2|fc2|fc_out|dense_4h_to_h|c_proj)$"), Rule(0.8, 2.0, 2.0)),
-    (re.compile(r".*\.(gate_up|gate_up_proj|up_proj|fc1|fc_in|c_fc|dense_h_to_4h)$"), Rule(1.0, 1.5, 3.0)),
+    (re.compile(r".*\.(o_proj|out_proj|wo|dense|attn\.c_proj)$"), ModuleAlpha(0.3, 2.0)),
+    (re.compile(r".*\.(qkv|qkv_a|qkv_proj|c_attn|query_key_value|in_proj\w*|\w*_b_proj)$"), ModuleAlpha(1.06)),
+    (re.compile(r".*\.(down_proj|w2|fc2|fc_out|dense_4h_to_h|c_proj)$"), ModuleAlpha(0.8, 2.0, 2.0)),
+    (re.compile(r".*\.(gate_up|gate_up_proj|up_proj|fc1|fc_in|c_fc|dense_h_to_4h)$"), ModuleAlpha(1.0, 1.5, 3.0)),
 )
 # All layers together have the more of it the more there are, but less than in proportion.
 USUAL_LAYERS, OF_LAYERS = 24, 1 / 3
@@ -71,7 +72,7 @@ def heuristic_alphas(groups: Mapping[str, Sequence[str]], roles: Mapping[str, st
         layers_of.setdefault(match[1], set()).add(int(match[2]))
     result = {}
     for name, names in groups.items():
-        rule, layer = _rule_of(name, {roles[weight] for weight in names}), matches.get(name)
+        rule, layer = _alpha_of(name, {roles[weight] for weight in names}), matches.get(name)
         result[name] = rule.alpha
         if layer is not None:
             layers, number = layers_of[layer[1]], int(layer[2])
@@ -113,7 +114,7 @@ def taken_apart(
     return single, divided
 
 
-def _rule_of(group: str, roles: set[str]) -> Rule:
+def _alpha_of(group: str, roles: set[str]) -> ModuleAlpha:
     """Return what the rule of thumb says of a group, by its name and the roles of its weights."""
     if group == TIED_EMBEDDINGS:
         return TIED

@@ -144,7 +144,7 @@ def source_tensor(tensor: LogicalTensor, model: ModelDescription, kind: str | No
     return tensor if kind is None else on_grid(tensor, kind)
 
 
-class Measured(NamedTuple):
+class SourceMeasures(NamedTuple):
     """What is known of a source before it is coded.
 
     kinds: the types from whose blocks weights were decoded, by their names
@@ -155,7 +155,7 @@ class Measured(NamedTuple):
     lengths: Mapping[str, Lengths]
 
 
-def measure(checkpoint: Checkpoint, threads: int, progress: Progress) -> Measured:
+def measure(checkpoint: Checkpoint, threads: int, progress: Progress) -> SourceMeasures:
     """Look for weights on grids, and code every chunk."""
     model, grids = text_model(checkpoint.config), block_grids()
     for tensor in checkpoint.tensors:
@@ -184,7 +184,7 @@ def measure(checkpoint: Checkpoint, threads: int, progress: Progress) -> Measure
                 lengths |= _lengths(source_tensor(tensor, model, None), pool, 2 * threads)
             done += sum(part.byte_count for part in tensor.parts)
             progress(done, total, tensor.name)
-    return Measured(kinds, lengths)
+    return SourceMeasures(kinds, lengths)
 
 
 def _lengths(source: SourceTensor | None, pool: ThreadPoolExecutor, most: int) -> dict[str, Lengths]:
@@ -235,7 +235,7 @@ def _stored(part: StoredTensor, lengths: Mapping[str, Lengths]) -> tuple[TensorS
     return (spec,) if of_part is None else coded_specs(spec, int(of_part.sum(dtype=np.int64)))
 
 
-def _planned(tensor: LogicalTensor, model: ModelDescription, measured: Measured) -> TensorPlan:
+def _planned(tensor: LogicalTensor, model: ModelDescription, measured: SourceMeasures) -> TensorPlan:
     """Plan a tensor by what was measured."""
     role, kind = classify(tensor.name, tensor.dtype, tensor.shape, model), measured.kinds.get(tensor.name)
     source, lengths = source_tensor(tensor, model, kind), measured.lengths
@@ -252,7 +252,7 @@ def _planned(tensor: LogicalTensor, model: ModelDescription, measured: Measured)
     return TensorPlan.of(tensor, stored, role=role.name, action=action, reason=reason, codec=codec, bits=bits)
 
 
-def encode(planned: TensorPlan, tensor: LogicalTensor, *, measured: Measured) -> Job:
+def encode(planned: TensorPlan, tensor: LogicalTensor, *, measured: SourceMeasures) -> Job:
     """Return the pass that codes a weight, or copies a tensor that is kept."""
     if planned.action == KEEP:
         return CopyJob(planned, tensor)
