@@ -89,8 +89,12 @@ def command(
         folders = [None if no_record or kv_cache or model.origin else result_folder_of(path) for path, model in paths]
         with output.progress("evaluating", unit="steps") as progress:
             done = evaluate([path for path, _ in paths], words, evaluation, progress=progress)
-        names = dict(zip((*models, str(reference)), (*fetched, base), strict=True))
-        _show(done.renamed({str(model.path): name for name, model in names.items() if model and model.origin}), json)
+        names: dict[str, str] = {}
+        for name, model in zip((*models, str(reference)), (*fetched, base), strict=True):
+            if model is not None and model.origin:
+                own = model.path
+                names |= {str(path): name if path == own else f"{name}/{path.name}" for path in models_in(own)}
+        _show(done.renamed(names), json)
         if save_reference is not None:
             output.note(f"{save_reference}: {size_text(save_reference.stat().st_size)}, for --reference")
         _record_all(done, folders, words, tokenizer=path_of(tokenizer), reference=reference)

@@ -372,21 +372,28 @@ def needed_files(storage: Storage) -> tuple[str, ...]:
 
 
 def _listed_files(storage: Storage) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """Return the files without tensors that a manifest lists, with the manifests beside it, and its GGUF files.
+    """Return the files without tensors that a manifest lists, with the manifests beside it, and the GGUF files of all.
 
     There is None in place of the former for one that cannot be read.
     """
+    files = [name for name in storage.files() if "/" not in name]
+    beside = [name for name in files if name.endswith(f".{MANIFEST_FILE}")]
     try:
-        manifest = read_json_object(storage, MANIFEST_FILE)
+        manifest, *others = (read_json_object(storage, name) for name in (MANIFEST_FILE, *beside))
     except SourceError:
         return None, ()
-    listed, container = manifest.get("files"), manifest.get("container")
-    files = [name for name in storage.files() if "/" not in name]
-    stated = container.get("files") if isinstance(container, dict) else None
-    names = [of.get("name") for of in stated if isinstance(of, dict)] if isinstance(stated, list) else []
-    gguf = tuple(name for name in files if name in names and name.lower().endswith(".gguf"))
-    beside = [name for name in files if name.endswith(f".{MANIFEST_FILE}")]
+    listed, stated = manifest.get("files"), set(_container_files(manifest))
+    if stated:
+        stated.update(*map(_container_files, others))
+    gguf = tuple(name for name in files if name in stated and name.lower().endswith(".gguf"))
     return (*listed, *beside) if isinstance(listed, dict) else None, gguf
+
+
+def _container_files(manifest: dict[str, Any]) -> list[Any]:
+    """Return the names of the GGUF files that a manifest states, which may be damaged."""
+    container = manifest.get("container")
+    stated = container.get("files") if isinstance(container, dict) else None
+    return [of.get("name") for of in stated if isinstance(of, dict)] if isinstance(stated, list) else []
 
 
 def stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> tuple[dict[str, StoredTensor], dict[str, str]]:

@@ -22,16 +22,20 @@ def parts(manifest: Manifest) -> dict[str, tuple[str, ...]]:
 def models_in(path: Path) -> list[Path]:
     """Return each model in a folder: the first file of each of GGUF, or the folder of each format; else the path.
 
-    Raises MasterError for a damaged manifest.
+    Those of the manifest come first; a repository has also those of earlier pushes. Raises MasterError for a damaged
+    manifest.
     """
+    listed: list[str] = []
     if (path / MANIFEST_FILE).is_file():
         manifest = read_manifest(path)
-        found = parts(manifest)
-        return [path / (kind if manifest.folders else files[0]) for kind, files in found.items()] or [path]
-    if path.is_dir() and is_gguf(path):
-        models = gguf_models(Storage(path, only=[entry.name for entry in path.iterdir() if entry.is_file()]))
-        return [path / name for name in models] if len(models) > 1 else [path]
-    return [path]
+        if manifest.folders:
+            return [path / kind for kind in parts(manifest)]
+        listed = [files[0] for files in parts(manifest).values()]
+    if not (path.is_dir() and is_gguf(path)):
+        return [path]
+    there = gguf_models(Storage(path, only=[entry.name for entry in path.iterdir() if entry.is_file()]))
+    models = list(dict.fromkeys((*listed, *there)))
+    return [path / name for name in models] if len(models) > 1 else [path]
 
 
 def part_of(model: Path, manifest: Manifest) -> str | None:

@@ -69,6 +69,19 @@ def test_a_second_type_leaves_the_first(hub: LoopbackHub, client: Client, made: 
     assert there(hub) == before
 
 
+def test_eval_of_a_repository_takes_the_files_of_all_pushes(
+    hub: LoopbackHub, client: Client, made: Path, tmp_path: Path
+) -> None:
+    for name in ("q4", "q8"):
+        pushed(client, made / name)
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x\n" * 40, encoding="utf-8")
+    options = ("--text", tmp_path / "text.txt", "--window", "16", "--max-tokens", "32", "--json", "-q")
+    rows = json.loads(client.well("eval", TARGET, *options).stdout)["models"]
+    assert {row["model"] for row in rows} == {
+        f"{TARGET}/{file}" for name in ("q4", "q8") for file in weights(made / name)
+    }
+
+
 def test_only_stale_files_of_the_same_type_go_and_are_named_before(
     hub: LoopbackHub, client: Client, made: Path
 ) -> None:
