@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 INSTALL = $(BIN)/python tools/install.py
 INSTALL_TORCH = $(INSTALL) $(1) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) "$(TORCH)"
 
-.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-lossless bench-running bench-quality bench-real bench-calibration bench-strips ablation bench-calibrated-env bench-calibrated bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills docs docs-commands docs-families dist clean
+.PHONY: help venv quantize fit int4 mlx vllm bf16 gguf eval publish demo test test-fast kernels objects wheels fuzz runtimes lint types check format bench bench-env bench-kernels bench-planning bench-commands bench-cold bench-trellis bench-phases bench-peers bench-scaling bench-exports bench-gguf bench-attention bench-kv distribution kv-distribution bench-loading bench-lossless bench-running bench-quality bench-real bench-calibration bench-strips ablation bench-real-env bench-formats-env bench-formats bench-hub bench-fit bench-rates bench-report bench-kills bench-ray bench-ray-kills docs docs-commands docs-families dist clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -214,7 +214,7 @@ bench-quality: $(READY) ## MODELS="DIR ...": perplexity, KL and top-1 of masters
 	$(REPORT)
 
 bench-real: $(READY) ## MODELS="DIR ..." TEXT=FILE: masters and every export of real models beside other tools, row by row (hours)
-	$(call BENCHMARK,real) $(MODELS) --text $(TEXT) $(WORK) $(ARGS)
+	$(call BENCHMARK,real) $(MODELS) --text $(TEXT) --environments $(VENV) $(WORK) $(ARGS)
 	$(REPORT)
 
 bench-calibration: $(READY) ## time, memory and disk of quantize --calibrate on a synthetic model
@@ -228,13 +228,15 @@ bench-strips: $(READY) ## MODEL=...: feedback of errors by single columns, as ca
 ablation: $(READY) ## MODEL=... TEXT=FILE: what rotation, levels, norms and AWQ gain over absmax on a model, and INT4
 	$(BIN)/python benchmarks/quality.py $(MODEL) --text $(TEXT) --only ablation $(WORK) $(ARGS)
 
-# Each calibrated tool has an environment of its own: they want other versions of transformers than the project.
+# Each other tool has an environment of its own: they want other versions of transformers than the project.
 TOOL_llmcompressor := llmcompressor==0.14.0.1
 # AutoRound stores some formats by compressed-tensors, which it does not install.
 TOOL_autoround := auto-round==0.16.1 compressed-tensors==0.20.0
 TOOL_gptqmodel := gptqmodel==7.6.0
+TOOL_bitsandbytes := bitsandbytes==0.50.2 transformers accelerate
+TOOL_ik := ik-llama-cpp-python==0.1.5
 TOOL_modelopt := nvidia-modelopt==0.47.0 transformers accelerate requests
-TOOLS := llmcompressor autoround gptqmodel
+TOOLS := llmcompressor autoround gptqmodel bitsandbytes ik
 TOOLS_WITHOUT_DATA := llmcompressor autoround modelopt
 
 $(patsubst %,$(VENV)-%/.ready,$(sort $(TOOLS) $(TOOLS_WITHOUT_DATA))): $(VENV)-%/.ready: | $(VENV)/.installer
@@ -242,11 +244,7 @@ $(patsubst %,$(VENV)-%/.ready,$(sort $(TOOLS) $(TOOLS_WITHOUT_DATA))): $(VENV)-%
 	$(INSTALL) $(VENV)-$* "$(TORCH)" $(TOOL_$*)
 	touch $@
 
-bench-calibrated-env: $(READY) $(TOOLS:%=$(VENV)-%/.ready) ## install the tools of bench-calibrated (TOOLS=... for some of them)
-
-bench-calibrated: $(READY) ## MODELS="DIR ...": 4-bit exports beside GPTQ, AWQ, AutoRound, DWQ and HQQ of other tools
-	$(call BENCHMARK,calibrated) $(MODELS) --environments $(VENV) $(WORK) $(ARGS)
-	$(REPORT)
+bench-real-env: $(READY) $(TOOLS:%=$(VENV)-%/.ready) ## install the tools of bench-real (TOOLS=... for some of them)
 
 bench-formats-env: $(READY) $(TOOLS_WITHOUT_DATA:%=$(VENV)-%/.ready) ## install the tools of bench-formats
 

@@ -26,8 +26,7 @@ from typing import Any
 
 import numpy as np
 import peers
-from calibrated import Failed, gptq_weight, run
-from harness import Cell, Document, argument_parser, machine, measured_with, now, publish, table
+from harness import Cell, Document, argument_parser, machine, measured_with, now, publish, run_command, table
 from quality import measures, number, remembering
 
 import pqweights
@@ -36,7 +35,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import PqweightsError
 from pqweights.formats import get_codec
 from pqweights.formats.gguf_blocks import BlockRule
-from pqweights.kernels.groups import BEST, GroupRule
+from pqweights.kernels.groups import BEST, GroupRule, unpack_bits
 from pqweights.runtime.models import Model, open_model
 from pqweights.runtime.protocol import TextWindows, compare
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
@@ -258,6 +257,20 @@ def _of_mlx(stored: Stored, quantization: dict[str, Any], module: str) -> Floats
     return np.array(mx.dequantize(*parts, **how).astype(mx.float32))
 
 
+def gptq_weight(stored: Stored, name: str) -> Floats:
+    """Decode GPTQ's first format: (code - zero - 1) * scale; codes packed along the inputs, zeros along the outputs."""
+    module = name.removesuffix(".weight")
+    if f"{module}.qweight" not in stored.tensors:
+        return stored.floats(name)
+    scales = stored.floats(f"{module}.scales").T  # [rows, groups]
+    words = stored.bytes(f"{module}.qweight").view("<u4").reshape(stored.tensors[f"{module}.qweight"].shape)
+    codes = unpack_bits(np.ascontiguousarray(words.T).view(np.uint8), 4).astype(np.float32)
+    zeros = unpack_bits(stored.rows(f"{module}.qzeros"), 4).T.astype(np.float32)
+    centred = codes.reshape(*scales.shape, -1) - (zeros[..., None] + 1)
+    weight: Floats = (centred * scales[..., None]).reshape(len(scales), -1)
+    return weight
+
+
 # --- encoders of single weights ---
 
 
@@ -311,9 +324,9 @@ def rows_of_tool(bench: Bench, who: str, formats: Sequence[Format], environments
     command = [python, str(Path(__file__).with_name("format_peers.py")), TOOLS[who], str(bench.model)]
     try:
         if names:
-            run([*command, str(bench.work / "rest.txt"), str(work), *names], bench.work)
-    except Failed as error:
-        bench.absent.append(f"{who}: {error}")
+            run_command([*command, str(bench.work / "rest.txt"), str(work), *names])
+    except SystemExit as error:
+        bench.absent.append(f"{who}: {str(error).splitlines()[-1]}")
     failed = work / "failed.txt"
     lines = failed.read_text().splitlines() if failed.exists() else []
     bench.absent.extend(f"{who}: {line}" for line in lines)

@@ -1,11 +1,15 @@
 """Language models that people use, quantized by pqweights and by other tools, at the size of whole files.
 
-    python benchmarks/real.py MODEL_DIR [MODEL_DIR...] --text TEXT [--rows NAME...] [--again]
+    python benchmarks/real.py MODEL_DIR [MODEL_DIR...] --text TEXT [--rows NAME...] [--again] [--environments PREFIX]
 
 Each row is one result of the command line, or of another tool, from the same model. It is compared with the original in
 float32, on the first `--max-tokens` tokens of the text, in windows of 512 without overlap. The tools that read data get
 the tokens that follow; `self` is what the model writes itself. Bits are those of all files of weights, for each
-parameter. Seconds and processor seconds are those of the commands, interpreters and imports included.
+parameter. Seconds and processor seconds are those of the commands, interpreters and imports included. What MLX
+folders and other tools' folders hold is decoded, and computed with in float32.
+
+A tool of real_peers.py runs with PREFIX-TOOL/bin/python of --environments, which `make bench-real-env` makes; mlx-lm,
+torchao and llama.cpp with this one.
 
 A row is in the document in --out as soon as it is measured, and rows that are there are not measured again: a run that
 was interrupted goes on with the next row. --again measures those that --rows names (shell patterns) anew. A row of
@@ -18,8 +22,11 @@ of a model says so, and the tables mark the rows (see GRIDS).
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
+import shutil
+import struct
 import sys
 import tempfile
 from argparse import Namespace
@@ -30,24 +37,52 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf_types
-from harness import PQWEIGHTS, Document, Run, argument_parser, machine, measured_with, now, publish, run_command, table
+import numpy as np
+from harness import (
+    PQWEIGHTS,
+    Document,
+    Run,
+    argument_parser,
+    machine,
+    measured_with,
+    now,
+    publish,
+    run_command,
+    table,
+    usable_cores,
+)
 from quality import measures, remembering
+from safetensors.numpy import save_file
 
 from pqweights.checkpoint.gguf.file import open_gguf
+from pqweights.checkpoint.names import CONFIG_FILE
+from pqweights.checkpoint.readers import element_count
+from pqweights.checkpoint.source import open_local
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.runtime.folders import size
 from pqweights.runtime.models import Model, open_model
 from pqweights.runtime.protocol import TextWindows, compare
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 
+HERE = Path(__file__).resolve().parent
 WINDOW, CALIBRATION_TOKENS = 512, 12_288
-MASTER, GGUF, MLX, VLLM = "master", "GGUF", "MLX", "vllm"
-OURS, LLAMA_CPP, MLX_LM = "pqweights", "llama.cpp", "mlx-lm"
+MASTER, GGUF, MLX, VLLM, TORCHAO = "master", "GGUF", "MLX", "vllm", "torchao"
+OURS, LLAMA_CPP, IK, MLX_LM = "pqweights", "llama.cpp", "ik_llama.cpp", "mlx-lm"
+IN_THIS_ENVIRONMENT = ("mlx", "torchao")  # tools that the project's own environment has
 SELF, TEXT = "self", "text"
 TRELLIS = "hadamard-trellis"
 TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_xs", "q3_k_m", "q2_k")
+IK_TYPES = ("iq4_kt", "iq3_kt", "iq2_kt", "iq4_k", "iq3_k", "iq2_k")
 # The types of whose grid all or most values of a source are that was decoded from a file of some type.
 GRIDS = {"Q4_1": ("q4_1", "q5_k_m"), "Q4_K_M": ("q4_k_m",), "Q4_0": ("q4_0",)}
+
+# Formats that others make, too: what a table calls them, and the fields of their rows.
+EXPORTS = (
+    ("INT4, symmetric, for vLLM", VLLM, "W4A16"),
+    ("INT4, asymmetric, of torchao", TORCHAO, "INT4"),
+    ("MLX, 4 bits", MLX, "4 bits"),
+    ("MLX, 3 bits", MLX, "3 bits"),
+)
 
 # Rows of the README.
 SHORT = (
@@ -68,6 +103,7 @@ class Row:
     data: SELF, TEXT, or None for none
     arguments: of the command line of pqweights behind the source and the result; TEXT is replaced by the file
     codecs: those of digests.CODECS that decide its bytes
+    method: of real_peers.py, if that makes it
     """
 
     format: str
@@ -76,6 +112,7 @@ class Row:
     data: str | None = None
     arguments: tuple[str, ...] = ()
     codecs: tuple[str, ...] = ()
+    method: str | None = None
 
     @property
     def title(self) -> str:
@@ -102,22 +139,43 @@ def rows() -> Iterator[Row]:
     for bits in ("5.125", "4.125", "3.125"):
         arguments = ("quantize", "--codec", TRELLIS, "--target-bpw", bits)
         yield Row(format=MASTER, tool=OURS, name=f"trellis {bits}, fitted", arguments=arguments, codecs=("trellis",))
-    for data in (None, TEXT):
-        for kind in TYPES:
-            arguments = ("export", "--target", "gguf", "--type", kind, *([] if data is None else calibrated(data)))
-            yield Row(format=GGUF, tool=OURS, name=kind, data=data, arguments=arguments)
-            yield Row(format=GGUF, tool=LLAMA_CPP, name=kind, data=data)
-    for data in (None, TEXT):
+    for data in (None, TEXT, SELF):
         more = () if data is None else calibrated(data)
+        for kind in TYPES:
+            arguments = ("export", "--target", "gguf", "--type", kind, *more)
+            yield Row(format=GGUF, tool=OURS, name=kind, data=data, arguments=arguments)
+            if data != SELF:
+                yield Row(format=GGUF, tool=LLAMA_CPP, name=kind, data=data)
+        gptq = () if data is None else ("gptq",)
         for bits in ("4", "3"):
-            arguments = ("export", "--target", "mlx", "--bits", bits, *more)
-            yield Row(
-                format=MLX, tool=OURS, name=f"{bits} bits", data=data, arguments=arguments, codecs=(f"mlx q{bits}",)
-            )
-            if data is None:
-                yield Row(format=MLX, tool=MLX_LM, name=f"{bits} bits")
-        arguments = ("export", "--target", "vllm", *more)
-        yield Row(format=VLLM, tool=OURS, name="W4A16", data=data, arguments=arguments, codecs=("vllm w4a16",))
+            arguments, codecs = ("export", "--target", "mlx", "--bits", bits, *more), (f"mlx q{bits}", *gptq)
+            yield Row(format=MLX, tool=OURS, name=f"{bits} bits", data=data, arguments=arguments, codecs=codecs)
+        for target, name, codec, options in (
+            (VLLM, "W4A16", "vllm w4a16", ()),
+            (TORCHAO, "INT4", "torchao int4", ("--packing", "plain")),
+        ):
+            arguments = ("export", "--target", target, *options, *more)
+            yield Row(format=target, tool=OURS, name=name, data=data, arguments=arguments, codecs=(codec, *gptq))
+    for data in (None, TEXT):
+        yield from (Row(format=GGUF, tool=IK, name=kind, data=data) for kind in IK_TYPES)
+    yield from (Row(format=MLX, tool=MLX_LM, name=f"{bits} bits") for bits in ("4", "3"))
+    yield Row(format="transformers", tool="bitsandbytes", name="NF4", method="bitsandbytes")
+    yield Row(format=VLLM, tool="llm-compressor", name="W4A16", method="llmcompressor")
+    yield Row(format=TORCHAO, tool="torchao", name="INT4", method="torchao")
+    yield Row(format=TORCHAO, tool="torchao HQQ", name="INT4", method="torchao-hqq")
+    yield Row(format=TORCHAO, tool="torchao AWQ", name="INT4", data=TEXT, method="torchao-awq")
+    for bits, (tool, method) in itertools.product(
+        ("4", "3"), (("GPTQ", "gptq"), ("AWQ", "awq"), ("DWQ", "dwq-longer"))
+    ):
+        yield Row(format=MLX, tool=f"{MLX_LM} {tool}", name=f"{bits} bits", data=TEXT, method=f"mlx-{method}")
+    for tool, method in (
+        ("llm-compressor GPTQ", "llmcompressor-gptq"),
+        ("llm-compressor AWQ", "llmcompressor-awq"),
+        ("llm-compressor AWQ and GPTQ", "llmcompressor-awq-gptq"),
+        ("GPTQModel", "gptqmodel"),
+        ("AutoRound", "autoround"),
+    ):
+        yield Row(format=VLLM, tool=tool, name="W4A16", data=TEXT, method=method)
 
 
 class Cost(NamedTuple):
@@ -135,6 +193,14 @@ class Cost(NamedTuple):
         return Cost(run.seconds, run.user_seconds + run.system_seconds)
 
 
+class Made(NamedTuple):
+    """A result: what it took, its size, and what can be opened of it."""
+
+    cost: Cost
+    bytes: int
+    opened: Path
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """A model, and what its rows are measured on.
@@ -144,6 +210,7 @@ class Bench:
     ids: the tokens that are scored
     text: the file of those that follow
     work: where results are made
+    environments: the beginning of the names of the folders of the tools' environments
     """
 
     model: Path
@@ -151,66 +218,140 @@ class Bench:
     ids: Ids
     text: Path
     work: Path
+    environments: str
 
     @functools.cached_property
     def importances(self) -> list[tuple[str, Any]]:
         """What llama.cpp's quantizer gets of the text."""
         return gguf_types.importances(self.model, self.text, self.work / "importances")
 
+    @functools.cached_property
+    def plain(self) -> Path:
+        """Our file in BF16, which llama.cpp and ik_llama.cpp quantize."""
+        out = self.work / "plain"
+        run_command([*PQWEIGHTS, "export", f"{self.model}", f"{out}", "--target", "gguf", "--type", "bf16"])
+        return next(out.glob("*.gguf"))
+
+    def group_size(self, row: Row) -> int:
+        """The weights that share a scale: those of the format, or fewer if the rows of a matrix do not divide by it."""
+        size = 64 if row.format == MLX else 128
+        columns = {
+            tensor.shape[-1] for tensor in open_local(self.model).tensors if tensor.name.endswith("_proj.weight")
+        }
+        while any(each % size for each in columns):
+            size //= 2
+        return size
+
     def measure(self, row: Row) -> Document:
         """Make the result of a row, and compare it with the original. Raises SystemExit if a command fails."""
         with tempfile.TemporaryDirectory(dir=self.work) as folder:
-            cost, result = MAKERS[row.tool](self, row, Path(folder) / "out")
+            make = by_peer if row.method is not None else MAKERS[row.tool]
+            made = make(self, row, Path(folder) / "out")
             windows = TextWindows(size=WINDOW, stride=WINDOW)
-            scores = measures(compare(open_model(result), self.base, ids=self.ids, windows=windows))
-            about = size(result)
-            weights = sum(parameter.numel() for parameter in self.base.net.parameters())
-            types = {tensor.type for tensor in open_gguf(result).tensors} if row.format == GGUF else set()
+            scores = measures(compare(open_model(made.opened), self.base, ids=self.ids, windows=windows))
+            types = {tensor.type for tensor in open_gguf(made.opened).tensors} if row.format == GGUF else set()
+        weights = sum(parameter.numel() for parameter in self.base.net.parameters())
         kinds = [f"gguf {kind}" for kind in sorted(types & BLOCK_TYPES.keys())] if row.tool == OURS else []
         return {
             **scores,
             **measured_with([*row.codecs, *kinds]),
-            "bytes": about.bytes,
-            "bits_per_parameter": 8 * about.bytes / weights,
-            "seconds": cost.seconds,
-            "cpu_seconds": cost.cpu_seconds,
+            "bytes": made.bytes,
+            "bits_per_parameter": 8 * made.bytes / weights,
+            "seconds": made.cost.seconds,
+            "cpu_seconds": made.cost.cpu_seconds,
         }
 
 
-def ours(bench: Bench, row: Row, out: Path) -> tuple[Cost, Path]:
+def ours(bench: Bench, row: Row, out: Path) -> Made:
     """A result of our command line; of an export to GGUF its file."""
     command, *arguments = (f"{bench.text}" if argument == TEXT else argument for argument in row.arguments)
     cost = run_command([*PQWEIGHTS, command, f"{bench.model}", f"{out}", *arguments])
-    return Cost.of(cost), next(iter(out.glob("*.gguf")), out)
+    result = next(iter(out.glob("*.gguf")), out)
+    return Made(Cost.of(cost), size(result).bytes, decoded(bench.model, out) if row.format == MLX else result)
 
 
-def by_llama_cpp(bench: Bench, row: Row, out: Path) -> tuple[Cost, Path]:
+def by_llama_cpp(bench: Bench, row: Row, out: Path) -> Made:
     """A file of llama.cpp's quantizer, from our file in BF16, and with the importances of the same text.
 
     Its cost is that of the quantizer alone, in this process.
     """
-    plain = bench.work / "plain"
-    if not plain.exists():
-        run_command([*PQWEIGHTS, "export", f"{bench.model}", f"{plain}", "--target", "gguf", "--type", "bf16"])
-    held = [] if row.data is None else bench.importances
+    plain, held = bench.plain, [] if row.data is None else bench.importances
     before = os.times()
-    seconds = gguf_types.quantize_by_llama_cpp(next(plain.glob("*.gguf")), out, row.name.upper(), held)
+    seconds = gguf_types.quantize_by_llama_cpp(plain, out, row.name.upper(), held)
     if seconds is None:
         raise SystemExit(f"llama.cpp does not make {row.name} without importances")
     after = os.times()
-    return Cost(seconds, after.user + after.system - before.user - before.system), out
+    cost = Cost(seconds, after.user + after.system - before.user - before.system)
+    return Made(cost, size(out).bytes, out)
 
 
-def by_mlx_lm(bench: Bench, row: Row, out: Path) -> tuple[Cost, Path]:
+def by_ik_llama_cpp(bench: Bench, row: Row, out: Path) -> Made:
+    """A file of ik_llama.cpp's quantizer, likewise, and decoded by it, as nothing else knows its types."""
+    packages = Path(f"{bench.environments}-ik/lib").glob("python*/site-packages/ik_llama_cpp/bin/llama-quantize")
+    quantizer = next(packages, None)
+    if quantizer is None:
+        raise SystemExit(f"{bench.environments}-ik does not exist: make bench-real-env")
+    data: list[str] = []
+    if row.data is not None:
+        data = ["--imatrix", f"{out.with_name('importances')}"]
+        write_importances(bench.importances, Path(data[1]))
+    cost = run_command([f"{quantizer}", *data, f"{bench.plain}", f"{out}", row.name.upper(), f"{usable_cores()}"])
+    decoded = out.with_name("decoded.gguf")
+    run_command([f"{quantizer}", "--allow-requantize", f"{out}", f"{decoded}", "F32"])
+    return Made(Cost.of(cost), out.stat().st_size, decoded)
+
+
+def write_importances(importances: Sequence[tuple[str, Any]], path: Path) -> None:
+    """Write importances in the older form of llama.cpp, the only one that ik_llama.cpp reads, as of one run."""
+    parts = [struct.pack("<i", len(importances))]
+    for name, means in importances:
+        parts.append(struct.pack(f"<i{len(name)}sii", len(name), name.encode(), 1, means.size) + means.tobytes())
+    path.write_bytes(b"".join(parts))
+
+
+def by_mlx_lm(bench: Bench, row: Row, out: Path) -> Made:
     """A folder of mlx-lm's own converter."""
     bits = row.name.split()[0]
     command = ["mlx_lm.convert", "--hf-path", f"{bench.model}", "--mlx-path", f"{out}", "-q", "--q-bits", bits]
-    return Cost.of(run_command([sys.executable, "-m", *command])), out
+    cost = run_command([sys.executable, "-m", *command])
+    return Made(Cost.of(cost), size(out).bytes, decoded(bench.model, out))
 
 
-MAKERS: dict[str, Callable[[Bench, Row, Path], tuple[Cost, Path]]] = {
+def by_peer(bench: Bench, row: Row, out: Path) -> Made:
+    """A folder of a tool of real_peers.py, decoded."""
+    tool = str(row.method).partition("-")[0]
+    python = sys.executable if tool in IN_THIS_ENVIRONMENT else f"{bench.environments}-{tool}/bin/python"
+    if not Path(python).exists():
+        raise SystemExit(f"{python} does not exist: make bench-real-env")
+    bits = next(digit for digit in row.name if digit.isdigit())
+    how = {"bits": bits, "group-size": bench.group_size(row), "windows": CALIBRATION_TOKENS // WINDOW, "window": WINDOW}
+    options = [text for option, value in how.items() for text in (f"--{option}", f"{value}")]
+    files = [f"{bench.model}", f"{bench.text}", f"{out}"]
+    cost = Cost.of(run_command([python, f"{HERE / 'real_peers.py'}", f"{row.method}", *files, *options]))
+    stated = out / "bytes.json"
+    if stated.exists():
+        return Made(cost, int(json.loads(stated.read_text())), out)
+    return Made(cost, size(out).bytes, decoded(bench.model, out))
+
+
+def decoded(model: Path, folder: Path) -> Path:
+    """A folder with the weights that a folder of another tool holds, in float32, and the configuration of the model."""
+    out = folder.with_name("decoded")
+    shutil.copytree(model, out, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
+    config = json.loads((model / CONFIG_FILE).read_text())
+    (out / CONFIG_FILE).write_text(json.dumps(config | {"dtype": "float32"}))
+    tensors = {}
+    for tensor in open_local(folder).tensors:
+        tensors[tensor.name] = np.empty(tensor.shape, np.float32)
+        tensor.read(0, element_count(tensor), "F32", tensors[tensor.name].reshape(-1).view(np.uint8))
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+MAKERS: dict[str, Callable[[Bench, Row, Path], Made]] = {
     OURS: ours,
     LLAMA_CPP: by_llama_cpp,
+    IK: by_ik_llama_cpp,
     MLX_LM: by_mlx_lm,
 }
 
@@ -218,13 +359,14 @@ MAKERS: dict[str, Callable[[Bench, Row, Path], tuple[Cost, Path]]] = {
 # --- the document ---
 
 
-def open_bench(model: Path, text: str, tokens: int, work: Path) -> Bench:
+def open_bench(model: Path, text: str, options: Namespace, work: Path) -> Bench:
     """A model, with the text cut into what is scored and what follows."""
-    ids = tokenize(model, text)
+    ids, tokens = tokenize(model, text), options.max_tokens
     rest = str(load_tokenizer(model).decode(ids[tokens:][: CALIBRATION_TOKENS + WINDOW].tolist()))
     file = work / f"{model.name}.txt"
     file.write_text(rest, encoding="utf-8")
-    return Bench(model=model, base=remembering(open_model(model)), ids=ids[:tokens], text=file, work=work)
+    base, environments = remembering(open_model(model)), f"{options.environments.absolute()}"
+    return Bench(model=model, base=base, ids=ids[:tokens], text=file, work=work, environments=environments)
 
 
 def wanted(row: Row, known: Sequence[Document], options: Namespace) -> bool:
@@ -256,6 +398,7 @@ def sections(document: Document) -> dict[str, str]:
     """A table for each model, and one of all of them with some rows."""
     result = {f"real-{model}": model_table(document, model) for model in document["settings"]}
     result["real-short"] = short_table(document)
+    result["real-exports"] = "\n\n".join(filter(None, (exports_table(document, *of) for of in EXPORTS)))
     if document["absent"]:
         lines = [f"- {name}: {why}" for name, why in sorted(document["absent"].items())]
         result["real-absent"] = "Not measured:\n\n" + "\n".join(lines)
@@ -278,6 +421,32 @@ def short_table(document: Document) -> str:
         if len({*cells[1:]} - {None}) > 0:
             lines.append(cells)
     return table(header, lines)
+
+
+def exports_table(document: Document, title: str, format: str, name: str) -> str | None:
+    """The rows of one format by everyone who makes it, the best first; None if there are none."""
+    rows = [row for row in document["rows"] if (row["format"], row["name"]) == (format, name)]
+    models = [model for model in document["settings"] if any(row["model"] == model for row in rows)]
+    if not rows:
+        return None
+    found = {(row["model"], row["tool"], row["data"]): row for row in rows}
+    makers = sorted(dict.fromkeys((row["tool"], row["data"]) for row in rows), key=lambda of: _first(found, models, of))
+    header = [title, "data", *(f"{model}: {what}" for model in models for what in ("bits", "KL"))]
+    lines: list[list[str | None]] = []
+    for tool, data in makers:
+        cells: list[str | None] = [tool, data]
+        for model in models:
+            row = found.get((model, tool, data))
+            cells += [None, None] if row is None else [f"{row['bits_per_parameter']:.2f}", f"{row['kl']:.4f}"]
+        lines.append(cells)
+    return table(header, lines)
+
+
+def _first(
+    found: dict[tuple[str, str, str | None], Document], models: list[str], maker: tuple[str, str | None]
+) -> float:
+    """The divergence of a maker's result of the first model that has one."""
+    return next(float(found[model, *maker]["kl"]) for model in models if (model, *maker) in found)
 
 
 def model_table(document: Document, model: str) -> str:
@@ -314,6 +483,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help="shell patterns of rows; by default all")
     parser.add_argument("--again", action="store_true", help="also measure rows that the document has")
     parser.add_argument("--max-tokens", type=int, default=2100)
+    parser.add_argument("--environments", type=Path, default=Path(sys.prefix), help="PREFIX of the tools' environments")
     parser.add_argument("--folder", type=Path, help="where results are made, one at a time")
     options, start = parser.parse_args(), now()
     file = None if options.out is None else options.out / "real.json"
@@ -322,7 +492,7 @@ def main() -> None:
         document = json.loads(file.read_text(encoding="utf-8"))
     for model in options.models:
         with tempfile.TemporaryDirectory(dir=options.folder) as work:
-            bench = open_bench(model, read_text(options.text), options.max_tokens, Path(work))
+            bench = open_bench(model, read_text(options.text), options, Path(work))
             document["settings"][model.name] = settings(bench, options.grid)
             for found in measured(bench, document, options):
                 publish("real", found | {"machine": machine(start)}, {}, options, None)

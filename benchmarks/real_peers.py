@@ -1,15 +1,15 @@
-"""Quantize a language model to 4 bits with one calibrated tool, in that tool's own environment.
+"""Quantize a language model with one other tool, in that tool's own environment.
 
-    ENVIRONMENT/bin/python benchmarks/calibrated_peers.py METHOD MODEL TEXT OUT [--group-size 128]
+    ENVIRONMENT/bin/python benchmarks/real_peers.py METHOD MODEL TEXT OUT [--bits 4] [--group-size 128]
 
-benchmarks/calibrated.py runs it. It needs no package of the project. Every method reads the same tokens: the first
-WINDOWS windows of WINDOW tokens of TEXT, by the model's own tokenizer. What a tool does not say itself is left at its
-default; what is not, is said here. Linear layers are quantized; the head, embeddings and routers stay as they are. Of
-MLX everything is quantized, as its converter does: embeddings and the head in the format of the layers, too, which
-`mlx_lm.awq` and `mlx_lm.gptq` would otherwise store in more bits.
+benchmarks/real.py runs it. It needs no package of the project. Every method that reads data gets the same tokens: the
+first windows of TEXT, by the model's own tokenizer. What a tool does not say itself is left at its default; what is
+not, is said here. Linear layers are quantized; the head, embeddings and routers stay as they are. Of MLX everything is
+quantized, as its converter does: embeddings and the head in the format of the layers, too, which `mlx_lm.awq` and
+`mlx_lm.gptq` would otherwise store in more bits.
 
-OUT gets what the tool saves. torchao's tensors for the CPU cannot be saved: OUT gets the weights that they decode to,
-in float32, and bits.json with their bits per weight.
+OUT gets what the tool saves. torchao's tensors for the CPU and bitsandbytes' are not saved: OUT gets the weights that
+they decode to, in float32, and bytes.json with the size that a file would have, other weights in BF16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BITS = 4
 SEED = 0
 ROUTERS = r"re:.*mlp\.gate$"
 
@@ -34,12 +33,14 @@ class Task:
     """What a tool is to do.
 
     windows: the calibration tokens, [windows][tokens].
+    bits, group_size: of the integers, and the weights that share a scale
     symmetric: whether zero is the middle of the integers, where a tool has both.
     """
 
     model: Path
     out: Path
     windows: list[list[int]]
+    bits: int
     group_size: int
     symmetric: bool
 
@@ -57,7 +58,7 @@ def llmcompressor(task: Task, *methods: str) -> None:
     from llmcompressor.pipelines.cache import IntermediatesCache
     from transformers import AutoModelForCausalLM
 
-    weights = {"num_bits": BITS, "type": "int", "symmetric": task.symmetric, "strategy": "group"}
+    weights = {"num_bits": task.bits, "type": "int", "symmetric": task.symmetric, "strategy": "group"}
     weights["group_size"] = task.group_size
     how = {
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
@@ -91,8 +92,8 @@ def autoround(task: Task, **how: Any) -> None:
     rounding = AutoRound(
         str(task.model),
         AutoTokenizer.from_pretrained(task.model),
-        scheme="W4A16",
-        bits=BITS,
+        scheme=f"W{task.bits}A16",
+        bits=task.bits,
         group_size=task.group_size,
         sym=task.symmetric,
         dataset=[{"input_ids": torch.tensor([window])} for window in task.windows],
@@ -133,20 +134,53 @@ def torchao(task: Task, method: str) -> None:
         quantize_(model, AWQConfig(config, step="convert"), is_quantized)
     else:
         quantize_(model, config, is_quantized)
+
+    def decoded(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, int]:
+        rows, columns = weight.shape
+        scales = 16 * columns if method == "awq" else 0
+        # Rows of the identity in BF16 give the weights as the kernel sees them; it accumulates in float32.
+        values = model.get_submodule(name)(torch.eye(columns, dtype=torch.bfloat16)).T
+        return values, rows * columns * task.bits + rows * columns // task.group_size * 32 + scales
+
+    save_decoded(task, names, decoded)
+
+
+# bitsandbytes: https://github.com/bitsandbytes-foundation/bitsandbytes
+
+
+def bitsandbytes(task: Task) -> None:
+    """NF4 in blocks of 64, with double quantization, as transformers stores it of linear layers."""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.bfloat16)
+
+    def decoded(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, int]:
+        stored = model.get_submodule(name).weight.data
+        packed, state = quantize_4bit(stored, quant_type="nf4", compress_statistics=True)
+        bits = 8 * (packed.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes) + 32
+        return dequantize_4bit(packed, state), bits
+
+    names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    save_decoded(task, names, decoded)
+
+
+def save_decoded(task: Task, names: list[str], decoded: Callable[[str, Any], tuple[Any, int]]) -> None:
+    """Store what the linear layers of these names decode to. decoded: takes a weight; returns its values and bits"""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     plain = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
-    stored = weights = 0
+    bits = 16 * sum(parameter.numel() for parameter in plain.parameters())
     with torch.no_grad():
         for name in names:
-            module = model.get_submodule(name)
-            rows, columns = module.out_features, module.in_features
-            # Rows of the identity in BF16 give the weights as the kernel sees them; it accumulates in float32.
-            decoded = module(torch.eye(columns, dtype=torch.bfloat16)).T.float()
-            plain.get_submodule(name).weight.copy_(decoded)
-            scales = 16 * columns if method == "awq" else 0
-            stored += rows * columns * BITS + rows * columns // task.group_size * 32 + scales
-            weights += rows * columns
+            weight = plain.get_submodule(name).weight
+            values, stored = decoded(name, weight)
+            weight.copy_(values.float())
+            bits += stored - 16 * weight.numel()
     plain.save_pretrained(task.out)
-    (task.out / "bits.json").write_text(json.dumps({"bits_per_weight": stored / weights}))
+    (task.out / "bytes.json").write_text(json.dumps(bits // 8))
 
 
 # mlx-lm: https://github.com/ml-explore/mlx-lm
@@ -166,7 +200,7 @@ def mlx(task: Task, method: str, **how: Any) -> None:
     model, tokenizer, config = load(
         str(task.model), lazy=True, return_config=True, model_config=former_names(task.model)
     )
-    data, form = mx.array(task.windows), {"group_size": task.group_size, "bits": BITS}
+    data, form = mx.array(task.windows), {"group_size": task.group_size, "bits": task.bits}
     if method != "rounding":
         model.set_dtype(mx.float32)
     if method == "awq":
@@ -174,12 +208,12 @@ def mlx(task: Task, method: str, **how: Any) -> None:
             raise NotImplementedError(f"mlx-lm has no AWQ for models of type {config['model_type']}")
         through_numpy()
         about = awq.AWQ_MODEL_CONFIGS[config["model_type"]]
-        awq.awq_quantize(model, data, about, **form, embed_bits=BITS, embed_group_size=task.group_size)
+        awq.awq_quantize(model, data, about, **form, embed_bits=task.bits, embed_group_size=task.group_size)
         config = awq.update_config(model, config)
     elif method == "gptq":
         through_numpy()
-        fallback = {"fallback_bits": BITS, "fallback_group_size": task.group_size}
-        model, config["quantization"] = gptq.gptq_quantize(model, data, BITS, task.group_size, **fallback)
+        fallback = {"fallback_bits": task.bits, "fallback_group_size": task.group_size}
+        model, config["quantization"] = gptq.gptq_quantize(model, data, task.bits, task.group_size, **fallback)
     else:
         teacher = copy.deepcopy(model)
         model, config = quantize_model(model, config, **form)
@@ -243,7 +277,7 @@ def gptqmodel(task: Task) -> None:
     os.environ["GPTQMODEL_CPU_WORKERS"] = "2"  # with fewer than three cores it would take one, and refuse that
     from gptqmodel import GPTQModel, QuantizeConfig
 
-    how = QuantizeConfig(bits=BITS, group_size=task.group_size, sym=task.symmetric)
+    how = QuantizeConfig(bits=task.bits, group_size=task.group_size, sym=task.symmetric)
     with tempfile.TemporaryDirectory() as folder:
         model = GPTQModel.load(str(with_padding(task.model, Path(folder))), how)
         model.quantize([{"input_ids": window, "attention_mask": [1] * len(window)} for window in task.windows])
@@ -274,6 +308,7 @@ METHODS: dict[str, Callable[[Task], None]] = {
     "torchao": lambda task: torchao(task, "tinygemm"),
     "torchao-hqq": lambda task: torchao(task, "hqq"),
     "torchao-awq": lambda task: torchao(task, "awq"),
+    "bitsandbytes": bitsandbytes,
     "mlx": lambda task: mlx(task, "rounding"),
     "mlx-awq": lambda task: mlx(task, "awq"),
     "mlx-gptq": lambda task: mlx(task, "gptq"),
@@ -298,6 +333,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--asymmetric", action="store_true")
     parser.add_argument("--windows", type=int, default=64)
@@ -307,6 +343,7 @@ def main() -> None:
         model=options.model,
         out=options.out,
         windows=read_windows(options.model, options.text, options.windows, options.window),
+        bits=options.bits,
         group_size=options.group_size,
         symmetric=not options.asymmetric,
     )

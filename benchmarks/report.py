@@ -15,13 +15,11 @@ import importlib.util
 import itertools
 import json
 import textwrap
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import attention
-import calibrated
 import calibration
 import columns
 import commands
@@ -73,7 +71,6 @@ SECTIONS: dict[str, Callable[[Document], dict[str, str]]] = {
     "kv_cache": kv_cache.sections,
     "kv_speed_4096": kv_speed.sections,
     "quality": quality.sections,
-    "calibrated": calibrated.sections,
     "calibration": calibration.sections,
     "formats": formats.sections,
     "hub": hub.sections,
@@ -218,7 +215,7 @@ def draw_fit(document: Document, panels: Panels) -> None:
 
 
 # The benchmarks whose rows are compared by size, and what is shown of them.
-BY_SIZE = ("quality", "formats", "gguf_types", "calibrated")
+BY_SIZE = ("quality", "formats", "gguf_types")
 SHORT_TYPES = ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M")
 MEASURES = {"kl": ".5f", "perplexity": ".3f", "top1": ".1%"}
 
@@ -237,10 +234,8 @@ class Sized(NamedTuple):
         return Sized(name, (bits * counts[part] + 16 * (counts["all"] - counts[part])) / counts["all"], row)
 
 
-def by_size(
-    of_quality: Document, of_formats: Document, of_types: Document, of_tools: Document, model: str
-) -> dict[str, list[Sized]]:
-    """Our masters, types of llama.cpp and ik_llama.cpp, and calibrated tools, by who made them."""
+def by_size(of_quality: Document, of_formats: Document, of_types: Document, model: str) -> dict[str, list[Sized]]:
+    """Our masters, and types of llama.cpp and ik_llama.cpp, by who made them."""
     counts = of_quality["settings"][model]["parameters"]
     trellis = [row for row in rows_with(of_quality["rows"], model, part=quality.TRELLIS) if quality.is_plain(row)]
     own = rows_with(of_quality["rows"], model, part=quality.CALIBRATED, sample=SELF, states=quality.STATES)
@@ -253,23 +248,16 @@ def by_size(
         result[who] = [Sized(row["type"], 8 * row["bytes"] / counts["all"], row) for row in rows]
     rows = rows_with(of_formats["rows"], model, who=formats.IK)
     result[formats.IK] = [Sized.of(row, row["format"], counts, "linear") for row in rows]
-    for row in rows_with(of_tools["rows"], model, kind=calibrated.PEERS, calibrated=True):
-        part = "quantized" if row["format"] == calibrated.MLX else "linear"
-        result.setdefault(row["what"], []).append(Sized.of(row, row["format"], counts, part))
     return result
 
 
-def draw_calibration(
-    of_quality: Document, of_formats: Document, of_types: Document, of_tools: Document, panels: Panels
-) -> None:
+def draw_calibration(of_quality: Document, of_formats: Document, of_types: Document, panels: Panels) -> None:
     """KL divergence against the size of the whole model, by who made it."""
-    styles = (f"C{color}{marker}" for color, marker in itertools.product(range(4, 8), "v<>pPX*"))
-    style_of: defaultdict[str, str] = defaultdict(lambda: next(styles))
-    style_of |= {"pqweights, trellis": "C1o-", "pqweights, calibrated": "C3o-", formats.IK: "C2D--"}
+    style_of = {"pqweights, trellis": "C1o-", "pqweights, calibrated": "C3o-", formats.IK: "C2D--"}
     style_of |= {gguf_types.THEIRS: "C0s--", gguf_types.THEIRS_WITH_DATA: "C0^--"}
     legend: dict[str, Any] = {}
     for panel, model in zip(panels, of_quality["settings"], strict=False):
-        for label, models in by_size(of_quality, of_formats, of_types, of_tools, model).items():
+        for label, models in by_size(of_quality, of_formats, of_types, model).items():
             points = sorted((each.bits, each.row["kl"]) for each in models)
             (legend[label],) = panel.plot(*zip(*points, strict=True), style_of[label], markersize=5)
         panel.set(title=model, xlabel="bits per parameter of the model", ylabel="KL(original || model), nats per token")
@@ -277,11 +265,11 @@ def draw_calibration(
     panels[-1].legend(legend.values(), legend.keys(), fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def table_by_size(of_quality: Document, of_formats: Document, of_types: Document, of_tools: Document) -> dict[str, str]:
+def table_by_size(of_quality: Document, of_formats: Document, of_types: Document) -> dict[str, str]:
     """A table for each model, the smallest first."""
     sections = {}
     for model in of_quality["settings"]:
-        groups = by_size(of_quality, of_formats, of_types, of_tools, model)
+        groups = by_size(of_quality, of_formats, of_types, model)
         listed = sorted((each.bits, who, each.name, each.row) for who, models in groups.items() for each in models)
         lines: list[list[Cell]] = [
             [f"{bits:.2f}", who, name, *(quality.number(row.get(of), form) for of, form in MEASURES.items())]

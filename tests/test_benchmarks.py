@@ -28,7 +28,7 @@ SMALLEST = {
 }
 # Of other programs that benchmarks start, and of the processes that they start of themselves.
 OTHERS = {"--child", "--child-kernel", "--child-model", "--inside", "--hf-path", "--mlx-path", "--q-bits", "--help"}
-OTHERS |= {"--reflink=never"}
+OTHERS |= {"--reflink=never", "--allow-requantize"}
 # Modules of benchmarks have the names of some of tests/support, so a process of their own imports them.
 RUN = """
 import importlib, json, sys
