@@ -12,6 +12,7 @@ from typing import Any
 from pqweights.checkpoint.gguf.pooling import MODULES
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.formats.compressed_tensors import config_group
+from pqweights.formats.microscaling import HEAD
 from pqweights.models import described, text_model
 from pqweights.models.names import renamed, tower_of
 from pqweights.targets.architectures import renames_towers, uses_weights_early
@@ -78,7 +79,8 @@ def _targets(layers: Sequence[str], chosen: Mapping[str, Chosen]) -> list[tuple[
     by_layer = {name: (choice.format, choice.size) for name, choice in chosen.items()}
     different = sorted(set(by_layer.values()), key=lambda pair: (-pair[1], pair[0]))
     if len(different) == 1:
-        return [(*different[0], ["Linear"])]
+        heads = [name for name in chosen if _is_head(name)]  # no linear layer in vLLM
+        return [(*different[0], [*patterns(heads, [name for name in layers if name not in heads]), "Linear"])]
     result = []
     for pair in different:
         own = [name for name in layers if by_layer.get(name) == pair]
@@ -96,7 +98,10 @@ def _ignored(checkpoint: Checkpoint, layers: Sequence[str], chosen: Mapping[str,
     numbered, others = [*filter(_is_numbered, plain)], [*rounded]
     for names in (numbered, others):
         names += [other for name in [*names] if (other := renamed(name, by_type)) != name]
-    result = ["lm_head", *patterns(numbered, others)]
+    result = [
+        *([] if any(module_of(name) == "lm_head" for name in rounded) else ["lm_head"]),
+        *patterns(numbered, others),
+    ]
     has_routers = any(role_of(tensor, model) == "router" for tensor in checkpoint.tensors)
     if has_routers and not any(re.match(ROUTERS.removeprefix("re:"), module_of(name)) for name in rounded):
         result.append(ROUTERS)  # transformers renames some of them as it loads the checkpoint
@@ -104,6 +109,10 @@ def _ignored(checkpoint: Checkpoint, layers: Sequence[str], chosen: Mapping[str,
         towers = dict.fromkeys(tower for name in plain if (tower := tower_of(name)) is not None)
         result += [rf"re:(.*\.)?{re.escape(tower)}\..*" for tower in towers if tower not in map(tower_of, rounded)]
     return [*result, _outside(rounded, plain)]
+
+
+def _is_head(weight: str) -> bool:
+    return module_of(weight).rpartition(".")[2] == HEAD
 
 
 def _outside(rounded: Sequence[str], plain: Sequence[str]) -> str:

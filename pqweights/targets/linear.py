@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -211,6 +211,7 @@ def linear_weights(
     experts: str | None = None,
     one_size: bool = False,
     stacks: bool = False,
+    heads: bool = False,
 ) -> LinearWeights:
     """Decide for every weight that the master encoded whether it can become integers, and in groups of which size.
 
@@ -221,6 +222,7 @@ def linear_weights(
     experts: why single experts stay plain; None if they need not
     one_size: whether all layers outside of experts must have the same group size
     stacks: whether it takes the stacks of all experts of a layer, and nothing else
+    heads: whether it takes a head that is a weight of its own, which a rule has to name
 
     Raises ExportError for an architecture that the target cannot hold, for a group size that was asked for and that
     does not divide the rows of a weight, and if no weight can become integers; RecipeError for a rule that matches
@@ -233,8 +235,9 @@ def linear_weights(
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     tokens = {part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)}
     model = text_model(checkpoint.config)
+    wanted = {tensor.name for tensor in encoded if heads and _has_format(tensor, model, recipe)}
     reasons_by_name = (
-        (t.name, _not_linear(t, model, weights, tokens, experts=experts, stacks=stacks)) for t in encoded
+        (t.name, _not_linear(t, model, weights, tokens, experts=experts, stacks=stacks, heads=wanted)) for t in encoded
     )
     plain = {name: why for name, why in reasons_by_name if why is not None}
     linear = [tensor for tensor in encoded if tensor.name not in plain]
@@ -425,6 +428,12 @@ def _one_size(groups: GroupSize, tensors: Sequence[LogicalTensor]) -> GroupSize:
     return groups if groups.chosen is not None else replace(groups, only=max(groups.tried, key=divided))
 
 
+def _has_format(tensor: LogicalTensor, model: ModelDescription, recipe: Recipe) -> bool:
+    """Return whether a rule gives a weight a format."""
+    rule, _ = recipe.rule_for([weight_of(tensor, model)])
+    return rule is not None and not rule.keep
+
+
 def _not_linear(
     tensor: LogicalTensor,
     model: ModelDescription,
@@ -433,16 +442,20 @@ def _not_linear(
     *,
     experts: str | None,
     stacks: bool,
+    heads: Collection[str],
 ) -> str | None:
     """Return why a weight is no linear layer that the format stores; None if it is one.
 
     weights: see Checkpoint
     tokens: vocabulary sizes
     experts, stacks: see linear_weights
+    heads: the heads that the format takes, by name
     """
     role = role_of(tensor, model)
     if stacks:
         return None if is_stack(tensor, weights) else "the format stores stacks of experts alone"
+    if role == "lm_head" and tensor.name in heads:
+        return None
     if role in ("embedding", "lm_head"):
         return f"{role}: the runtime does not quantize it"
     if NEVER_QUANTIZED.search(tensor.name):

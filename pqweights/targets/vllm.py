@@ -157,6 +157,7 @@ def _assign(
         # if it decodes them as it loads them.
         one_size=usual.layout in (AWQ, *GPTQ.values()) or decodes_at_once(checkpoint),
         stacks=usual.stacks,
+        heads=usual.configuration is None,
     )
     if usual.stacks:
         _check_stacks(checkpoint, linear)

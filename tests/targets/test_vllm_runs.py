@@ -31,11 +31,13 @@ RECIPE = "{bits: 8, rules: [{name: model.layers.0.self_attn.k_proj.weight, keep:
 # Of experts vLLM's kernels for CPUs want AMX: run_vllm.py decodes what vLLM has loaded.
 FORMATS = {
     "w4a16": "llama-uneven",
+    "w4a16 with its head": "llama",
     "w4a16 of experts": "qwen3_moe",
     "mxfp4-gpt-oss": "gpt_oss",
     **dict.fromkeys(("int8", "fp8", "fp8-block", "fp8-deepseek", "mxfp8", "nvfp4", "nvfp4-modelopt"), "llama"),
     **dict.fromkeys(("w4a16-asym", "awq", "gptq"), "llama"),
 }
+HEAD = "lm_head.weight"
 LEAST_OF_INT4 = 0.1  # what INT4 makes the log probabilities of a token differ by, on average: 0.25
 # vLLM rounds what layers read, too.
 PROCESSOR = Path("/proc/cpuinfo")
@@ -63,7 +65,9 @@ def make(folder: Path) -> None:
         families.build(wide(name), folder / name)
         master, out = (folder / f"{name}-{suffix}" for suffix in ("master", "vllm"))
         run_command({"quantize": str(folder / name), "recipe": str(folder / "recipe.yaml")}, master)
-        run_command({"export": str(master), "target": "vllm", "format": name.partition(" ")[0]}, out)
+        form = name.partition(" ")[0]
+        rules = {"set_format": {HEAD: form}} if "head" in name else {}
+        run_command({"export": str(master), "target": "vllm", "format": form, **rules}, out)
     folders = {name: str(folder / f"{name}-vllm") for name in FORMATS}
     job = {"folders": folders, "tokens": TOKENS, "codes": CODES.tolist()}
     run_in_vllm(SCRIPT, folder / "result.json", json.dumps(job))
@@ -106,6 +110,7 @@ def test_vllm_predicts_what_transformers_does_with_the_decoded_integers(name: st
     weights = dict(model.named_parameters())
     stored = {**tensors, **{layer: from_vllm_format(tensors, layer) for layer in layers}}
     assert layers and "model.layers.0.self_attn.k_proj.weight" not in layers
+    assert (HEAD in layers) == ("head" in name)
     for weight in weights:
         values = of_parameter(stored, weight)
         weights[weight].data = torch.from_numpy(np.ascontiguousarray(values))
