@@ -23,7 +23,7 @@ from harness import Cell, Document, argument_parser, machine, now, publish, tabl
 
 from pqweights.formats import get_codec
 from pqweights.formats.column_encoding import InputFactors, best_damping, encode_columns
-from pqweights.formats.columns import decode_columns
+from pqweights.formats.columns import decode_codes
 
 WINDOW, WINDOWS, HELD_EVERY = 256, 48, 12
 STATES = 8
@@ -91,8 +91,9 @@ def columns(weight: Floats, rate: float, moments: Floats, damping: float) -> tup
         codes, _ = encode_columns(weight, inputs, gradients=np.ones(len(weight)), step=step, states=STATES)
         bits = 8 * sum(part.nbytes for part in codes.parts) / weight.size
         low, high = (step, high) if bits > rate else (low, step)
-    raw = decode_columns(codes, range(len(codes.lengths)), "F32")
-    return raw.view(np.float32).reshape(weight.shape), bits
+    decoded = np.empty(weight.shape, dtype=np.float32)
+    decode_codes(codes, codes.cut.blocks, "F32", decoded.reshape(-1).view(np.uint8))
+    return decoded, bits
 
 
 def measure(folder: Path, least: int) -> list[dict[str, Any]]:

@@ -70,6 +70,7 @@ def command(
     target_size: options.TargetSize = None,
     target_bpw: options.TargetBpw = None,
     max_kl: options.MaxKl = None,
+    eval: options.Eval = None,
     adapter: options.Adapter = None,
     leave_out: options.LeaveOut = None,
     allow_pickle: options.AllowPickle = False,

@@ -243,6 +243,14 @@ MaxKl = Annotated[
         "NATS each, e.g. 0.02.",
     ),
 ]
+Eval = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        show_default=False,
+        help="With --max-kl: measure the divergence on this text, of which up to 8192 tokens are read.",
+    ),
+]
 # How a source is read and quantized
 
 Adapter = Annotated[
@@ -357,6 +365,10 @@ StatedSample = Annotated[
 StatedImatrix = Annotated[
     str | None,
     typer.Option("--imatrix", metavar="FILE", show_default=False, help="The file of importances of an export."),
+]
+StatedEval = Annotated[
+    str | None,
+    typer.Option("--eval", metavar="FILE", show_default=False, help="The text on which --max-kl was measured."),
 ]
 StatedTypes = Annotated[
     str | None,

@@ -18,6 +18,7 @@ def command(
     adapter: options.Adapter = None,
     calibrate: options.StatedSample = None,
     imatrix: options.StatedImatrix = None,
+    eval: options.StatedEval = None,
     allow_pickle: options.AllowPickle = False,
     include_files: options.IncludeFiles = None,
     low_disk: options.LowDisk = False,

@@ -135,6 +135,7 @@ def quantize(
     target_size: int | str | None = None,
     target_bpw: float | None = None,
     max_kl: float | None = None,
+    eval: StrPath | None = None,
     adapter: str | Sequence[str] = (),
     leave_out: str | Sequence[str] = (),
     strict: bool = False,
@@ -170,6 +171,7 @@ def quantize(
     target_bpw: the most bits that a weight may take on average, all overhead counted; likewise
     max_kl: the most divergence from the original, in nats per token of the sample of `calibrate`; the bit widths are
         chosen with which the result is smallest
+    eval: for `max_kl`: the file of a text on which the divergence is measured in place of such tokens
     adapter: adapters of PEFT or mlx-lm that are merged into the source in turn: folders, repositories or addresses,
         each perhaps with a colon and by how much it is multiplied
     leave_out: patterns of the names of tensors that the result does not get
@@ -251,6 +253,7 @@ def export(
     target_size: int | str | None = None,
     target_bpw: float | None = None,
     max_kl: float | None = None,
+    eval: StrPath | None = None,
     adapter: str | Sequence[str] = (),
     leave_out: str | Sequence[str] = (),
     allow_pickle: bool = False,
@@ -296,9 +299,9 @@ def export(
     pure: for gguf: all matrices in the type of the mix
     without_tokenizer: for gguf: write the file although the model has no tokenizer
     name: for gguf: the name of the model
-    recipe, keep, set_format, target_size, target_bpw, max_kl: as in `quantize`, with formats of the target in place of
-        codecs and bit widths; a size is met by a rule of thumb, or with `calibrate` by how much each weight matters
-        there
+    recipe, keep, set_format, target_size, target_bpw, max_kl, eval: as in `quantize`, with formats of the target in
+        place of codecs and bit widths; a size is met by a rule of thumb, or with `calibrate` by how much each weight
+        matters there
 
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
@@ -404,6 +407,7 @@ def verify(
     adapter: str | Sequence[str] = (),
     calibrate: StrPath | None = None,
     imatrix: StrPath | None = None,
+    eval: StrPath | None = None,
     allow_pickle: bool = False,
     include_files: str | Sequence[str] = (),
     low_disk: bool = False,
@@ -420,7 +424,7 @@ def verify(
     folder: a folder, ORG/NAME on the Hub, or an address
     source: what it was made of, or a master without loss of that: every tensor is made again, and compared by its
         hash; nothing of it is kept
-    adapter, calibrate, imatrix, allow_pickle, include_files, low_disk: with `source`, those of `rebuild`
+    adapter, calibrate, imatrix, eval, allow_pickle, include_files, low_disk: with `source`, those of `rebuild`
     threads, revision, token, progress, calibration_progress, tell: those of `quantize`; the revision is the folder's
     making_progress: called as `progress` is while the result is made again
 
@@ -454,6 +458,7 @@ def rebuild(
     adapter: str | Sequence[str] = (),
     calibrate: StrPath | None = None,
     imatrix: StrPath | None = None,
+    eval: StrPath | None = None,
     allow_pickle: bool = False,
     include_files: str | Sequence[str] = (),
     low_disk: bool = False,
@@ -474,7 +479,7 @@ def rebuild(
     out: a folder for the result, new or empty, or an address
     type: of several GGUF files, the types of those that are made
     calibrate: the text of the sample, if the manifest has only its digest
-    imatrix: the file of importances, likewise
+    imatrix, eval: the file of importances, and the text on which `max_kl` was measured, likewise
     adapter, allow_pickle, include_files, low_disk, ray, threads, overwrite, revision, token, progress,
         calibration_progress, tell: those of `quantize`
 

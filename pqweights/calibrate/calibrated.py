@@ -44,7 +44,7 @@ from pqweights.calibrate.calibrated_weights import (
     stored_moments,
     together,
 )
-from pqweights.calibrate.divergence import ATTEMPTS, MOST_BELOW, LayerwiseDivergence
+from pqweights.calibrate.divergence import ATTEMPTS, MOST_BELOW
 from pqweights.calibrate.layer_passes import LayerPasses
 from pqweights.calibrate.layer_statistics import InputMoments, LayerStatistics, moments_of_inputs
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
@@ -52,7 +52,7 @@ from pqweights.checkpoint.writer import disk_errors, free_bytes
 from pqweights.common.threads import Progress
 from pqweights.convert.distributed.engine import RayEngine
 from pqweights.convert.distributed.worker import ClusterWork
-from pqweights.convert.ready import CodeMeasures, ready_values, write_ready
+from pqweights.convert.ready import CodeMeasures, write_ready
 from pqweights.errors import SourceChangedError, SourceError
 from pqweights.formats.column_encoding import (
     InputFactors,
@@ -128,8 +128,8 @@ class LayerwiseCalibration:
     work: a folder for what lies on the disk
     wanted_bits: how many each tensor is to take, by name, if none gave of its bits to others
     at_most: whether all together may not take more than that, rather than about as many
-    most_divergence: in nats per token, on `unseen`; what the weights are to take is then only tried first
-    unseen: token ids, [windows, tokens]
+    most_divergence: in nats per token; what the weights are to take is then only tried first
+    diverged: returns the divergence of the result that has the codes in a folder
     by_tensor: whether each tensor takes as many as it is to, rather than all together
     states: of the trellis
     threads: that encode
@@ -147,7 +147,7 @@ class LayerwiseCalibration:
     states: int
     at_most: bool = False
     most_divergence: float | None = None
-    unseen: Tensor | None = None
+    diverged: Callable[[Path], float] | None = None
     by_tensor: bool = False
     threads: int = 1
     seed: int = 0
@@ -421,26 +421,11 @@ class LayerwiseCalibration:
         return False, float(2.0 ** (step + (wanted - divergence) / slope))
 
     def _diverged(self, attempt: int, folder: Path) -> float:
-        """Return the divergence of the model with the codes of an attempt."""
-        file = self._passes.file("divergence", attempt)
-        if not file.exists():
-
-            def with_codes(layer: int) -> None:
-                number = self.model.layers if layer == OUTSIDE else layer
-                values = ready_values(folder / f"codes-{number:04}.safetensors")
-                parameters = self.model.parameters_of(layer)
-                for weight in self.weights.get(layer, ()):
-                    if weight.name in values:
-                        weight.take(parameters, values[weight.name])
-
-            divergence = self._divergence.of(self.model, with_codes)
-            self._passes.save("divergence", attempt, {"divergence": np.array(divergence)})
+        """Return the divergence of the result with the codes of an attempt."""
+        assert self.diverged is not None
+        if not self._passes.file("divergence", attempt).exists():
+            self._passes.save("divergence", attempt, {"divergence": np.array(self.diverged(folder))})
         return float(self._passes.read("divergence", attempt)["divergence"])
-
-    @functools.cached_property
-    def _divergence(self) -> LayerwiseDivergence:
-        assert self.unseen is not None
-        return LayerwiseDivergence(self.model, self.unseen)
 
     def _attempted(self, attempt: int, step: float) -> tuple[Path, float]:
         """Encode all layers with a step; return the folder of the codes, and the bits that they take."""
@@ -474,7 +459,7 @@ class LayerwiseCalibration:
     def _layer_work(self, step: float, files: Mapping[int, Path]) -> LayerWork:
         """Return the work of which a task encodes a layer: on its own, since the states before it are known."""
         threads = self.threads if self.engine is None else self.engine.threads
-        own = replace(self, engine=None, progress=_unseen, check=_nothing, threads=threads)
+        own = replace(self, engine=None, progress=_unseen, check=_nothing, diverged=None, threads=threads)
         shared = files[0].parent
         return LayerWork(out=f"{shared}", files=self.files, shared=shared, calibration=own, step=step, codes=files)
 

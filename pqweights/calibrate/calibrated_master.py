@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from pqweights.calibrate.calibrated import FEWEST_INPUTS, Encoded, LayerwiseCalibration
 from pqweights.calibrate.calibrated_weights import CalibratedWeight
+from pqweights.calibrate.divergence import LayerwiseDivergence
 from pqweights.calibrate.finished import finished_manifest, stated_by_result
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
 from pqweights.calibrate.sample import SEED, SampleOf
+from pqweights.calibrate.sensitivity import model_of_trial
 from pqweights.calibrate.work_folder import check_space, folder_beside, worked_on_in
 from pqweights.checkpoint.readers import element_count
 from pqweights.common.options import BY_TENSOR, Options
@@ -76,7 +78,7 @@ def calibrated_codes(
             states=states,
             at_most=goal != Goal(),
             most_divergence=goal.divergence,
-            unseen=sample.unseen(work, ids) if is_checked else None,
+            diverged=_divergence_of(model, ids, sample, recipe, options, work, run.threads) if is_checked else None,
             by_tensor=options.rate == BY_TENSOR,
             threads=run.threads,
             seed=SEED,
@@ -88,7 +90,7 @@ def calibrated_codes(
         encoded = calibration.encode()
         about = _about(sample, ids, states=states, rate=options.rate)
         if encoded.divergence is not None:
-            about["divergence"] = rounded(encoded.divergence)
+            about |= {"divergence": rounded(encoded.divergence), **sample.checked}
         ready = ReadyWeights.open(encoded.folder, about=about | {"identity": key})
         left = _of_the_trellis(plan) - ready.weights.keys()
         sample.check_source()
@@ -96,6 +98,19 @@ def calibrated_codes(
         pooled = _pooled(calibration.hardly_reached, ready)
         learned = Learned(ready=replace(ready, warnings=(*warnings, *pooled)))
         yield learned, replace(run, check=sample.check_source)
+
+
+def _divergence_of(
+    model: LayeredModel, ids: Tensor, sample: SampleOf, recipe: Recipe, options: Options, work: Path, threads: int
+) -> Callable[[Path], float]:
+    """Return what measures the divergence of a master with the codes in a folder. ids: the sample"""
+    divergence = LayerwiseDivergence(model, sample.unseen(work, ids))
+
+    def measured(folder: Path) -> float:
+        learned = Learned(ready=ReadyWeights.open(folder, about={}))
+        return divergence.of(model_of_trial(sample, recipe, options, work, threads, learned))
+
+    return measured
 
 
 def _about(sample: SampleOf, ids: Tensor, *, states: int, rate: str) -> dict[str, Any]:

@@ -54,11 +54,6 @@ class CalibratedWeight:
         values = self.place.of(parameters[self.place.matrix.parameter])
         return np.asarray((values if along_rows else values.T).contiguous().numpy())
 
-    def take(self, parameters: Mapping[str, torch.nn.Parameter], tensor: Floats) -> None:
-        """Give the model the values of the tensor in the place of its own."""
-        values = torch.from_numpy(tensor if self.number is None else tensor[self.number])
-        self.place.of(parameters[self.place.matrix.parameter]).copy_(values.T if self.transposed else values)
-
 
 # The codes of a matrix, what was measured of them, and the sum of g_i w_i H w_i over its rows.
 EncodedMatrix = tuple[ColumnCodes, ColumnMeasures, float]

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +26,6 @@ from pqweights.planning.sensitivity import Sensitivity
 from pqweights.runtime.saved_reference import SavedTokens
 
 Doubles = npt.NDArray[np.float64]
-# Changes the weights of a layer, or of what is outside, which are in memory.
-Change: TypeAlias = Callable[[int], None]
 # Windows that a layer computes together.
 BATCH = 4
 # How far a divergence may be below what is wanted, as a share of it; and how many results are made for it.
@@ -45,9 +42,9 @@ class LayerwiseDivergence:
     def __init__(self, model: LayeredModel, ids: Tensor) -> None:
         self._model, self._ids = model, ids
 
-    def of(self, other: LayeredModel, change: Change = lambda layer: None) -> float:
+    def of(self, other: LayeredModel) -> float:
         """Return KL(model || other), in nats per token. Raises SourceError if one cannot be run."""
-        of_windows = zip(self._reference, self._logs(other, change), strict=True)
+        of_windows = zip(self._reference, self._logs(other), strict=True)
         return float(np.mean([saved.divergences(logs) for saved, logs in of_windows]))
 
     @functools.cached_property
@@ -57,20 +54,17 @@ class LayerwiseDivergence:
         return [SavedTokens.of(logs, chosen, first=0) for logs in self._logs(self._model)]
 
     @torch.no_grad()
-    def _logs(self, model: LayeredModel, change: Change = lambda layer: None) -> Iterator[Doubles]:
+    def _logs(self, model: LayeredModel) -> Iterator[Doubles]:
         """Yield the log-probabilities of each window, [tokens, vocabulary]."""
         batches = self._ids.split(BATCH)
         with model.loaded(OUTSIDE):
-            change(OUTSIDE)
             begun = [model.begin(batch) for batch in batches]
         states = [hidden for hidden, _ in begun]
         calls: list[list[LayerCall]] = [of_layers for _, of_layers in begun]
         for layer in range(model.layers):
             with model.loaded(layer):
-                change(layer)
                 states = [model.run(layer, hidden, of[layer]) for hidden, of in zip(states, calls, strict=True)]
         with model.loaded(OUTSIDE):
-            change(OUTSIDE)
             for ids, hidden in zip(self._ids, torch.cat(states), strict=True):
                 logits = model.end(ids[None], hidden[None])[0]
                 yield torch.log_softmax(logits.double(), -1).numpy()

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,15 @@ from pqweights.planning.recipe import load_recipe
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import check_loaded
 from pqweights.runtime.packages import Refused, quiet
-from pqweights.runtime.texts import EncodedText, check_vocabulary, encode, has_tokenizer, load_tokenizer, with_bos
+from pqweights.runtime.texts import (
+    EncodedText,
+    check_vocabulary,
+    encode,
+    has_tokenizer,
+    load_tokenizer,
+    read_text,
+    with_bos,
+)
 from pqweights.storage import open_store
 from pqweights.targets.master import plan_quantize
 
@@ -61,6 +69,7 @@ class SampleOf:
     tokens: how many at most
     save: the file that it is also written to; None for no such
     is_checked: whether `unseen` is asked for as well
+    checked_on: the file of the text of `unseen`; None for tokens of the kind of the sample
     allow_pickle, leave_out: as in Options
     """
 
@@ -72,6 +81,7 @@ class SampleOf:
     leave_out: Sequence[str] = ()
     save: Path | None = None
     is_checked: bool = False
+    checked_on: Path | None = None
 
     @staticmethod
     def of(source: Path, checkpoint: Checkpoint, text: str, options: Options, *, is_checked: bool = False) -> SampleOf:
@@ -85,6 +95,7 @@ class SampleOf:
             leave_out=options.leave_out,
             save=path_of(options.save_sample),
             is_checked=is_checked,
+            checked_on=path_of(options.eval) if is_checked else None,
         )
 
     @functools.cached_property
@@ -124,7 +135,22 @@ class SampleOf:
         """Everything on which it, and the model that reads it, depend. Raises EvaluationError for a wrong text."""
         digest = self.digest  # first, because a wrong text is found in no time
         stated = [__version__, sorted(self.contents.digests.items()), digest, self.tokens, WINDOW, SEED]
-        return [*stated, UNSEEN] if self.is_checked else stated
+        return [*stated, UNSEEN, *self.checked.values()] if self.is_checked else stated
+
+    @functools.cached_property
+    def checked(self) -> dict[str, str]:
+        """What manifests state of the text of `unseen`. Raises EvaluationError if it cannot be read."""
+        if self._given_unseen is None:
+            return {}
+        return {"eval_sha256": hashlib.sha256(read_text(cast("Path", self.checked_on)).encode()).hexdigest()}
+
+    @functools.cached_property
+    def _given_unseen(self) -> Windows | None:
+        """The tokens of the text that is given for `unseen`."""
+        if self.checked_on is None:
+            return None
+        size = self.shape[1]
+        return self._windows(read_text(self.checked_on), CHECKED, size, fewest=FEWEST_CHECKED * size)
 
     @functools.cached_property
     def _given(self) -> Windows | None:
@@ -159,7 +185,7 @@ class SampleOf:
             elif self.text == SELF:
                 ids = self._own(work, (windows, size), threads).numpy()
             else:
-                ids = self._read(windows, size)
+                ids = self._windows(self.words, windows, size)
             self.check_source()
             write_sample(file, ids, self.described)
         ids = read_sample(file, self.described)
@@ -168,34 +194,36 @@ class SampleOf:
         return torch.from_numpy(ids)
 
     def unseen(self, work: Path, ids: Tensor) -> Tensor:
-        """Return token ids of the same kind that are not in a sample, [at most CHECKED windows, tokens].
+        """Return the token ids on which results are measured, [at most CHECKED windows, tokens].
 
-        If there are none, they are the last ones of the sample.
+        They are of the text that was given for them, or of the kind of the sample and not in it; if there are none,
+        the last ones of the sample.
 
         work: the folder of `ids`
         ids: the sample
         """
         windows, size = ids.shape
+        if self._given_unseen is not None:
+            return torch.from_numpy(self._given_unseen)
         if self._given is not None:
             further = read_sample(Path(self.text), self.described)[windows:]
         elif self.text == SELF:
             further = read_sample(work / UNSEEN, self.described)
         else:
-            further = self._read(windows + CHECKED, size)[windows:]
+            further = self._windows(self.words, windows + CHECKED, size)[windows:]
         return torch.from_numpy(further[:CHECKED]) if len(further) >= FEWEST_CHECKED else ids[-CHECKED:]
 
-    def _read(self, windows: int, size: int) -> Windows:
-        """Cut the text. Raises EvaluationError if it is too short, or there is no tokenizer."""
+    def _windows(self, words: str, windows: int, size: int, *, fewest: int = FEWEST_TOKENS) -> Windows:
+        """Cut a text. Raises EvaluationError if it is too short, or there is no tokenizer."""
         described = self.described
         if not has_tokenizer(described):
             raise EvaluationError(
                 f"{described}: expected a tokenizer to read the text with, found none; put its files there"
             )
-        encoded = _encoded(described, self.words, windows * size)
-        if len(encoded.ids) // size * size < FEWEST_TOKENS:
+        encoded = _encoded(described, words, windows * size)
+        if len(encoded.ids) // size * size < fewest:
             raise EvaluationError(
-                f"the text: expected at least {FEWEST_TOKENS} tokens to calibrate on, found {len(encoded.ids)}; give a "
-                "longer text, self or mixture"
+                f"the text: expected at least {fewest} tokens, found {len(encoded.ids)}; give a longer one"
             )
         return _cut(encoded, size)
 

@@ -33,7 +33,7 @@ from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import write_whole
 from pqweights.common.documents import as_json
-from pqweights.common.options import Options, path_of
+from pqweights.common.options import Options
 from pqweights.common.threads import Progress, slow_step, told_steps
 from pqweights.errors import SourceError
 from pqweights.planning.calibration import states_bytes
@@ -70,15 +70,7 @@ def inputs_of(
     """
     if not source.is_dir() and not is_gguf(source):
         raise SourceError(f"{source}: expected the folder of a model for `calibrate`, found a file")
-    text = str(options.calibrate)
-    sample = SampleOf(
-        source=source,
-        checkpoint=checkpoint,
-        text=text,
-        tokens=options.calibration_tokens,
-        save=path_of(options.save_sample),
-        is_checked=divergence is not None,
-    )
+    sample = SampleOf.of(source, checkpoint, str(options.calibrate), options, is_checked=divergence is not None)
     check_windows(*sample.shape)
     key = hashlib.sha256(json.dumps(sample.stated).encode()).hexdigest()
     with worked_on_in(folder_beside(out), out, key, threads, sample.contents.is_same) as work:
@@ -166,6 +158,7 @@ class SampledInputs:
             with slow_step(MEASURING):
                 measured = LayerwiseDivergence(self._passes.model, sample.unseen(self.work, self._passes.ids))
                 sensitivity = scaled_for(self.divergence, sensitivity, measured, make, self.work)
+                sensitivity = replace(sensitivity, method=sensitivity.method | sample.checked)
         return replace(sensitivity, method=sensitivity.method | {"identity": self.identity})
 
     def mean_squares(self, vector: int) -> Floats:

@@ -143,17 +143,24 @@ def _measured(
     sensitivity = measure(sample, work, block_sizes(sample.checkpoint, recipe), threads=threads, progress=progress)
     if recipe.goal is None or recipe.goal.divergence is None:
         return sensitivity
-    tried, run = open_store(work / "tried"), RunOptions(threads=threads, overwrite=True)
 
     def make(sensitivity: Sensitivity) -> LayeredModel:
-        known = Learned(sensitivity=sensitivity)
-        convert(plan_quantize(sample.source, recipe, options, known, out=tried, run=run), tried, run)
-        return LayeredModel(open_exported(tried.path)[0], sample.described, remedy=REMEDY)
+        return model_of_trial(sample, recipe, options, work, threads, Learned(sensitivity=sensitivity))
 
     with slow_step("measuring the divergence of masters"):
         model = LayeredModel(sample.checkpoint, sample.source, remedy=REMEDY)
         divergence = LayerwiseDivergence(model, sample.unseen(work, sample.ids(work, threads)))
-        return scaled_for(recipe.goal.divergence, sensitivity, divergence, make, work)
+        scaled = scaled_for(recipe.goal.divergence, sensitivity, divergence, make, work)
+    return replace(scaled, method=scaled.method | sample.checked)
+
+
+def model_of_trial(
+    sample: SampleOf, recipe: Recipe, options: Options, work: Path, threads: int, learned: Learned
+) -> LayeredModel:
+    """Make a master in a folder for work, and return its model."""
+    tried, run = open_store(work / "tried"), RunOptions(threads=threads, overwrite=True)
+    convert(plan_quantize(sample.source, recipe, options, learned, out=tried, run=run), tried, run)
+    return LayeredModel(open_exported(tried.path)[0], sample.described, remedy=REMEDY)
 
 
 def block_sizes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, int]:

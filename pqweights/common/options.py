@@ -280,6 +280,7 @@ class Options(Checked):
         default=DEFAULT_SAMPLE_TOKENS, least=FEWEST_SAMPLE_TOKENS, needs=(("calibrate", "awq"), "for the sample")
     )
     save_sample: StrPath | None = option(location, default=None, needs=(("calibrate", "awq"), "for the sample"))
+    eval: StrPath | None = option(location, default=None, needs=(("calibrate",), "with which results are measured"))
     # Of masters.
     strict: bool = False
     awq: StrPath | None = option(

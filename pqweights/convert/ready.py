@@ -36,7 +36,6 @@ from pqweights.formats.columns import (
     ColumnCut,
     TrellisColumns,
     bits_of,
-    decode_columns,
 )
 from pqweights.planning.plan import QUANTIZE, TensorPlan, stored_bytes
 
@@ -93,32 +92,6 @@ def write_ready(path: Path, weights: Mapping[str, tuple[ColumnCodes, CodeMeasure
             yield parts[tensor.name].tobytes()
 
     write_whole(path.parent, path, pieces())
-
-
-def ready_values(path: Path) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the weights in a file of `write_ready`, by name, decoded: f32 in their shapes."""
-    from safetensors import safe_open  # calibrations alone need it
-
-    with safe_open(path, "numpy") as stored:
-        weights = json.loads(stored.metadata()[KEY])
-        return {name: _decoded([stored.get_tensor(part) for part in _names(name)], of) for name, of in weights.items()}
-
-
-def _decoded(parts: Sequence[npt.NDArray[Any]], about: Mapping[str, Any]) -> npt.NDArray[np.float32]:
-    shape, (trellis, *others) = about["shape"], parts
-    cut = ColumnCut.of(shape, transposed=about["transposed"])
-    ends = np.append(0, others[0].reshape(math.prod(cut.stack), -1).sum(1, dtype=np.int64).cumsum())
-    result = np.empty((math.prod(cut.stack), *shape[-2:]), dtype=np.float32)
-    for number, matrix in enumerate(result):
-        own = [part.reshape(len(result), *part.shape[len(cut.stack) :])[number] for part in others]
-        lengths, row_scales, column_scales = own
-        part = trellis[ends[number] : ends[number + 1]]
-        codes = ColumnCodes(part, lengths, row_scales, column_scales, transposed=cut.transposed)
-        codes = codes.T if codes.transposed else codes
-        raw = decode_columns(codes, range(codes.cut.strips), "F32").view(np.float32)
-        values = raw.reshape(len(codes.row_scales), len(codes.column_scales))
-        matrix[:] = values.T if cut.transposed else values
-    return result.reshape(shape)
 
 
 def _names(name: str) -> tuple[str, ...]:
@@ -198,6 +171,12 @@ class ReadyWeights:
 
     def _parts(self, name: str) -> list[PlainTensor]:
         return [self._tensors[part] for part in _names(name)]
+
+    @property
+    def bits_per_weight(self) -> float:
+        """The mean of what the weights take, to a thousandth."""
+        stored = sum(part.stored.byte_count for name in self.weights for part in self._parts(name))
+        return round(8 * stored / sum(math.prod(weight.shape) for weight in self.weights.values()), 3)
 
     def planned(self, tensors: Sequence[TensorPlan]) -> list[TensorPlan]:
         """Return the plans of the tensors of a checkpoint, with these codes for the weights that they are of.

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.common.dtypes import item_bytes
 from pqweights.common.strict_json import rounded
 from pqweights.formats.master import Bytes, DamagedBlock, MasterFormat, exact_rate
 from pqweights.formats.trellis import REASONS, TRELLIS, Trellis
@@ -201,21 +200,3 @@ def decode_codes(codes: ColumnCodes, blocks: int, dtype: str, out: Bytes) -> Non
     )
     if damaged >= 0:
         raise DamagedBlock(damaged, REASONS[reason])
-
-
-def decode_columns(codes: ColumnCodes, strips: range, dtype: str) -> Bytes:
-    """Return the rows of neighbouring strips as raw bytes of `dtype`: BF16, F16 or F32.
-
-    Raises DamagedBlock, with the number of a superblock among those of the strips, if no encoder wrote it.
-    """
-    cut = codes.cut
-    ends = np.append(0, np.cumsum(codes.lengths, dtype=np.int64))
-    part = ColumnCodes(
-        codes.trellis[ends[strips.start * cut.superblocks] : ends[strips.stop * cut.superblocks]],
-        codes.lengths[strips.start : strips.stop],
-        codes.row_scales[strips.start * BLOCK_SIZE : strips.stop * BLOCK_SIZE],
-        codes.column_scales,
-    )
-    out = np.empty(len(part.row_scales) * cut.columns * item_bytes(dtype), dtype=np.uint8)
-    decode_codes(part, cut.blocks, dtype, out)
-    return out

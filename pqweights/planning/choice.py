@@ -49,6 +49,8 @@ def choose_recipe(
         raise RecipeError(f"recipe {recipe.name!r}: is for the target {recipe.target}, not for {target}")
     given = partial(make_goal, options.target_size, options.target_bpw, options.max_kl)
     goal = checked("", given, OptionError) or recipe.goal
+    if options.eval is not None and (goal is None or goal.divergence is None):
+        raise OptionError("`eval`: expected `max_kl` as well, for which the divergence is measured")
     if target == MASTER:
         if recipe.format is not None or any(rule.format is not None for rule in recipe.rules):
             raise RecipeError(f"recipe {recipe.name!r}: a master has codecs and bits, found formats of exports")

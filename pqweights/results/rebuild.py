@@ -61,6 +61,10 @@ def _options_of(manifest: Manifest, source: str | Path, given: Options) -> Optio
     mark = "--leave-out "
     patterns = (reason.removeprefix(mark) for reason in manifest.left_out.values() if reason.startswith(mark))
     opening |= {"leave_out": [*dict.fromkeys(patterns)], "max_shard_size": manifest.max_shard_bytes}
+    made_by = manifest.made_by
+    places = (made_by.get("calibrated"), made_by.get("fit", made_by).get("sensitivity"))
+    if given.eval is None and any("eval_sha256" in about for about in places if about is not None):
+        raise OptionError("`eval`: the manifest has only the digest of the text on which `max_kl` was measured")
     if manifest.kind == MASTER:
         return _quantize_options(manifest, opening, given)
     return replace(_export_options(manifest, given), **opening)
@@ -182,4 +186,4 @@ def _stated_sample(option: str, about: dict[str, Any], given: Options) -> dict[s
     if given.calibrate is None and about["sample"] in ("text", "tokens"):
         raise OptionError("`calibrate`: the sample was a file of the user's, of which the manifest has only the digest")
     tokens = about["tokens"] + about.get("held_back_tokens", 0)
-    return {option: given.calibrate or about["sample"], "calibration_tokens": tokens}
+    return {option: given.calibrate or about["sample"], "calibration_tokens": tokens, "eval": given.eval}

@@ -99,9 +99,12 @@ def plan_quantize(
         planner = rate_planner(checkpoint, recipe, awq.scaled)
     tensors = planner.planned({} if fitted is None else fitted.rates)
     if ready is not None:  # what a fit says of calibrated weights does not hold
+        if recipe.goal is not None and recipe.goal.divergence is not None:  # others take as many bits as these
+            free = [of.name for of in tensors if of.codec == Trellis.codec and of.name in planner.free]
+            tensors = planner.planned(dict.fromkeys(free, ready.bits_per_weight))
         tensors, fitted = ready.planned(tensors), None
     elif learned.finished is not None:
-        coded = {of.name: of for of in learned.finished.tensors if of.codec == TrellisColumns.codec}
+        coded = {of.name: of for of in learned.finished.tensors if of.action == QUANTIZE}
         tensors, fitted = [coded.get(tensor.name, tensor) for tensor in tensors], None
     stated = {} if ready is None else {"calibrated": ready.describe()}
     stated |= {} if learned.finished is None else {"calibrated": learned.finished.made_by["calibrated"]}

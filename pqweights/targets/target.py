@@ -31,7 +31,8 @@ TORCHAO, COMPRESSED_TENSORS = "torchao", "compressed-tensors"
 INPUT_OPTIONS = ("rounding", "calibrate", "calibration_tokens", "save_sample", "imatrix", "save_imatrix")
 INTEGER_OPTIONS = ("bits", "group_size", "qparams", *INPUT_OPTIONS)
 # Those of a target that can give weights different formats.
-RECIPE_OPTIONS = ("format", "recipe", "keep", "set_format", "target_size", "target_bpw", "max_kl", "sensitivity")
+SIZE_OPTIONS = ("target_size", "target_bpw", "max_kl", "eval", "sensitivity")
+RECIPE_OPTIONS = ("format", "recipe", "keep", "set_format", *SIZE_OPTIONS)
 
 BEST, MINMAX = "best", "minmax"
 PLAIN, GPTQ, IMPORTANCE = "plain", "gptq", "importance"

@@ -33,7 +33,6 @@ from pqweights.formats.columns import (
     TrellisColumns,
     bits_of,
     decode_codes,
-    decode_columns,
 )
 from pqweights.formats.master import VALUE_DTYPES, DamagedBlock
 
@@ -74,7 +73,9 @@ def tensor_of(codes: ColumnCodes, dtype: str = "BF16") -> tuple[ColumnTensor, An
 
 
 def whole(codes: ColumnCodes, dtype: str) -> bytes:
-    return decode_columns(codes, range(codes.cut.strips), dtype).tobytes()
+    out = np.empty(len(codes.row_scales) * codes.cut.columns * item_bytes(dtype), dtype=np.uint8)
+    decode_codes(codes, codes.cut.blocks, dtype, out)
+    return out.tobytes()
 
 
 def independent(codes: ColumnCodes, dtype: str) -> bytes:
@@ -251,7 +252,7 @@ def test_damaged_superblock_is_named_by_its_number() -> None:
     trellis[at + 4] = 9  # a trellis that there is not
     damaged = replace(codes, trellis=trellis)
     with pytest.raises(DamagedBlock, match="block 3: its header"):
-        decode_columns(damaged, range(2), "F32")
+        whole(damaged, "F32")
     tensor, _ = tensor_of(damaged)
     tensor.read(0, 128 * 800, "BF16", np.empty(128 * 800 * 2, dtype=np.uint8))
     with pytest.raises(MasterError, match="file: tensor 'w': block 3: its header is not one that an encoder writes"):
