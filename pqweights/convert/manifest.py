@@ -237,7 +237,10 @@ def container_of(manifest: Manifest) -> Container:
     """Return the format of the files of a finished result. Raises MasterError if the manifest does not describe one."""
     if manifest.container:
         return _container(as_document(manifest.container, _Container, damaged))
-    return Safetensors(manifest.folders or {"": manifest.metadata})
+    stem = manifest.made_by.get("file")
+    if stem is not None and (not isinstance(stem, str) or "/" in stem or not is_inside(stem)):
+        raise damaged(f"file: expected a file name, found {str(stem)[:80]!r}")
+    return Safetensors(manifest.folders or {"": manifest.metadata}, stem)
 
 
 def manifest_beside(manifest: Manifest) -> str:

@@ -18,7 +18,7 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.common.dtypes import FLOAT8_DTYPES, FLOAT_DTYPES
 from pqweights.errors import SourceError
 from pqweights.formats.packed import QuantizedTensor, Source, weight_of
-from pqweights.formats.packing import CODES, SCALES, PackedFormat, RoundingRule, Shape, StoredPart
+from pqweights.formats.packing import CODES, SCALES, UNIT, PackedFormat, RoundingRule, Shape, StoredPart
 from pqweights.kernels.groups import FloatRule
 
 # What the scales of a module's weight in FP8 are called: by DeepSeek V4, ComfyUI, Mistral AI and TensorRT-LLM.
@@ -40,6 +40,8 @@ TILE = (128, 128)
 
 FLOAT_QUANTIZED = (StoredPart(CODES, "{weight}", "F8_E4M3"), StoredPart(SCALES, "{weight}_scale", "BF16"))
 DEEPSEEK = (StoredPart(CODES, "{weight}", "F8_E4M3"), StoredPart(SCALES, "{weight}_scale_inv", "F32"))
+# One scale for the whole weight.
+COMFYUI = (StoredPart(CODES, "{weight}", "F8_E4M3"), StoredPart(UNIT, "{weight}_scale", "F32"))
 
 # --- what configurations say ---
 

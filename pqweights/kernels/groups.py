@@ -20,7 +20,7 @@ from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES, native
 # (native/group_rules.cpp).
 BEST = "best"
 RUNTIME_RULES = {"mlx": 1, "torchao": 2, "compressed-tensors": 3, "compressed-tensors-asymmetric": 8}
-FLOAT_MODES = {"mxfp4": 4, "mxfp8": 5, "nvfp4": 6, "fp8": 7}
+FLOAT_MODES = {"mxfp4": 4, "mxfp8": 5, "nvfp4": 6, "fp8": 7, "fp8-tensor": 9}
 # What offsets are, as kernels call it: any, none, or such that a code stands for 0.
 KINDS = {"affine": 0, "symmetric": 1, "asymmetric": 2}
 # The most weights of a group in fit_groups, whose kernel has no more room.
@@ -43,6 +43,7 @@ FLOAT_CODES = {
     "nvfp4": "NVFP4",
     "mxfp8": "F8_E4M3",
     "fp8": "F8_E4M3",
+    "fp8-tensor": "F8_E4M3",
     "fp8-e5m2": "F8_E5M2",
     "table": "table",
 }
@@ -213,7 +214,8 @@ def _enlarged(numbers: npt.NDArray[np.float32], gains: npt.NDArray[np.float64]) 
 class FloatRule:
     """Short floats: E2M1 or E4M3 codes, and per group a scale in E8M0 or E4M3, multiplied by a unit; of fp8 in BF16.
 
-    `Groups.scales` are the bytes of the scales, as numbers; of fp8 they are the scales. Formats: OCP microscaling
+    `Groups.scales` are the bytes of the scales, as numbers; of fp8 they are the scales, and of fp8-tensor, whose unit
+    is the scale of the whole tensor, they are 1. Formats: OCP microscaling
     formats specification 1.0, and NVFP4, whose unit is the scale of the whole tensor; mlx and MXFP4 have a unit of 1.
 
     kind: a key of FLOAT_CODES.
@@ -246,7 +248,7 @@ class FloatRule:
         if self.rows > 1:
             return self._tiles(values)
         result = _empty_groups(values, self.group_size)
-        if self.name == BEST:
+        if self.name == BEST and self.kind != "fp8-tensor":
             fit_floats(values, None, result, kind=self.kind, unit=self.unit)
             return result
         round_groups(values / np.float32(self.unit), result, bits=self.bits, rule=FLOAT_MODES[self.kind])
@@ -290,7 +292,7 @@ class FloatRule:
     def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
         """The weights that runtimes compute with, in float32, in the shape of the codes."""
         scales = groups.scales
-        if self.kind != "fp8":
+        if not self.kind.startswith("fp8"):
             scales = float8_table("F8_E4M3" if self.kind == "nvfp4" else "F8_E8M0")[scales.astype(np.uint8)]
         numbers = self.numbers(groups.codes)
         if self.rows > 1:

@@ -45,6 +45,7 @@ class Family(NamedTuple):
         repeated blocks. What is outside of them is a small part of the model, and embeds its inputs or makes its output
     classes: the classes of diffusers, whose layout has other names; `from_single_file` loads both
     comfyui: whether ComfyUI-GGUF loads files of it in the original layout
+    in_comfyui: whether ComfyUI itself does
     one_layout: whether the names are the same in both layouts
     class_names: tensors that tell its models from those of other families of the same class
     parameters: an expression for matrices that are no layers of their own, so that programs cannot decode them
@@ -57,6 +58,7 @@ class Family(NamedTuple):
     blocks: str
     classes: tuple[str, ...] = ()
     comfyui: bool = True
+    in_comfyui: bool = True
     one_layout: bool = False
     class_names: tuple[str, ...] = ()
     parameters: str = ""
@@ -204,6 +206,7 @@ FAMILIES: Mapping[str, Family] = {
         r"(transformer_)?blocks\.",
         ("SanaTransformer2DModel",),
         comfyui=False,
+        in_comfyui=False,
     ),
     "Stable Diffusion XL": Family(
         "sdxl",

@@ -381,9 +381,11 @@ class Safetensors:
 
     by_folder: the `__metadata__` of the files of each folder, by its name with a slash, or "" if there is one alone; in
         a plan, names of tensors begin with it, which the files themselves do not have
+    stem: what a file is called that is the only one of its folder
     """
 
     by_folder: dict[str, dict[str, str]] = field(default_factory=lambda: {"": DEFAULT_METADATA})
+    stem: str | None = None
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -409,7 +411,7 @@ class Safetensors:
         return tuple(
             shard
             for number, (folder, of) in enumerate(held.items())
-            for shard in _shards(of, runs, self.by_folder[folder], folder, number * count)
+            for shard in _shards(of, runs, self.by_folder[folder], folder, number * count, self.stem)
         )
 
     @property
@@ -423,19 +425,25 @@ class Safetensors:
 
 
 def _shards(
-    tensors: Sequence[TensorPlan], runs: Sequence[range], metadata: dict[str, str], folder: str = "", first: int = 0
+    tensors: Sequence[TensorPlan],
+    runs: Sequence[range],
+    metadata: dict[str, str],
+    folder: str,
+    first: int,
+    stem: str | None,
 ) -> Iterator[ShardPlan]:
     """Yield files of safetensors, whose headers follow from their tensors.
 
     runs: which of the tensors each file holds
     folder: where they lie, with a slash, with which names of tensors begin; the headers are without it
     first: the place of the first of these tensors in the plan
+    stem: what one alone is called; None to number it, as several are
     """
     for number, run in enumerate(runs):
         specs = in_file_order([spec for index in run for spec in tensors[index].stored])
         named = [spec._replace(name=spec.name.removeprefix(folder)) for spec in specs] if folder else specs
         yield ShardPlan(
-            file=folder + shard_name(number, len(runs)),
+            file=folder + (f"{stem}.safetensors" if stem and len(runs) == 1 else shard_name(number, len(runs))),
             header=FileHeader.of(encode_header(named, metadata)),
             specs=tuple(specs),
             tensors=range(first + run.start, first + run.stop),

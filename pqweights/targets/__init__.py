@@ -34,6 +34,10 @@ EXPORTS = {
         "one file for llama.cpp, Ollama and LM Studio; --type TYPE, or --target-size SIZE:\n"
         "llama-cli -m OUT/*.gguf; ollama create NAME -f OUT/Modelfile"
     ),
+    "comfyui": (
+        "image and video models in FP8, with one scale for each matrix; put the file into models/diffusion_models of\n"
+        "ComfyUI"
+    ),
     "vllm": (
         "compressed-tensors:\n"
         "vllm serve OUT, or pip install compressed-tensors; AutoModelForCausalLM.from_pretrained(OUT)"

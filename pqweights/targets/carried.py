@@ -186,11 +186,39 @@ def plain_beside_codes(tensors: Sequence[LogicalTensor], rule: RoundingRule) -> 
     return sources.keys() - packed if rule.codes in of_source else set()
 
 
-def carried_unit(tensors: Sequence[LogicalTensor]) -> float | None:
-    """Return the unit that the sources of some weights have in common; None if they have none, or several."""
-    grids = [SourceGrid.of(tensor) for tensor in tensors]
-    units = {None if grid is None else grid.unit for grid in grids}
+def carried_unit(rule: RoundingRule, tensors: Sequence[LogicalTensor]) -> float | None:
+    """Return the unit that the sources of some weights have in common; None if they have none, or several.
+
+    rule: of the weights in the export; of FP8 the unit is the one scale of a weight in the source
+    """
+    if rule.kind == "fp8-tensor":
+        units = {_scale_of_all(tensor) for tensor in tensors}
+    else:
+        grids = [SourceGrid.of(tensor) for tensor in tensors]
+        units = {None if grid is None else grid.unit for grid in grids}
     return units.pop() if len(units) == 1 else None
+
+
+def _scale_of_all(tensor: LogicalTensor) -> float | None:
+    """Return the scale that all weights of a tensor in E4M3 share, 1 of a plain cast; None if there is no such one."""
+    leaves: list[LogicalTensor] = []
+
+    def leaf(native: LogicalTensor) -> LogicalTensor:
+        leaves.append(native.carried if isinstance(native, NativeTensor) else native)
+        return native
+
+    _with_leaves(tensor, leaf)
+    of, *others = leaves
+    if others or not isinstance(of, QuantizedTensor) or of.format.rule.codes != "F8_E4M3":
+        return None
+    scales = of.holds(SCALES)
+    if scales is None:
+        return 1.0
+    if scales.shape not in ((), (1,), (1, 1)):
+        return None
+    scale = np.empty(1, dtype=np.float32)
+    replace(of, reads=SCALES).read(0, 1, "F32", scale.view(np.uint8))
+    return float(scale[0])
 
 
 def _with_leaves(tensor: LogicalTensor, leaf: Callable[[LogicalTensor], LogicalTensor | None]) -> LogicalTensor | None:
@@ -236,6 +264,8 @@ def _groups_on_grid(
         return _blocks(rule, grouped, of_groups, of_zeros, of_offsets)
     if isinstance(rule, GroupRule):
         return _integers(rule, grouped, of_groups, of_zeros, of_offsets)
+    if isinstance(rule, FloatRule) and rule.kind == "fp8-tensor":
+        return _groups_of(grouped, np.ones_like(of_groups)) if (of_groups == np.float32(rule.unit)).all() else None
     if rule.kind != "fp8":
         small = _bytes_of(of_groups, "F8_E4M3" if rule.kind == "nvfp4" else "F8_E8M0")
         return None if small is None else _groups_of(grouped, small)

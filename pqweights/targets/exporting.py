@@ -164,7 +164,8 @@ def plan_export(
     read = read if assignment.companions is None else _with_companions(read, assignment.companions)
     tensors = [_planned(tensor, read, assignment) for tensor in read.tensors]
     most = options.max_shard_size or to.max_shard_bytes
-    container: Container = Safetensors({folder: part.metadata for folder, part in parts.items()})
+    by_folder = {folder: part.metadata for folder, part in parts.items()}
+    container: Container = Safetensors(by_folder, assignment.stated.get("file"))
     if assignment.container is not None:
         container = assignment.container(tensors, most)
     by_columns = sorted(how.column_bytes(tensor.shape) for tensor, how in assignment.rounded)
@@ -320,7 +321,7 @@ def _encode(
 
     if decision.unit_of is None:
         return rounding(decision)
-    unit = carried_unit(fused[tensor.name])
+    unit = carried_unit(decision.rule, fused[tensor.name])
     if unit is not None:
         return rounding(of_unit(decision, unit))
     return UnitJob(fused[tensor.name], lambda largest: rounding(with_unit(decision, largest)))

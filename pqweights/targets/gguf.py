@@ -6,7 +6,6 @@ pqweights/checkpoint/gguf, and which types its tensors get in gguf_types.py.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 import shlex
@@ -63,7 +62,7 @@ from pqweights.targets.gguf_types import (
     type_of,
 )
 from pqweights.targets.integers import Assignment
-from pqweights.targets.loading import PART, LoadableModel, files_of_type, shell
+from pqweights.targets.loading import PART, LoadableModel, files_of_type, into_comfyui, legal_files, shell
 from pqweights.targets.target import (
     IMPORTANCE,
     INPUT_OPTIONS,
@@ -83,8 +82,6 @@ TYPE_END = "/"
 # llama.cpp and others take a file of that name for the tower of the model beside it.
 TOWER_PREFIX = "mmproj-"
 GENERATION_CONFIG = "generation_config.json"
-# What is copied beside the weights, which hold everything that llama.cpp reads of the model.
-COPIED = ("*license*", "*licence*", "copying*", "copyright*", "notice*", "*policy*", "citation*", "authors*")
 NO_TOKENIZER = (
     "put tokenizer.json and tokenizer_config.json beside the weights (of a master: quantize again), or pass "
     "`without_tokenizer` for programs that give it ids of tokens"
@@ -207,12 +204,10 @@ def _load_diffusion(made_by: Mapping[str, Any], model: LoadableModel) -> list[st
     file, is_on_hub = model.weights[0], is_repository_id(model.location)
     said = []
     if COMFYUI in made_by["runs_in"]:
-        fetch = f"hf download {model.quoted}{model.revision_option} {file} --local-dir ComfyUI/models/diffusion_models"
-        copy = f"cp {shlex.quote(f'{model.location}/{file}')} ComfyUI/models/diffusion_models"
         said += [
             "In ComfyUI with the nodes of [ComfyUI-GGUF](https://github.com/city96/ComfyUI-GGUF), the node Unet Loader "
             "(GGUF) has the file after:",
-            shell(fetch if is_on_hub else copy),
+            into_comfyui(model),
         ]
     class_name = made_by["class"]
     if DIFFUSERS in made_by["runs_in"] and class_name:
@@ -315,11 +310,7 @@ def _assign(
         warnings=(*model.notes, *warnings),
         container=partial(_container, mixes, recipe, base_name, model),
         small_files=None if diffusion else partial(_small_files, checkpoint, bool(model.tower)),
-        companions=tuple(
-            name
-            for name in checkpoint.companions
-            if any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in COPIED)
-        ),
+        companions=legal_files(checkpoint.companions),
         stated=stated,
     )
 

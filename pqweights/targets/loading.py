@@ -9,7 +9,7 @@ import fnmatch
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,13 @@ from pqweights.checkpoint.config import AUTO_CLASSES
 from pqweights.checkpoint.names import TOKENIZER_FILES
 from pqweights.common.markdown import fenced
 from pqweights.models.diffusion import CLASS
+from pqweights.storage.addresses import is_repository_id
 
 IMAGES = "AutoModelForImageTextToText"
 # How names of GGUF files end behind the type: of one, or of a part of one.
 PART = r"(-\d+-of-\d+)?\.gguf$"
+# What is copied beside a file that holds everything that its runtime reads of the model.
+LEGAL_FILES = ("*license*", "*licence*", "copying*", "copyright*", "notice*", "*policy*", "citation*", "authors*")
 NO_TOKENIZER = "tokenizer_config.json"  # matches a pattern of TOKENIZER_FILES, but holds no tokenizer
 
 
@@ -96,6 +99,11 @@ def files_of_type(files: Iterable[str], type_name: str) -> list[str]:
     return [file for file in files if pattern.search(file)]
 
 
+def legal_files(names: Sequence[str]) -> tuple[str, ...]:
+    """Return those of some files that say who may use the model and how."""
+    return tuple(name for name in names if any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in LEGAL_FILES))
+
+
 def auto_class(config: Mapping[str, Any]) -> str | None:
     """Return the auto class of transformers that loads a model; None if the configuration does not tell."""
     architectures = config.get("architectures")
@@ -144,6 +152,14 @@ def from_pretrained(model: LoadableModel, options: str = "") -> list[str]:
         f"model = {model.auto_class}.from_pretrained({of_model})",
     ]
     return [*lines, *([f"tokenizer = AutoTokenizer.from_pretrained({of_tokenizer})"] if model.tokenizer else [])]
+
+
+def into_comfyui(model: LoadableModel) -> str:
+    """Say how the first file of an image or video model gets to where ComfyUI looks for it."""
+    file, folder = model.weights[0], "ComfyUI/models/diffusion_models"
+    if is_repository_id(model.location):
+        return shell(f"hf download {model.quoted}{model.revision_option} {file} --local-dir {folder}")
+    return shell(f"cp {shlex.quote(f'{model.location}/{file}')} {folder}")
 
 
 def shell(*lines: str) -> str:

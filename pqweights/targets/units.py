@@ -27,8 +27,8 @@ from pqweights.targets.assignment import Kept
 # is one and a half times as large (Four over Six, arXiv:2512.02010), but all others less of the range: with 256 the
 # squared error of two small language models is 0.3 % less, and their divergence 1 to 3 % more.
 LARGEST_SCALE = 448
-# The largest number of E2M1.
-FLOAT4_LARGEST = 6
+# The largest weight in units: NVFP4 has codes up to 6 in E2M1, and FP8 with one scale those of E4M3 alone.
+LARGEST_WEIGHTS = {"nvfp4": LARGEST_SCALE * 6, "fp8-tensor": 448}
 
 
 def fused_weights(
@@ -58,9 +58,9 @@ def reading_together(
 def with_unit(rounding: PackedFormat, largest: float) -> PackedFormat:
     """Return how weights are rounded of which the largest has this magnitude."""
     assert isinstance(rounding.rule, FloatRule)
-    # What files hold is the inverse, in float32.
+    # What files of NVFP4 hold is the inverse, in float32.
     with np.errstate(all="ignore"):
-        inverse = np.float32(LARGEST_SCALE * FLOAT4_LARGEST) / np.float32(largest)
+        inverse = np.float32(LARGEST_WEIGHTS[rounding.rule.kind]) / np.float32(largest)
         unit = float(np.float32(1) / inverse)
     # Without weights other than 0 any unit will do; what is not finite is refused when it is rounded.
     return of_unit(rounding, unit if 0 < unit < np.inf else 1.0)

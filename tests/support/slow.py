@@ -16,6 +16,8 @@ SLOW = {
     "test_benchmarks.py::test_benchmarks_can_be_imported_and_run_on_the_smallest_input": MODELS,
     "gguf/test_gguf_alone.py": EXHAUSTIVE,
     "targets/test_carried_codes.py": EXHAUSTIVE,
+    "targets/test_comfyui.py::test_matrices_of_blocks_err_no_more_than_by_the_rule_of_comfyui": EXHAUSTIVE,
+    "targets/test_comfyui.py::test_killed_runs_continue_to_the_same_bytes": PROCESSES,
     "calibrate/test_changing_calibrations.py": MODELS,
     "calibrate/test_drawing.py": MODELS,
     "calibrate/test_max_kl.py": MODELS,

@@ -68,19 +68,12 @@ def diffusion_family(checkpoint: Checkpoint) -> Found | None:
 def diffusion_model(checkpoint: Checkpoint, found: Found, *, name: str | None) -> GgufModel:
     """Return the GGUF model of a checkpoint. name: what the file calls the model"""
     writer = gguf_package().GGUFWriter(None, found.family.architecture)
-    tensors, left_out = list[LogicalTensor](), dict[str, str]()
-    for tensor in checkpoint.tensors:
-        own_name = tensor.name.removeprefix(found.prefix)
-        if not tensor.name.startswith(found.prefix):
-            left_out[tensor.name] = "part of another model of the pipeline, which programs load from its own file"
-        elif tensor.dtype not in FLOAT_DTYPES or (found.family.unused and re.search(found.family.unused, own_name)):
-            left_out[tensor.name] = "no weight of the model"
-        elif _is_reshaped(found, own_name, tensor.shape):
-            writer.add_array(SHAPE_KEY + own_name, list(tensor.shape))
+    tensors, left_out = own_tensors(checkpoint, found)
+    for number, tensor in enumerate(tensors):
+        if _is_reshaped(found, tensor.name, tensor.shape):
+            writer.add_array(SHAPE_KEY + tensor.name, list(tensor.shape))
             shape = (math.prod(tensor.shape) // COLUMNS, COLUMNS)
-            tensors.append(ReshapedTensor.of(own_name, tensor, shape=shape))
-        else:
-            tensors.append(RenamedTensor.of(own_name, tensor) if found.prefix else tensor)
+            tensors[number] = ReshapedTensor.of(tensor.name, tensor, shape=shape)
     add_general(checkpoint, tuple(tensors), writer, name=name)
     return GgufModel(
         architecture=found.family.architecture,
@@ -90,6 +83,20 @@ def diffusion_model(checkpoint: Checkpoint, found: Found, *, name: str | None) -
         notes=tuple(_notes(found)),
         diffusion=found,
     )
+
+
+def own_tensors(checkpoint: Checkpoint, found: Found) -> tuple[list[LogicalTensor], dict[str, str]]:
+    """Return the weights of the model itself, by their own names, and why each other tensor is left out, by name."""
+    tensors, left_out = list[LogicalTensor](), dict[str, str]()
+    for tensor in checkpoint.tensors:
+        own_name = tensor.name.removeprefix(found.prefix)
+        if not tensor.name.startswith(found.prefix):
+            left_out[tensor.name] = "part of another model of the pipeline, which programs load from its own file"
+        elif tensor.dtype not in FLOAT_DTYPES or (found.family.unused and re.search(found.family.unused, own_name)):
+            left_out[tensor.name] = "no weight of the model"
+        else:
+            tensors.append(RenamedTensor.of(own_name, tensor) if found.prefix else tensor)
+    return tensors, left_out
 
 
 def _is_reshaped(found: Found, name: str, shape: tuple[int, ...]) -> bool:

@@ -10,7 +10,7 @@ namespace {
 
 // Of RUNTIME_RULES and FLOAT_MODES in groups.py.
 enum Rule : int64_t {
-    MLX = 1, TORCHAO, COMPRESSED_TENSORS, MXFP4, MXFP8, NVFP4, FP8, COMPRESSED_TENSORS_ASYMMETRIC
+    MLX = 1, TORCHAO, COMPRESSED_TENSORS, MXFP4, MXFP8, NVFP4, FP8, COMPRESSED_TENSORS_ASYMMETRIC, FP8_TENSOR
 };
 
 // Up to sixteen groups in the lanes, as in group_fitting.hpp, but of any size.
@@ -123,10 +123,11 @@ struct FloatScale {
     Floats stored, value;
 };
 
-INLINE bool has_e4m3(Rule mode) { return mode == MXFP8 || mode == FP8; }
+INLINE bool has_e4m3(Rule mode) { return mode == MXFP8 || mode == FP8 || mode == FP8_TENSOR; }
 
 // The scale of groups from their largest magnitudes.
 INLINE FloatScale float_scale(Floats most, Rule mode) {
+    if (mode == FP8_TENSOR) return {splat(1.0f), splat(1.0f)};
     Floats scale = most / (has_e4m3(mode) ? 448.0f : 6.0f);
     if (mode == FP8) {
         scale = nearest_bf16(scale);
