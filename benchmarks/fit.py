@@ -28,7 +28,7 @@ from harness import Cell, Document, argument_parser, machine, now, publish, tabl
 from quality import remembering
 
 from pqweights.calibrate.sensitivity import measured
-from pqweights.common.options import DEFAULT_SAMPLE_TOKENS, SELF, Options
+from pqweights.common.options import DEFAULT_SAMPLE_TOKENS, SELF, EvaluationOptions, Options
 from pqweights.convert.convert import convert
 from pqweights.convert.task import RunOptions, usable_cores
 from pqweights.planning.choice import choose_recipe
@@ -39,7 +39,6 @@ from pqweights.results.inspect import inspect
 from pqweights.runtime.evaluation import choose_windows
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import Model, open_model
-from pqweights.runtime.options import EvaluationOptions
 from pqweights.runtime.protocol import TextWindows, compare, perplexity
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.storage import open_store

@@ -41,7 +41,7 @@ from pqweights.calibrate.collecting import HELD_BACK_OF
 from pqweights.calibrate.sample import WINDOW
 from pqweights.calibrate.scale_search import FEWEST_WINDOWS
 from pqweights.checkpoint.source import open_local
-from pqweights.common.options import SELF, Options
+from pqweights.common.options import SELF, EvaluationOptions, Options
 from pqweights.convert.task import usable_cores
 from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.formats.lloyd_max import LloydMax
@@ -54,7 +54,6 @@ from pqweights.results.inspect import inspect
 from pqweights.runtime.evaluation import choose_windows
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import Model, open_model
-from pqweights.runtime.options import EvaluationOptions
 from pqweights.runtime.protocol import Scores, TextWindows, compare, perplexity_change
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 from pqweights.targets.master import rate_planner

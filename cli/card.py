@@ -30,8 +30,7 @@ def command(
     """
     with output.errors(quiet=quiet):
         from pqweights.convert.manifest import read_manifest
-        from pqweights.publish.card import make_card, read_card, write_card
-        from pqweights.publish.options import PublishOptions, model_id
+        from pqweights.publish.card import PublishOptions, make_card, model_id, read_card, write_card
 
         if shown and json:
             raise typer.BadParameter("expected either --print or --json, found both")

@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pqweights.common.options import path_of
+from pqweights.common.options import EvaluationOptions, path_of
 from pqweights.common.units import counted, size_text
-from pqweights.runtime.options import EvaluationOptions
 
 from . import options, output
 

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from pqweights.runtime.options import DEFAULT_MAX_TOKENS
+from pqweights.common.options import DEFAULT_MAX_TOKENS
 
 from . import options, output
 

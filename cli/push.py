@@ -33,7 +33,7 @@ def command(
     What is there already is not sent again: after an interruption, the same command continues.
     """
     with output.errors(quiet=quiet, kept=None if dry_run else lambda: True):
-        from pqweights.publish.options import PublishOptions
+        from pqweights.publish.card import PublishOptions
         from pqweights.publish.push import push
 
         with (

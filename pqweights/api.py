@@ -16,8 +16,10 @@ from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.common.options import (
     BY_MODEL,
     DEFAULT_MAX_SHARD_SIZE,
+    DEFAULT_MAX_TOKENS,
     DEFAULT_SAMPLE_TOKENS,
     FormatsByPattern,
+    GenerationOptions,
     Options,
     StrPath,
     Tell,
@@ -26,7 +28,6 @@ from pqweights.common.options import (
     text,
 )
 from pqweights.common.threads import Progress, no_progress
-from pqweights.convert.again import made_again, unkept_store
 from pqweights.convert.conversion import MASTER, Conversion
 from pqweights.convert.convert import convert, unmeasured
 from pqweights.convert.distributed.engine import engine_of
@@ -39,10 +40,9 @@ from pqweights.planning.inputs import KnownInputs
 from pqweights.results.inspect import Inspection
 from pqweights.results.inspect import inspect as inspect_folder
 from pqweights.results.plan_report import PlanReport, report_plan
-from pqweights.results.rebuild import Rebuilt, differences, options_of
+from pqweights.results.rebuild import Rebuilt, differences, made_again, options_of, unkept_store
 from pqweights.results.verify import Verification
 from pqweights.results.verify import verify as verify_folder
-from pqweights.runtime.options import DEFAULT_MAX_TOKENS, GenerationOptions
 from pqweights.storage import Store, open_store
 from pqweights.storage.addresses import repository_id
 from pqweights.storage.sources import find_result, local_folder
@@ -334,7 +334,7 @@ def _sent(
     repository: str, conversion: Conversion, store: Store, run: RunOptions, hub: Options, *, private: bool
 ) -> RewriteReport:
     """Make a result, and send each of its files to a repository once it is whole. private: see `export`"""
-    from pqweights.publish.options import PublishOptions
+    from pqweights.publish.card import PublishOptions
     from pqweights.publish.push import begin_sending, push
 
     read = conversion.checkpoint.storage

@@ -47,9 +47,7 @@ LAYERS = (
     ("pqweights.targets",),
     ("pqweights.runtime.loading", "pqweights.results", "pqweights.runtime.kv"),
     ("pqweights.convert.distributed",),
-    ("pqweights.runtime.options",),
     ("pqweights.calibrate", "pqweights.runtime"),
-    ("pqweights.publish.options",),
     ("pqweights.publish", "pqweights.api"),
     ("pqweights_cli",),
 )
@@ -84,9 +82,7 @@ HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
 # What options there are is needed for the help of commands.
 LIGHT = {
     "pqweights.common.units",
-    "pqweights.runtime.options",
     "pqweights.common.options",
-    "pqweights.publish.options",
 }
 BAR = "pqweights_cli.bar"  # it imports rich, and is itself imported where a bar is shown
 

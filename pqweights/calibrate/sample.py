@@ -1,26 +1,35 @@
-"""The sample of tokens from which a calibration learns: drawn from the model itself, or cut from a text."""
+"""The sample of tokens from which a calibration learns: drawn from the model itself, or cut from a text.
+
+A text comes from files, a data set of the Hub, or the mixture of this package. A sample in a file is safetensors with
+`ids`, int64 [windows, tokens], and a digest of the tokenizer as metadata.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import hashlib
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 from torch import Tensor
 
 from pqweights import __version__
 from pqweights.calibrate.contents import Contents
-from pqweights.calibrate.sample_file import SUFFIX, TOKENS, Windows, read_sample, write_sample
-from pqweights.calibrate.sample_text import is_data_set, prose, sample_text
+from pqweights.checkpoint.names import TOKENIZER_FILES
 from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, described_folder
+from pqweights.checkpoint.writer import write_whole
 from pqweights.common.options import MIXTURE, SELF, Options, path_of
 from pqweights.common.threads import slow_step
 from pqweights.convert.convert import convert
@@ -29,11 +38,13 @@ from pqweights.errors import EvaluationError, SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import check_loaded
-from pqweights.runtime.packages import Refused, quiet
+from pqweights.runtime.packages import REFUSALS, Refused, package, quiet
 from pqweights.runtime.texts import (
+    CHARACTERS_PER_TOKEN,
     EncodedText,
     check_vocabulary,
     encode,
+    file_text,
     has_tokenizer,
     load_tokenizer,
     read_text,
@@ -56,6 +67,16 @@ MOST_UNKNOWN = 0.02  # of the tokens of the prose, or it is not for this model
 # already quantized or pickled, which transformers may not compute as it is.
 MOST_IN_MEMORY = 4_000_000_000
 DRAFT_RECIPE = "t4"
+# ORG/NAME of a data set, and which of its configurations, if it has several.
+_DATA_SET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?")
+# Prose, talk, mathematics and data in a dozen languages; the sources of this package follow, as code.
+_PROSE = Path(__file__).with_name("mixture.txt")
+_PACKAGE = Path(__file__).parents[1]
+Windows = npt.NDArray[np.int64]  # token ids, [windows, tokens]
+TOKENS = "tokens"  # what manifests call a sample that came in a file
+SUFFIX = ".safetensors"
+# A file of the tokenizer that says how texts are put together, and which tokens begin them, not what tokens are.
+_SETTINGS = "tokenizer_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,3 +308,103 @@ def _cut(encoded: EncodedText, size: int) -> Windows:
     count = len(encoded.ids) // size
     pieces = [with_bos(piece, encoded.bos) for piece in encoded.ids[: count * size].reshape(count, size)]
     return np.stack(pieces) if pieces else np.empty((0, size), dtype=np.int64)
+
+
+def is_data_set(text: str) -> bool:
+    """Whether what is asked for is a data set of the Hub: nothing here has this name, and it is like ORG/NAME."""
+    return _DATA_SET.fullmatch(text) is not None and not text.endswith(".txt") and not Path(text).exists()
+
+
+def sample_text(text: str, tokens: int) -> str:
+    """Return the text for a sample.
+
+    text: MIXTURE, a file in UTF-8, a folder of *.txt, or ORG/NAME or ORG/NAME:CONFIGURATION of a data set
+    tokens: of the sample; a data set is read as far as these are certain to need
+
+    Raises EvaluationError if it cannot be read, MissingDependencyError.
+    """
+    if text == MIXTURE:
+        return _joined([_PROSE, *sorted(_PACKAGE.rglob("*.py"))])
+    if is_data_set(text):
+        return _of_data_set(text, CHARACTERS_PER_TOKEN * tokens)
+    path = Path(text)
+    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    if not files:
+        raise EvaluationError(f"{path}: expected *.txt in the folder, found none")
+    return _joined(files)
+
+
+def prose() -> str:
+    """Return the texts of the mixture, without the code of this package."""
+    return file_text(_PROSE)
+
+
+def _joined(files: list[Path]) -> str:
+    try:
+        return "\n".join(map(file_text, files))
+    except OSError as error:
+        raise EvaluationError(f"{error.filename}: expected a text, or a folder of *.txt: {error.strerror}") from None
+
+
+def _of_data_set(name: str, characters: int) -> str:
+    """Return the first rows of a data set, as many as have so many characters together."""
+    datasets = package("datasets", "eval", f"{name}, no such file here, as a data set of the Hub,")
+    repository, _, configuration = name.partition(":")
+    texts: list[str] = []
+    length = 0
+    try:
+        with quiet():
+            splits = datasets.load_dataset(repository, configuration or None, streaming=True)
+            rows = iter(splits["train"] if "train" in splits else next(iter(splits.values())))
+            while length < characters and (row := next(rows, None)) is not None:
+                texts.append("\n".join(_strings(row.get("text", row))))
+                length += len(texts[-1])
+    except (*REFUSALS, datasets.exceptions.DatasetsError) as error:
+        # There is no network, no such data set, several configurations, or files that `datasets` cannot read.
+        said = " ".join(str(error).split())[:200]
+        raise EvaluationError(f"{name}: no such file here, and as a data set of the Hub: {said}") from None
+    return "\n\n".join(texts)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield the strings of a row, in order; of the messages of a chat, too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        yield from chain.from_iterable(map(_strings, value.values() if isinstance(value, dict) else value))
+
+
+def write_sample(path: Path, ids: Windows, folder: Path) -> None:
+    """Write a sample of a model. folder: where the files of the model lie that describe it. Raises OutputError"""
+    write_whole(path.parent, path, [save({"ids": ids}, {"tokenizer": _tokenizer_digest(folder)})])
+
+
+def read_sample(path: Path, folder: Path) -> Windows:
+    """Return the sample in a file. folder: as above, of the model that is to read it
+
+    Raises EvaluationError for a file that is no sample, and for one that another tokenizer made.
+    """
+    try:
+        with safe_open(path, "numpy") as stored:
+            ids: Windows = stored.get_tensor("ids")
+            tokenizer = (stored.metadata() or {}).get("tokenizer")
+    except (OSError, SafetensorError) as error:
+        raise EvaluationError(f"{path}: expected a sample that `save_sample` has written: {error}") from None
+    if ids.dtype != np.int64 or ids.ndim != 2 or not ids.size or ids.min() < 0:
+        raise EvaluationError(f"{path}: expected `ids`, int64 [windows, tokens], found {ids.dtype} {list(ids.shape)}")
+    if tokenizer != _tokenizer_digest(folder):
+        raise EvaluationError(f"{path}: the sample has the tokens of another tokenizer than that of {folder}")
+    model = read_folder(folder)
+    check_vocabulary(model, ids)
+    if model.context is not None and ids.shape[1] > model.context:
+        raise EvaluationError(f"{path}: has windows of {ids.shape[1]} tokens, and {folder} takes {model.context}")
+    return ids
+
+
+def _tokenizer_digest(folder: Path) -> str:
+    """Return a hash of the files of a tokenizer; that of nothing if there are none."""
+    digest = hashlib.sha256()
+    for file in sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)}):
+        if file.is_file() and file.name != _SETTINGS:
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+    return digest.hexdigest()

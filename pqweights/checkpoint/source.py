@@ -32,7 +32,6 @@ from pqweights.checkpoint.config_schema import check_layers, model_config
 from pqweights.checkpoint.digests import CheckedReads, MapFunction
 from pqweights.checkpoint.header import StoredTensor, parse_header
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, PICKLE_SUFFIXES
-from pqweights.checkpoint.other_weights import holds_weights
 from pqweights.checkpoint.promise import Pair, checked_config, same_values, with_differing, with_embeddings
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
 from pqweights.checkpoint.storage import (
@@ -44,6 +43,7 @@ from pqweights.checkpoint.storage import (
 from pqweights.checkpoint.weight_files import (
     check_tensors,
     find_weight_files,
+    holds_weights,
     indexed_files,
     pickled_tensors,
 )

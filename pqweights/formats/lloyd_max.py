@@ -34,8 +34,7 @@ from pqweights.formats.master import (
     check_rate,
     largest_error,
 )
-from pqweights.kernels import BLOCK_SIZE, BlockCoding, Measures, load_backend
-from pqweights.kernels.codebook import Codebook, codebook_from_levels
+from pqweights.kernels import BLOCK_SIZE, BlockCoding, Codebook, Measures, codebook_from_levels, load_backend
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,12 +1,17 @@
-"""The modes of mlx.core.quantize, affine integers and short floats: how MLX stores them."""
+"""The modes of mlx.core.quantize, affine integers and short floats: how MLX stores them.
+
+mlx-lm stacks experts when it converts a model (its models/*.py, `sanitize`), and sources are read as the single experts
+of the published model. The bytes of one expert lie together, so that each part of it is a stored tensor of its own.
+Only of some types is that all that it changes, see Trait.STACKED_BY_MLX.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.errors import SourceError
-from pqweights.formats.mlx_stacks import STACK, stacks_of
 from pqweights.formats.packed import SCALE_DTYPES, QuantizedTensor, Source, is_one_of, unlike, weight_of
 from pqweights.formats.packing import CODES, OFFSETS, SCALES, PackedFormat, StoredPart
 from pqweights.kernels.groups import BEST, FLOAT_CODES, FloatRule, GroupRule
@@ -19,6 +24,12 @@ AFFINE = (
     StoredPart(OFFSETS, "{module}.biases", "BF16"),
 )
 FLOATS = (StoredPart(CODES, "{weight}", "U32"), StoredPart(SCALES, "{module}.scales", "U8"))
+STACK = re.compile(r"(.*)\.(?:switch_mlp|experts)\.((?:gate|up|down)_proj)\.(weight|scales|biases)")
+SINGLE = re.compile(r"(.*)\.experts\.\d+\.(\w+)")
+# What published models call the matrices of experts below block_sparse_moe.
+NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+MOST_EXPERTS = 1 << 14  # of a layer
+BESIDE_NUMBERED = "block_sparse_moe"
 
 
 def mlx_format(mode: str, bits: int, size: int, *, name: str = BEST, scale_dtype: str = "BF16") -> PackedFormat:
@@ -60,3 +71,30 @@ def find(source: Source, name: str, codes: StoredTensor) -> QuantizedTensor | No
     dtype = f"MLX{bits}" if mode == "affine" else FLOAT_CODES[mode]
     plain = scales.dtype if scales.dtype in ("F16", "F32") else "BF16"
     return weight_of(source, name, (rows, columns), dtype, how, stored, plain_dtype=plain)
+
+
+def with_single_experts(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the stored tensors with the parts of single experts in the place of those of stacks."""
+    result = {}
+    for name, tensor in stored.items():
+        match = STACK.fullmatch(name)
+        if match is None or len(tensor.shape) != 3 or not tensor.byte_count or tensor.shape[0] > MOST_EXPERTS:
+            result[name] = tensor
+            continue
+        path, matrix, part = match.groups()
+        matrix = NUMBERED[matrix] if path.endswith(BESIDE_NUMBERED) else matrix
+        size = tensor.byte_count // tensor.shape[0]
+        for expert in range(tensor.shape[0]):
+            single = f"{path}.experts.{expert}.{matrix}.{part}"
+            offset = tensor.offset + expert * size
+            result[single] = StoredTensor(single, tensor.dtype, tensor.shape[1:], tensor.file, offset, size)
+    return result
+
+
+def stacks_of(module: str) -> tuple[str, ...]:
+    """Return what a stack may be called that an expert's matrix was a part of."""
+    match = SINGLE.fullmatch(module)
+    if match is None:
+        return ()
+    matrix = next((name for name, number in NUMBERED.items() if number == match[2]), match[2])
+    return tuple(f"{match[1]}.{stack}.{matrix}" for stack in ("switch_mlp", "experts"))

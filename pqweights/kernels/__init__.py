@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.errors import PqweightsWarning
-from pqweights.kernels.codebook import Codebook
 
 Doubles = npt.NDArray[np.float64]
 
@@ -38,6 +37,29 @@ ORTHONORMAL = 0.08838834764831845
 
 # bits -> the widths of the fields into which a code is cut, low bits first: the binary digits of its width.
 FIELD_WIDTHS = {bits: tuple(w for w in (8, 4, 2, 1) if bits & w) for bits in range(1, 9)}
+
+
+@dataclass(frozen=True, eq=False)
+class Codebook:
+    """Reproduction levels and decision thresholds of one width.
+
+    bits: the width of a code.
+    levels: [2**bits] float32, ascending.
+    thresholds: [2**bits - 1] float32, threshold k lying between levels k and k + 1.
+
+    The code of a value z is the number of thresholds t with z >= t, so a tie goes to the upper level.
+    """
+
+    bits: int
+    levels: npt.NDArray[np.float32]
+    thresholds: npt.NDArray[np.float32]
+
+
+def codebook_from_levels(bits: int, levels: npt.NDArray[np.float32]) -> Codebook:
+    """The codebook with these levels. Thresholds are the midpoints, added in float64 and rounded once to float32."""
+    wide = levels.astype(np.float64)
+    thresholds = ((wide[:-1] + wide[1:]) / 2).astype(np.float32)
+    return Codebook(bits, levels, thresholds)
 
 
 class Measures(NamedTuple):

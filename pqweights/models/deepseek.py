@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pqweights.models import tensor_names as parts
-from pqweights.models.description import LATENT, LIKE_LLAMA, OWN_HEAD, SILU, sizes
+from pqweights.models.description import BIASED_SIGMOID, LATENT, LIKE_LLAMA, OWN_HEAD, SILU, MlxDifferences, sizes
 from pqweights.models.description import ModelDescription as Row
 from pqweights.models.llama_cpp import (
     DEFAULT,
@@ -31,7 +31,6 @@ from pqweights.models.llama_cpp import (
     layer_count,
     real,
 )
-from pqweights.models.mlx_lm import BIASED_SIGMOID, MlxDifferences
 from pqweights.models.settings import Settings, chooses, multiple_of, needs_kinds
 from pqweights.models.tensor_names import ROUTED, Names, below
 

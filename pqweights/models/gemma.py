@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pqweights.models import tensor_names as parts
-from pqweights.models.description import TIED, sizes
+from pqweights.models.description import NESTED, TIED, MlxDifferences, sizes
 from pqweights.models.description import ModelDescription as Row
 from pqweights.models.llama_cpp import (
     DEFAULT,
@@ -24,7 +24,6 @@ from pqweights.models.llama_cpp import (
     Windows,
     real,
 )
-from pqweights.models.mlx_lm import NESTED, MlxDifferences
 from pqweights.models.settings import Settings
 from pqweights.models.tensor_names import BIASED, Names
 from pqweights.models.traits import Trait

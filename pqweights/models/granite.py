@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from pqweights.models import tensor_names as parts
-from pqweights.models.description import LIKE_LLAMA, sizes
+from pqweights.models.description import LIKE_LLAMA, MlxDifferences, head_width, sizes
 from pqweights.models.description import ModelDescription as Row
 from pqweights.models.llama import LLAMA
 from pqweights.models.llama_cpp import (
@@ -22,7 +22,6 @@ from pqweights.models.llama_cpp import (
     mlp_shapes,
     real,
 )
-from pqweights.models.mlx_lm import MlxDifferences, head_width
 from pqweights.models.tensor_names import BIASED, LOCAL, MLP_BIASED, Names, below
 
 _GRANITE = replace(

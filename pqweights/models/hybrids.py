@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from pqweights.models import tensor_names as parts
-from pqweights.models.description import LIKE_LLAMA, OWN_HEAD, SILU, TIED, sizes
+from pqweights.models.description import LIKE_LLAMA, OWN_HEAD, SILU, TIED, MlxDifferences, head_width, sizes
 from pqweights.models.description import ModelDescription as Row
 from pqweights.models.llama_cpp import (
     DEFAULT,
@@ -37,7 +37,6 @@ from pqweights.models.llama_cpp import (
     layer_count,
     real,
 )
-from pqweights.models.mlx_lm import MlxDifferences, head_width
 from pqweights.models.settings import Settings
 from pqweights.models.tensor_names import ROUTED, Names, below
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pqweights.models import tensor_names as parts
 from pqweights.models.deepseek import DEEPSEEK2, MLA
-from pqweights.models.description import LIKE_LLAMA, sizes
+from pqweights.models.description import LIKE_LLAMA, MlxDifferences, sizes
 from pqweights.models.description import ModelDescription as Row
 from pqweights.models.llama_cpp import (
     FULL,
@@ -22,7 +22,6 @@ from pqweights.models.llama_cpp import (
     Setting,
     layer_count,
 )
-from pqweights.models.mlx_lm import MlxDifferences
 from pqweights.models.tensor_names import Names, below
 
 # Both kinds of layers have these, in different sizes.

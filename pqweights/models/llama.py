@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from pqweights.models import tensor_names as parts
-from pqweights.models.description import LIKE_LLAMA, OWN_HEAD, SILU, TIED, sizes
+from pqweights.models.description import LIKE_LLAMA, OWN_HEAD, SILU, TIED, MlxDifferences, sizes
 from pqweights.models.description import ModelDescription as Row
 from pqweights.models.llama_cpp import (
     DEFAULT,
@@ -27,7 +27,6 @@ from pqweights.models.llama_cpp import (
     gate_and_up_rows,
     real,
 )
-from pqweights.models.mlx_lm import MlxDifferences
 from pqweights.models.rotary import DEFAULT_WINDOWS
 from pqweights.models.settings import Settings, needs_windows, unrotated_each, windowed_layers
 from pqweights.models.tensor_names import BIASED, MLP_BIASED, Names

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pqweights.models import tensor_names as parts
-from pqweights.models.description import LIKE_LLAMA, sizes
+from pqweights.models.description import BIASED_SIGMOID, LIKE_LLAMA, MlxDifferences, sizes
 from pqweights.models.description import ModelDescription as Row
 from pqweights.models.llama_cpp import (
     DEFAULT,
@@ -27,7 +27,6 @@ from pqweights.models.llama_cpp import (
     list_experts,
     real,
 )
-from pqweights.models.mlx_lm import BIASED_SIGMOID, MlxDifferences
 from pqweights.models.settings import needs_kinds
 from pqweights.models.tensor_names import ROUTED, Names
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pqweights.models import tensor_names as parts
-from pqweights.models.description import LIKE_LLAMA, sizes
+from pqweights.models.description import LIKE_LLAMA, MlxDifferences, sizes
 from pqweights.models.description import ModelDescription as Row
 from pqweights.models.llama_cpp import (
     DEFAULT,
@@ -26,7 +26,6 @@ from pqweights.models.llama_cpp import (
     list_experts,
     mlp_shapes,
 )
-from pqweights.models.mlx_lm import MlxDifferences
 from pqweights.models.settings import Settings, chooses, layer_types, sparse_layers
 from pqweights.models.tensor_names import LOCAL, Names, below
 from pqweights.models.traits import Trait

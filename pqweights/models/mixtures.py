@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pqweights.models import tensor_names as parts
-from pqweights.models.description import LIKE_LLAMA, SILU, TIED, sizes
+from pqweights.models.description import LIKE_LLAMA, SILU, TIED, TRANSPOSED, MlxDifferences, sizes
 from pqweights.models.description import ModelDescription as Row
 from pqweights.models.llama import HUNYUAN_ROPE, LLAMA, restate_exaone
 from pqweights.models.llama_cpp import (
@@ -31,7 +31,6 @@ from pqweights.models.llama_cpp import (
     Windows,
     mlp_shapes,
 )
-from pqweights.models.mlx_lm import TRANSPOSED, MlxDifferences
 from pqweights.models.settings import needs_windows, unrotated_each
 from pqweights.models.tensor_names import BIASED, LOCAL, MTP, ROUTED, Names
 from pqweights.models.traits import Trait

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from pqweights.models import tensor_names as parts
-from pqweights.models.description import LIKE_LLAMA, SILU, TIED, sizes
+from pqweights.models.description import AS_PUBLISHED, LIKE_LLAMA, SILU, STACKED, TIED, MlxDifferences, sizes
 from pqweights.models.description import ModelDescription as Row
 from pqweights.models.llama_cpp import (
     ALL_SPARSE,
@@ -28,7 +28,6 @@ from pqweights.models.llama_cpp import (
     Tiled,
     layer_count,
 )
-from pqweights.models.mlx_lm import AS_PUBLISHED, STACKED, MlxDifferences
 from pqweights.models.settings import Settings, all_but_each
 from pqweights.models.tensor_names import BIASED, MTP, Names, below
 from pqweights.models.traits import Trait

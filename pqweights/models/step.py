@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pqweights.models import tensor_names as parts
-from pqweights.models.description import LIKE_LLAMA, sizes
+from pqweights.models.description import LIKE_LLAMA, UNWRAPPED, MlxDifferences, sizes
 from pqweights.models.description import ModelDescription as Row
 from pqweights.models.llama_cpp import (
     DENSE_FIRST,
@@ -27,7 +27,6 @@ from pqweights.models.llama_cpp import (
     Windows,
     layer_count,
 )
-from pqweights.models.mlx_lm import UNWRAPPED, MlxDifferences
 from pqweights.models.tensor_names import Names, below
 from pqweights.models.traits import Trait
 

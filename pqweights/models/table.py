@@ -22,9 +22,8 @@ from pqweights.models import (
     t5,
 )
 from pqweights.models.conventions import FUSED, FusedLayer
-from pqweights.models.description import OWN_HEAD, UNKNOWN
+from pqweights.models.description import OWN_HEAD, UNKNOWN, UNPREFIXED, UNWRAPPED, MlxDifferences
 from pqweights.models.description import ModelDescription as Row
-from pqweights.models.mlx_lm import UNPREFIXED, UNWRAPPED, MlxDifferences
 from pqweights.models.traits import TYPES_WITH
 
 

@@ -22,7 +22,7 @@ from pqweights.common.units import counted
 from pqweights.convert.manifest import Manifest, evaluations_of, manifest_beside, read_manifest, shards_of
 from pqweights.convert.task import usable_cores
 from pqweights.errors import HubError, HubUnavailableError, MasterError
-from pqweights.publish.card import MAIN, Card, make_card, read_card
+from pqweights.publish.card import MAIN, Card, PublishOptions, make_card, read_card
 from pqweights.publish.destination import (
     Pushed,
     card_branch,
@@ -35,12 +35,10 @@ from pqweights.publish.destination import (
     export_of,
     find_destination,
 )
-from pqweights.publish.options import PublishOptions
 from pqweights.results.evaluation_record import MAX_BYTES, EvaluationRecord, parse_records
 from pqweights.results.verify import verify
 from pqweights.storage.hub import Hub
-from pqweights.storage.repository import Repository, has_content, open_repository, pieces_of
-from pqweights.storage.sending import Sending
+from pqweights.storage.repository import Repository, Sending, has_content, open_repository, pieces_of
 
 NEW, CHANGED, SAME, DELETED = "new", "changed", "same", "deleted"
 UNKNOWN = "unknown"  # of a file that could not be compared with the repository

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from pqweights.common.options import path_of
+from pqweights.checkpoint.writer import free_bytes
+from pqweights.common.options import EvaluationOptions, path_of
 from pqweights.common.threads import Progress, slow_step
 from pqweights.errors import EvaluationError
 from pqweights.runtime.cached import CachedRun, CacheFigures, check_spec
 from pqweights.runtime.folders import Folder, Size, read_model, size
-from pqweights.runtime.models import Model, check_options, check_packed, choose_device, open_model
-from pqweights.runtime.options import EvaluationOptions
+from pqweights.runtime.models import Floats, Model, check_options, check_packed, choose_device, open_model
 from pqweights.runtime.protocol import Loss, Save, Scores, TextWindows, compare
-from pqweights.runtime.remembered import remembered
 from pqweights.runtime.report import EvaluationReport, EvaluationSettings, ModelScores, base_name, fingerprint
 from pqweights.runtime.saved_reference import (
     SUFFIX,
@@ -33,6 +36,8 @@ from pqweights.targets.target import MLX
 DEFAULT_WINDOW, DEFAULT_STRIDE = 2048, 512
 
 # Called with the windows done, the windows of all models, and what is being done.
+# So much of the disk stays free: what no longer fits is computed again.
+ROOM_LEFT_BYTES = 2_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,3 +417,25 @@ def _check_same_tokens(path: Path, ids: Ids, *, other: Path, expected: Ids) -> N
         f"{path}: its tokenizer splits the text into other tokens than that of {other} ({counts}the "
         f"first different one is token {place}), so losses per token cannot be compared; evaluate the models separately"
     )
+
+
+@contextmanager
+def remembered(model: Model) -> Iterator[Model]:
+    """Yield a model that keeps its logits in a temporary file, [tokens, vocabulary] f32, as long as there is room."""
+    # By window and how many of its last tokens are asked for: where the logits lie, and their shape.
+    places: dict[tuple[bytes, int], tuple[int, tuple[int, ...]]] = {}
+    with tempfile.TemporaryFile() as file:
+
+        def logits(ids: Ids, last: int) -> Floats:
+            key = ids.tobytes(), last
+            if key in places:
+                offset, shape = places[key]
+                file.seek(offset)
+                return np.fromfile(file, dtype=np.float32, count=math.prod(shape)).reshape(shape)
+            result = np.ascontiguousarray(model.logits(ids, last))
+            if free_bytes(Path(tempfile.gettempdir())) - result.nbytes > ROOM_LEFT_BYTES:
+                places[key] = file.seek(0, os.SEEK_END), result.shape
+                result.tofile(file)
+            return result
+
+        yield replace(model, logits=logits)

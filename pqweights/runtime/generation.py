@@ -15,13 +15,13 @@ import numpy as np
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import Storage, read_json_object
+from pqweights.common.options import GenerationOptions
 from pqweights.common.strict_json import is_utf8
 from pqweights.errors import GenerationError
 from pqweights.formats.lloyd_max import LloydMax
 from pqweights.runtime.cached import CachedRun, CacheFigures
 from pqweights.runtime.folders import LLAMA_CPP, MASTER, Folder, read_model
 from pqweights.runtime.models import check_options, check_packed, choose_device, open_model
-from pqweights.runtime.options import GenerationOptions
 from pqweights.runtime.packages import Refused, package, silent
 from pqweights.runtime.texts import Ids, check_vocabulary, load_tokenizer
 from pqweights.targets.target import MLX

@@ -296,3 +296,27 @@ def _in_cache(hub: Hub, id: str, revision: str | None) -> Repository:
             if file.path not in files or files[file.path].byte_count != file.size:
                 files[file.path] = FileState(file.size, file.blob_id)
     return Repository(hub, id, snapshot.name, files)
+
+
+class Sending:
+    """A branch that gets each file in a commit of its own, which replaces a file of that name alone.
+
+    files: what the branch holds, as far as is known
+    """
+
+    def __init__(self, remote: Repository, branch: str) -> None:
+        self._remote, self._branch = remote, branch
+        self.files: dict[str, FileState] = remote.files
+
+    def send(self, name: str, path: Path, stop: Stop = lambda: False) -> None:
+        """Bring a file to the branch. stop: see Store.put. Raises HubError."""
+        remote, branch = self._remote, self._branch
+        operation = remote.upload(name, path, branch)
+
+        def commit() -> object:
+            return remote.hub.api.create_commit(
+                remote.id, [operation], commit_message=f"pqweights export: {name}", revision=branch
+            )
+
+        remote.hub.call(remote.id, commit, about=f": {name}", stop=stop)
+        self.files = open_repository(remote.hub, remote.id, branch).files

@@ -27,7 +27,7 @@ from pqweights.storage.bucket import RemoteFolder
 from pqweights.storage.local import LOCK_FILE, clear, locked, make_private, refuse_linked_folders, remove_file
 
 if TYPE_CHECKING:
-    from pqweights.storage.sending import Sending
+    from pqweights.storage.repository import Sending
 
 SCRATCH_VARIABLE = "PQWEIGHTS_SCRATCH"
 # In the work folder of a bucket: a random text of the process that writes to the store.

@@ -38,8 +38,7 @@ from pqweights.formats.mlx import mlx_format
 from pqweights.formats.packing import PackedFormat
 from pqweights.models import described, text_config, text_model
 from pqweights.models.conventions import HEADS
-from pqweights.models.description import ModelDescription
-from pqweights.models.mlx_lm import UNWRAPPED
+from pqweights.models.description import UNWRAPPED, ModelDescription
 from pqweights.models.names import is_leftover
 from pqweights.planning.plan import stored_bytes
 from pqweights.planning.recipe import Recipe, Weight

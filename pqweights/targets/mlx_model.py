@@ -33,8 +33,7 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
 from pqweights.models import described, text_model
-from pqweights.models.description import ModelDescription
-from pqweights.models.mlx_lm import (
+from pqweights.models.description import (
     AS_PUBLISHED,
     NESTED,
     STACKED,
@@ -42,6 +41,7 @@ from pqweights.models.mlx_lm import (
     UNPREFIXED,
     UNWRAPPED,
     MlxDifferences,
+    ModelDescription,
 )
 from pqweights.models.names import predicts_further, tower_of
 from pqweights.models.optional_parts import part_defaults

@@ -80,8 +80,7 @@ def test_a_sample_has_texts_beside_what_is_drawn_if_the_model_knows_such(
 
 @pytest.mark.parametrize("tokenizer", ["none", "of other words", "of another model", "fitting"])
 def test_prose_is_read_if_the_tokenizer_can(tokenizer: str, tmp_path: Path) -> None:
-    from pqweights.calibrate.sample import SampleOf
-    from pqweights.calibrate.sample_text import prose
+    from pqweights.calibrate.sample import SampleOf, prose
     from pqweights.storage.sources import open_source
 
     folder = families.build(families.FAMILIES["llama"], tmp_path / "model")  # with a tokenizer of other words

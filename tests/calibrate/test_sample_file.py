@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import pqweights
 from pqweights.calibrate import sample
-from pqweights.calibrate.sample_file import read_sample, write_sample
+from pqweights.calibrate.sample import read_sample, write_sample
 from pqweights.errors import EvaluationError
 
 IDS = np.random.default_rng(1).integers(0, 500, (40, 64))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pqweights.calibrate.sample_text import sample_text
+from pqweights.calibrate.sample import sample_text
 from pqweights.errors import EvaluationError, MissingDependencyError
 from pqweights.runtime.texts import read_text
 

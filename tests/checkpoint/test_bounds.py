@@ -24,7 +24,7 @@ from pqweights.checkpoint.storage import Storage
 from pqweights.common.documents import Document, as_document
 from pqweights.errors import MasterError, PqweightsError, SourceError
 from pqweights.formats.columns import MOST_STORED_COLUMNS, ColumnCut
-from pqweights.formats.mlx_stacks import with_single_experts
+from pqweights.formats.mlx import with_single_experts
 from pqweights.planning.recipe import parse_recipe
 
 

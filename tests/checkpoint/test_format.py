@@ -21,8 +21,15 @@ from pqweights.formats import get_codec
 from pqweights.formats import lloyd_max as codebook
 from pqweights.formats.master import RESCUE_FACTOR
 from pqweights.formats.weight import decode_weight, encode_weight
-from pqweights.kernels import BLOCK_SIZE, FIELD_WIDTHS, SIGN_BITS, BlockCoding, load_backend, reference
-from pqweights.kernels.codebook import codebook_from_levels
+from pqweights.kernels import (
+    BLOCK_SIZE,
+    FIELD_WIDTHS,
+    SIGN_BITS,
+    BlockCoding,
+    codebook_from_levels,
+    load_backend,
+    reference,
+)
 from pqweights.planning.recipe import load_recipe, parse_recipe
 from pqweights.results.verify import verify
 

@@ -15,12 +15,12 @@ from commands import done, invoke, refused
 from evaluated import TEXT, model_folder
 from families import FAMILIES, build
 
+from pqweights.common.options import EvaluationOptions
 from pqweights.errors import EvaluationError, OptionError
 from pqweights.planning.recipe import load_recipe
 from pqweights.runtime import cached
 from pqweights.runtime.cached import CachedRun
 from pqweights.runtime.models import open_model
-from pqweights.runtime.options import EvaluationOptions
 from pqweights.runtime.protocol import TextWindows
 from pqweights.runtime.texts import tokenize
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from pqweights.errors import SourceError
-from pqweights.runtime.expressions import slow_expression
-from pqweights.runtime.folders import read_folder
+from pqweights.runtime.folders import read_folder, slow_expression
 from pqweights.targets.linear import patterns
 
 NAME = "model.layers.11.mlp.experts.127.down_proj" * 2

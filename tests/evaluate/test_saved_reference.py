@@ -252,7 +252,7 @@ def test_a_reference_is_computed_once_for_all_models_if_there_is_room(room, time
 
     alone = [scores(path, text=TEXT, reference=work / "source") for path in (work / "q3", work / "bf16")]
     monkeypatch.setattr(evaluation, "open_model", counting)
-    monkeypatch.setattr("pqweights.runtime.remembered.ROOM_LEFT_BYTES", room)
+    monkeypatch.setattr("pqweights.runtime.evaluation.ROOM_LEFT_BYTES", room)
     together = scores(work / "q3", work / "bf16", work / "q3", text=TEXT, reference=work / "source")
     assert together == [alone[0][0], alone[1][0], alone[0][0]]
     assert len(computed) == times * len(set(computed))

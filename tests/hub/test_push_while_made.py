@@ -21,7 +21,7 @@ from hub_cases import RUN, SOURCE, Client, files_of
 from loopback_faults import Fault, Stall, Status
 from loopback_hub import LoopbackHub
 
-from pqweights.storage.sending import Sending
+from pqweights.storage.repository import Sending
 
 TARGET = "me/model-GGUF"
 BESIDE = ("README.md", ".gitattributes")

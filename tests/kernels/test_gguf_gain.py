@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from closeness import F32_MATRIX, F32_SOLVED, SAMPLE, SMALL_SAMPLE, approx, each_near
 
-from pqweights.formats.gguf_blocks import BlockRule
+from pqweights.formats.gguf_blocks import FACTORS, BlockRule, with_gain
 from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
-from pqweights.kernels.gguf_gain import FACTORS, with_gain
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.kernels.groups import Groups
 

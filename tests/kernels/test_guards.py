@@ -13,8 +13,7 @@ import numpy as np
 
 from pqweights.formats.lloyd_max import codebook
 from pqweights.formats.trellis_tables import decode_tables, encode_model
-from pqweights.kernels import BlockCoding, columns, load_backend, trellis
-from pqweights.kernels.codebook import codebook_from_levels
+from pqweights.kernels import BlockCoding, codebook_from_levels, columns, load_backend, trellis
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, fit_groups, round_groups
 from pqweights.kernels.products import InputBasis, PreparedInputs, Product
 

@@ -32,8 +32,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.formats.lloyd_max import DISTORTION, codebook
-from pqweights.kernels import load_backend, reference
-from pqweights.kernels.codebook import codebook_from_levels
+from pqweights.kernels import codebook_from_levels, load_backend, reference
 from pqweights.kernels.low_rank import add_low_rank
 
 FAMILIES = helpers.block_families()

@@ -20,8 +20,7 @@ from pqweights.checkpoint.header import TensorSpec
 from pqweights.convert.manifest import read_manifest
 from pqweights.convert.records import TensorRecord
 from pqweights.planning.plan import KEEP, QUANTIZE, TensorPlan, total
-from pqweights.results.heat_map import STEPS, Scale, error_of, heat_map, scale_for, stacks
-from pqweights.results.page import plan_page
+from pqweights.results.page import STEPS, Scale, error_of, heat_map, plan_page, scale_for, stacks
 
 VOID = {"meta", "br", "line", "circle", "rect", "polyline"}
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pqweights.formats.lloyd_max import codebook, norm_exponent_for
-from pqweights.kernels import BACKENDS, BlockCoding, Measures, load_backend
-from pqweights.kernels.codebook import Codebook
+from pqweights.kernels import BACKENDS, BlockCoding, Codebook, Measures, load_backend
 
 Bytes = npt.NDArray[np.uint8]
 Encoded = tuple[Bytes, npt.NDArray[np.uint16], npt.NDArray[np.float64], npt.NDArray[np.float64], Measures]

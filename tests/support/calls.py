@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.calibrate import sensitivity as measuring
-from pqweights.common.options import Options
+from pqweights.common.options import EvaluationOptions, Options
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.convert import convert
 from pqweights.convert.scales import AwqScales
@@ -17,9 +17,8 @@ from pqweights.convert.task import RewriteReport, RunOptions
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.publish import card
-from pqweights.publish.options import PublishOptions
+from pqweights.publish.card import PublishOptions
 from pqweights.runtime import evaluation
-from pqweights.runtime.options import EvaluationOptions
 from pqweights.runtime.report import EvaluationReport
 from pqweights.storage import open_store
 from pqweights.targets import exporting, master

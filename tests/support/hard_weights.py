@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.kernels.codebook import Codebook
+from pqweights.kernels import Codebook
 
 Floats = npt.NDArray[np.float32]
 

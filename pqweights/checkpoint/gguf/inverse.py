@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.gguf.drafts import name_behind
 from pqweights.checkpoint.gguf.regrouped import of_layer, rows_of_parts
-from pqweights.checkpoint.gguf.tensors import NUMBERS, known_name, tensor_in_file
+from pqweights.checkpoint.gguf.tensors import NUMBERS, known_name, name_behind, tensor_in_file
 from pqweights.checkpoint.gguf.views import (
     IN_FLOAT32,
     ComputedTensor,

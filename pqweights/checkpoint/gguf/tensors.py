@@ -1,20 +1,23 @@
 """The tensors of a GGUF file: their names, which are those of the gguf package, and what each is made of.
 
-Some are held in other pieces (regrouped.py), or with other values or in another order (views.py).
+Some are held in other pieces (regrouped.py), or with other values or in another order (views.py). Layers that predict
+further tokens, from which a runtime drafts, are blocks behind the last one. DeepSeek and GLM number them so, too. Qwen
+and EXAONE have them below `mtp`, with other names for what they have beside a layer of the model; Nemotron-H has two
+layers there that llama.cpp takes for one. https://github.com/ggml-org/llama.cpp, conversion/qwen.py (_QwenMtpMixin),
+conversion/glm.py and conversion/nemotron.py.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.drafts import name_behind, nextn_tensor, whole_draft_layers
 from pqweights.checkpoint.gguf.mixes import INTEGERS
 from pqweights.checkpoint.gguf.regrouped import (
     NamedTensor,
@@ -40,7 +43,7 @@ from pqweights.checkpoint.structure import counts_drafts
 from pqweights.checkpoint.views import MovedTensor
 from pqweights.common.dtypes import FLOAT_DTYPES
 from pqweights.errors import ExportError
-from pqweights.models.conventions import LAYER, TEXT_PREFIXES
+from pqweights.models.conventions import BELOW_MTP, LAYER, TEXT_PREFIXES
 from pqweights.models.llama_cpp import SHAPES, SLIDING
 from pqweights.models.names import is_leftover, predicts_further, tower_of
 from pqweights.models.optional_parts import unused_parts
@@ -61,6 +64,18 @@ NUMBERS = "TID2EID"
 OLD_NORMS = {".gamma": ".weight", ".beta": ".bias"}
 # Names of tensors in layers, which encoders and decoders may have a stack of each.
 BLOCK = re.compile(r"((?:enc\.|dec\.)?blk)\.(\d+)\.(.+)")
+# What such a layer has beside a layer of the model, and the tensor of gguf.MODEL_TENSOR that it is.
+NEXTN = {
+    "eh_proj": "NEXTN_EH_PROJ",
+    "enorm": "NEXTN_ENORM",
+    "hnorm": "NEXTN_HNORM",
+    "embed_tokens": "NEXTN_EMBED_TOKENS",
+    "shared_head.norm": "NEXTN_SHARED_HEAD_NORM",
+    "shared_head.head": "NEXTN_SHARED_HEAD_HEAD",
+}
+# The norm before the experts of a layer that was two.
+FOLDED_NORM = "second_norm"
+_OTHER_NAMES = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
 
 
 def gguf_tensors(
@@ -278,3 +293,48 @@ def _expected_shape(tensor_type: str, settings: Settings) -> tuple[int | None, i
     shapes = {**SHAPES, **settings.architecture.shapes}
     rows, columns = shapes.get(re.sub(r"(ENC|DEC)_(CROSS_)?", "", tensor_type), (None, None))
     return settings.number(rows) if rows else None, settings.number(columns) if columns else None
+
+
+_OTHER_NAMES |= {"norm": "shared_head.norm"}
+
+
+def name_behind(name: str, layers: int, folded: Mapping[str, str]) -> str | None:
+    """Return the name of such a tensor in a layer behind the last one; None if that is not known.
+
+    folded: see Architecture
+    """
+    if LAYER.fullmatch(name):
+        return name
+    match = BELOW_MTP.fullmatch(name)
+    if match is None:
+        return None
+    if folded:
+        matches = ((re.fullmatch(expression, name), known) for expression, known in folded.items())
+        rest = next((match.expand(known) for match, known in matches if match), None)
+        return rest and f"backbone.layers.{layers}.{rest}"
+    if match[1]:
+        return f"model.layers.{layers + int(match[1])}.{match[2]}"
+    known = _OTHER_NAMES.get(match[3].removesuffix(".weight"))
+    return known and f"model.layers.{layers}.{known}.weight"
+
+
+def whole_draft_layers(names: Iterable[str], layers: int, folded: Mapping[str, str]) -> int:
+    """Return how many whole layers there are behind the last one. names: those of the text model; folded: as above"""
+    needed = {"eh_proj.weight", "enorm.weight", "hnorm.weight"}
+    of_layer: dict[int, set[str]] = {}
+    for name in names:
+        if predicts_further(name, layers) and (match := LAYER.fullmatch(name_behind(name, layers, folded) or "")):
+            of_layer.setdefault(int(match[2]), set()).add(match[3])
+    count = len(of_layer)
+    whole = all(needed <= of_layer.get(layers + index, set()) for index in range(count))
+    return count if whole else 0
+
+
+def nextn_tensor(name: str) -> tuple[str, str] | None:
+    """Return what gguf.MODEL_TENSOR calls a tensor that only such layers have, and its name in the file."""
+    match = LAYER.fullmatch(name)
+    module = match[3].removesuffix(".weight") if match else ""
+    if match and module == FOLDED_NORM:
+        return "ATTN_POST_NORM", f"blk.{match[2]}.post_attention_norm.weight"
+    known = NEXTN.get(module)
+    return (known, f"blk.{match[2]}.nextn.{known.removeprefix('NEXTN_').lower()}.weight") if match and known else None

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pqweights.checkpoint.companions import LEADS_OUTSIDE, leads_outside
 from pqweights.checkpoint.config import MAX_CARD_BYTES
@@ -16,8 +17,11 @@ from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE, PICTURE_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.checkpoint.writer import write_whole
 from pqweights.common.markdown import words
+from pqweights.common.options import MOST_THREADS, Checked, anything, option, options
+from pqweights.common.options import text as checked_text
+from pqweights.common.threads import Progress, no_progress
 from pqweights.convert.manifest import Manifest, container_of, shards_of
-from pqweights.errors import MasterError, OutputError
+from pqweights.errors import MasterError, OptionError, OutputError
 from pqweights.publish.card import figures, text
 from pqweights.publish.card.old_card import (
     NOTES_BEGIN,
@@ -28,7 +32,6 @@ from pqweights.publish.card.old_card import (
     make_front_matter,
     read_old_card,
 )
-from pqweights.publish.options import PublishOptions
 from pqweights.results.evaluation_record import EvaluationRecord, read_records
 from pqweights.results.inspect import inspect
 from pqweights.results.offers import offers
@@ -41,6 +44,38 @@ from pqweights.targets.target import ExportTarget
 # Stands for the folder in commands if no repository is known.
 HERE = "DIR"
 MAIN = "main"
+
+
+def model_id(name: str, value: Any, *, namespace: bool = False) -> str:
+    """Take the id of a repository on the Hub. namespace: whether it must name an organization or a user"""
+    if not is_repository_id(checked_text(name, value), namespace=namespace):
+        raise OptionError(f"`{name}`: expected ORG/NAME, a repository on the Hub, found {value[:100]!a}")
+    return str(value)
+
+
+@options
+class PublishOptions(Checked):
+    """What is asked of a card and of a push.
+
+    base_model: the original on the Hub, if the manifest names none
+    repository: that of the commands in the card, which may also be a folder; by default that of the earlier card
+    revision: the branch that the card names; by default that of the old card if it was for the same repository, or main
+    private: create the repository as private; one that exists must be private
+    message: the title of the commit
+    dry_run: say what would be pushed, and change nothing
+    verifying, comparing, progress: called while the folder is verified, compared with the repository, and sent
+    """
+
+    base_model: str | None = option(model_id, default=None)
+    repository: str | None = None
+    revision: str | None = None
+    private: bool = False
+    message: str | None = None
+    dry_run: bool = False
+    threads: int | None = option(least=1, most=MOST_THREADS, default=None)
+    verifying: Progress = option(anything, default=no_progress)
+    comparing: Progress = option(anything, default=no_progress)
+    progress: Progress = option(anything, default=no_progress)
 
 
 @dataclass(frozen=True, kw_only=True)
