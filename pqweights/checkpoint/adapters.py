@@ -9,11 +9,11 @@ merged is refused by name. A tensor is merged in the runs in which it is read, s
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,8 +171,8 @@ class MergedTensor(NamedTuple):
     @property
     def width(self) -> int:
         """How many elements a row has: of a stack of experts, one of any of its matrices."""
-        of_experts = any(isinstance(change, ExpertsLowRank) for change in self.changes)
-        return self.shape[-1] if of_experts else math.prod(self.shape[1:])
+        products = (change for change in self.changes if isinstance(change, LowRank))
+        return next((product.columns for product in products), math.prod(self.shape[1:]))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -218,9 +218,13 @@ class MergedTensor(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LowRank:
-    """scale * (left @ right), added to a weight [rows, columns].
+    """scale * (left @ right), added to a weight [rows, columns], or to each matrix of a stack of experts.
 
-    left, right: [rows, rank] and [rank, columns], each stored so, or transposed (`is_transposed`: both are)
+    left, right: [rows, rank] and [rank, columns], each stored so, or both transposed (`is_transposed`). PEFT stores
+        those of experts as A [experts * rank, inputs], blocks of rows, and B [outputs, rank * experts], where an expert
+        has each experts-th column
+    height: how many rows the matrix of an expert has, or the weight
+    first: the row of the first expert with which the weight begins, which may be a part of a matrix
     """
 
     adapter: Adapter
@@ -228,146 +232,90 @@ class LowRank:
     right: StoredTensor
     is_transposed: bool
     scale: float
+    rank: int
+    height: int
+    experts: int = 1
+    first: int = 0
 
     @property
-    def rank(self) -> int:
-        """How many columns `left` has."""
-        return self.left.shape[0] if self.is_transposed else self.left.shape[1]
+    def columns(self) -> int:
+        """How many columns the weight has."""
+        return math.prod(self.right.shape) // (self.rank * self.experts)
 
     def __call__(self, rows: Floats, first: int) -> None:
         """Add rows of the product."""
-        count = len(rows)
-        right = kept("right of an adapter", (id(self.adapter), self.right), self._right)
-        if self.is_transposed:
-            whole = self.left.shape[1]
-            pieces = [self.adapter.values(self.left, k * whole + first, count) for k in range(self.rank)]
-            left = np.ascontiguousarray(np.stack(pieces, axis=1))
-        else:
-            left = self.adapter.values(self.left, first * self.rank, count * self.rank).reshape(count, self.rank)
-        add_low_rank(rows, left, right, self.scale)
-
-    def _right(self) -> Floats:
-        values = self.adapter.values(self.right)
-        if self.is_transposed:
-            return np.ascontiguousarray(values.reshape(-1, self.rank).T)
-        return values.reshape(self.rank, -1)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ExpertsLowRank:
-    """scale * (left @ right) of each expert, added to a stack of experts, or to rows of the matrix of one.
-
-    a, b: [experts * rank, inputs] and [outputs, rank * experts], of which an expert has each rank-th block of rows, and
-        each experts-th column
-    height: how many rows the matrix of an expert has
-    first: the row of the first expert with which the weight begins
-    is_transposed: whether the weight has outputs in its columns
-    """
-
-    adapter: Adapter
-    a: StoredTensor
-    b: StoredTensor
-    rank: int
-    height: int
-    scale: float
-    first: int = 0
-    is_transposed: bool = False
-
-    def __call__(self, rows: Floats, first: int) -> None:
-        """Add rows of the products."""
         begin = self.first + first
         for expert in range(begin // self.height, -(-(begin + len(rows)) // self.height)):
             top = expert * self.height
             start, end = max(begin, top), min(begin + len(rows), top + self.height)
-            left, right = self._factors(expert, start - top, end - start)
+            key = id(self.adapter), self.right, expert
+            right = kept("right of an adapter", key, partial(self._right, expert))
+            left = self._left(expert, start - top, end - start)
             add_low_rank(rows[start - begin : end - begin], left, right, self.scale)
 
-    def _factors(self, expert: int, first: int, count: int) -> tuple[Floats, Floats]:
-        """Return rows of the left matrix of an expert, and its right one."""
-        inputs, outputs = self.a.shape[1], self.b.shape[0]
-        a = self.adapter.values(self.a, expert * self.rank * inputs, self.rank * inputs).reshape(self.rank, inputs)
-        top, rows = (0, outputs) if self.is_transposed else (first, count)
-        across = self.b.shape[1]
-        b = self.adapter.values(self.b, top * across, rows * across).reshape(rows, self.rank, -1)[:, :, expert]
-        left, right = (a[:, first : first + count].T, b.T) if self.is_transposed else (b, a)
-        return np.ascontiguousarray(left), np.ascontiguousarray(right)
+    def _left(self, expert: int, first: int, count: int) -> Floats:
+        """Return rows of the left matrix of an expert."""
+        if self.is_transposed:
+            starts = ((expert * self.rank + k) * self.height + first for k in range(self.rank))
+            pieces = [self.adapter.values(self.left, start, count) for start in starts]
+            return np.ascontiguousarray(np.stack(pieces, axis=1))
+        across = self.rank * self.experts
+        values = self.adapter.values(self.left, first * across, count * across)
+        return np.ascontiguousarray(values.reshape(count, self.rank, self.experts)[:, :, expert])
+
+    def _right(self, expert: int) -> Floats:
+        """Return the right matrix of an expert."""
+        if self.is_transposed:
+            values = self.adapter.values(self.right).reshape(-1, self.rank, self.experts)
+            return np.ascontiguousarray(values[:, :, expert].T)
+        count = self.rank * self.columns
+        return self.adapter.values(self.right, expert * count, count).reshape(self.rank, -1)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Magnitudes:
-    """DoRA: a weight with the norms that an adapter gives its rows or, if it is stored transposed, its columns.
+def scale_to_norms(
+    adapter: Adapter, stored: StoredTensor, before: MergedTensor, of_columns: bool, rows: Floats, first: int
+) -> None:
+    """DoRA: give rows of a weight, or if it is stored transposed its columns, the norms that an adapter has.
 
     before: the weight with the low-rank matrix added, of which the norms are taken
     stored: the norms, one for each row or column
     """
+    if of_columns:
+        factors = partial(_column_factors, adapter, stored, before)
+        rows *= kept("factors of columns", (id(adapter), stored), factors)
+        return
+    rows *= (adapter.values(stored, first, len(rows)) / _root(np.square(rows, dtype=np.float64).sum(axis=1)))[:, None]
 
-    adapter: Adapter
-    stored: StoredTensor
-    before: MergedTensor
-    of_columns: bool
 
-    def __call__(self, rows: Floats, first: int) -> None:
-        """Scale rows."""
-        if self.of_columns:
-            rows *= self._column_factors
-            return
-        wanted = self.adapter.values(self.stored, first, len(rows))
-        rows *= (wanted / _root(np.square(rows, dtype=np.float64).sum(axis=1)))[:, None]
-
-    @functools.cached_property
-    def _column_factors(self) -> Floats:
-        height, width = self.before.shape[0], math.prod(self.before.shape[1:])
-        band, squares = max(1, BAND_ELEMENTS // width), np.zeros(width)
-        for first in range(0, height, band):
-            for row in self.before.rows(first, min(band, height - first)):
-                squares += np.square(row, dtype=np.float64)
-        return self.adapter.values(self.stored) / _root(squares)
+def _column_factors(adapter: Adapter, stored: StoredTensor, before: MergedTensor) -> Floats:
+    height, width = before.shape[0], math.prod(before.shape[1:])
+    band, squares = max(1, BAND_ELEMENTS // width), np.zeros(width)
+    for first in range(0, height, band):
+        for row in before.rows(first, min(band, height - first)):
+            squares += np.square(row, dtype=np.float64)
+    return adapter.values(stored) / _root(squares)
 
 
 def _root(squares: npt.NDArray[np.float64]) -> Floats:
     return np.sqrt(squares).astype(np.float32)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Tokens:
-    """Rows of embeddings that were trained. numbers: those of the rows, ascending; places: where each is stored"""
-
-    adapter: Adapter
-    stored: StoredTensor
-    numbers: tuple[int, ...]
-
-    def __call__(self, rows: Floats, first: int) -> None:
-        """Replace rows."""
-        for index, number in enumerate(self.numbers):
-            if first <= number < first + len(rows):
-                width = rows.shape[1]
-                rows[number - first] = self.adapter.values(self.stored, index * width, width)
+def replace_tokens(adapter: Adapter, stored: StoredTensor, numbers: Sequence[int], rows: Floats, first: int) -> None:
+    """Replace the rows of embeddings that were trained. numbers: those of the rows, ascending"""
+    width = rows.shape[1]
+    for index, number in enumerate(numbers):
+        if first <= number < first + len(rows):
+            rows[number - first] = adapter.values(stored, index * width, width)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Saved:
-    """A tensor that an adapter has in the place of the model's."""
-
-    adapter: Adapter
-    stored: StoredTensor
-
-    def __call__(self, rows: Floats, first: int) -> None:
-        """Replace rows."""
-        width = rows.shape[1]
-        rows[...] = self.adapter.values(self.stored, first * width, rows.size).reshape(rows.shape)
+def replace_rows(adapter: Adapter, stored: StoredTensor, rows: Floats, first: int) -> None:
+    """Replace rows of a tensor that an adapter has in the place of the model's."""
+    rows[...] = adapter.values(stored, first * rows.shape[1], rows.size).reshape(rows.shape)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Bias:
-    """A vector that is added to a bias."""
-
-    adapter: Adapter
-    stored: StoredTensor
-    scale: float
-
-    def __call__(self, rows: Floats, first: int) -> None:
-        """Add elements."""
-        rows[:, 0] += self.adapter.values(self.stored, first, len(rows)) * np.float32(self.scale)
+def add_bias(adapter: Adapter, stored: StoredTensor, scale: float, rows: Floats, first: int) -> None:
+    """Add a vector to elements of a bias."""
+    rows[:, 0] += adapter.values(stored, first, len(rows)) * np.float32(scale)
 
 
 def with_adapters(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> Checkpoint:
@@ -413,7 +361,7 @@ class _Merging:
         wanted = [*(f"{module}.weight" for module in modules), *map(_stack_of, stacks), *saved]
         old, new = self._renaming(wanted)
         for name, stored in saved.items():
-            self._add(_renamed(name, old, new), Saved(adapter=self.adapter, stored=stored), stored)
+            self._add(_renamed(name, old, new), partial(replace_rows, self.adapter, stored), stored, is_added=False)
         for module, parts in modules.items():
             self._add_module(module, _renamed(module, old, new), parts)
         for module, parts in stacks.items():
@@ -488,8 +436,20 @@ class _Merging:
             return self.tensors[self.embeddings].shape
         return self.tensors[name].shape
 
-    def _add(self, name: str, change: Change, stored: StoredTensor, expected: tuple[int, ...] | None = None) -> None:
-        """Note a change. expected: the shape of the tensor, by default that of what is stored"""
+    def _add(
+        self,
+        name: str,
+        change: Change,
+        stored: StoredTensor,
+        expected: tuple[int, ...] | None = None,
+        *,
+        is_added: bool = True,
+    ) -> None:
+        """Note a change.
+
+        expected: the shape of the tensor, by default that of what is stored
+        is_added: whether it adds to the tensor, in place of the model's own numbers
+        """
         shape, expected = self._shape(name), stored.shape if expected is None else expected
         if shape != expected:
             resized = " (a vocabulary that was resized is not merged)" if is_embedding(name) else ""
@@ -497,7 +457,7 @@ class _Merging:
                 f"tensor {stored.name!r} is for {name} of shape {list(expected)}, and the model's has {list(shape)}"
                 f"{resized}"
             )
-        if not isinstance(change, LowRank | ExpertsLowRank | Bias) and self.adapter.weight != 1:
+        if not is_added and self.adapter.weight != 1:
             raise self.adapter.refused(
                 f"tensor {stored.name!r} takes the place of the model's own, so it cannot be weighed by "
                 f"{self.adapter.weight}"
@@ -509,7 +469,7 @@ class _Merging:
         weight, scale = f"{renamed}.weight", self._scale(module)
         if (tokens := parts.get("trainable_tokens_delta")) is not None:
             numbers, shape = self._tokens(module, tokens), self._shape(weight)
-            self._add(weight, Tokens(adapter=self.adapter, stored=tokens, numbers=numbers), tokens, shape)
+            self._add(weight, partial(replace_tokens, self.adapter, tokens, numbers), tokens, shape, is_added=False)
         sides = next((pair for pair in _SIDES if pair[0] in parts or pair[1] in parts), None)
         if sides is None:
             return
@@ -524,15 +484,15 @@ class _Merging:
             if math.prod(magnitudes.shape) != (math.prod(base.shape[1:]) if of_columns else base.shape[0]):
                 raise self.adapter.refused(f"tensor {magnitudes.name!r}: expected a number for each output of {weight}")
             before = _changed(weight, base, self.changes[weight])
-            change = Magnitudes(adapter=self.adapter, stored=magnitudes, before=before, of_columns=of_columns)
-            self._add(weight, change, magnitudes, expected)
+            change = partial(scale_to_norms, self.adapter, magnitudes, before, of_columns)
+            self._add(weight, change, magnitudes, expected, is_added=False)
         elif self.is_dora:
             raise self.adapter.refused(f"module {module}: expected lora_magnitude_vector (`use_dora`), found none")
         if (bias := parts.get("lora_B.bias")) is not None:
             name = f"{renamed}.bias"
             if not self._is_known(name):
                 raise self.adapter.refused(f"tensor {bias.name!r}: the model has no tensor {name!r} to add it to")
-            self._add(name, Bias(adapter=self.adapter, stored=bias, scale=scale), bias)
+            self._add(name, partial(add_bias, self.adapter, bias, scale), bias)
 
     def _add_experts(self, module: str, experts: str, parts: Mapping[str, StoredTensor]) -> None:
         """Note what an adapter changes in the experts of a layer, which are stored one by one, or stacked.
@@ -554,11 +514,11 @@ class _Merging:
                     f"tensor {a.name!r}: expected the rank of {ADAPTER_CONFIG} for each of {count} experts, "
                     f"found {a.shape[0]} rows"
                 )
-            height = inputs if turned else outputs
+            left, right, height = (a, b, inputs) if turned else (b, a, outputs)
             for name, first in places.items():
-                change = ExpertsLowRank(
-                    adapter=self.adapter, a=a, b=b, rank=rank, height=height, scale=scale, first=first,
-                    is_transposed=turned,
+                change = LowRank(
+                    adapter=self.adapter, left=left, right=right, is_transposed=turned, scale=scale, rank=rank,
+                    height=height, experts=count, first=first,
                 )  # fmt: skip
                 self._add(name, change, a, self._shape(name))
             return
@@ -613,37 +573,39 @@ class _Merging:
     def _low_rank(
         self, module: str, weight: str, a: StoredTensor, b: StoredTensor, scale: float, *, of_embedding: bool
     ) -> tuple[LowRank, tuple[int, ...]]:
-        """Return the product of A and B as it is added, and the shape that the weight must have."""
-        shape = self._shape(weight)
-        if self.of_mlx:
-            return self._low_rank_of_mlx(weight, a, b, scale)
-        if len(a.shape) < 2 or len(b.shape) < 2 or len(shape) < 2 or math.prod(b.shape[2:]) != 1:
-            raise self.adapter.refused(f"tensor {a.name!r}: expected two matrices for {weight}, found other shapes")
-        rank, inputs, outputs = a.shape[0], math.prod(a.shape[1:]), b.shape[0]
-        if b.shape[1] != rank or rank != self._setting(module, "r", "rank_pattern"):
-            raise self.adapter.refused(f"tensor {a.name!r}: expected the rank of {ADAPTER_CONFIG}, found {rank}")
-        if of_embedding:
-            return LowRank(adapter=self.adapter, left=a, right=b, is_transposed=True, scale=scale), (inputs, outputs)
-        plain = shape if (shape[0], math.prod(shape[1:])) == (outputs, inputs) else (outputs, inputs)
-        # `fan_in_fan_out` does not tell: PEFT goes by the class of the layer, too.
-        is_turned = Trait.TRANSPOSED in text_model(self.config).traits
-        if is_turned and weight != self.head and shape == (inputs, outputs):
-            return LowRank(adapter=self.adapter, left=a, right=b, is_transposed=True, scale=scale), shape
-        return LowRank(adapter=self.adapter, left=b, right=a, is_transposed=False, scale=scale), plain
+        """Return the product of A and B as it is added, and the shape that the weight must have.
 
-    def _low_rank_of_mlx(
-        self, weight: str, a: StoredTensor, b: StoredTensor, scale: float
-    ) -> tuple[LowRank, tuple[int, ...]]:
-        """Return the product of mlx-lm's matrices, [inputs, rank] and [rank, outputs], and the shape of the weight."""
-        rank = self.adapter.settings["lora_parameters"]["rank"]
-        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
+        PEFT stores [rank, inputs] and [outputs, rank], mlx-lm [inputs, rank] and [rank, outputs].
+        """
+        shape, most = self._shape(weight), 2 if self.of_mlx else math.inf
+        if (
+            not 2 <= len(a.shape) <= most
+            or not 2 <= len(b.shape) <= most
+            or len(shape) < 2
+            or math.prod(b.shape[2:]) != 1
+        ):
             raise self.adapter.refused(f"tensor {a.name!r}: expected two matrices for {weight}, found other shapes")
-        if a.shape[1] != rank:
-            raise self.adapter.refused(f"tensor {a.name!r}: expected the rank of {ADAPTER_CONFIG}, found {a.shape[1]}")
-        inputs, outputs = a.shape[0], b.shape[1]
-        if is_embedding(weight):
-            return LowRank(adapter=self.adapter, left=a, right=b, is_transposed=False, scale=scale), (inputs, outputs)
-        return LowRank(adapter=self.adapter, left=b, right=a, is_transposed=True, scale=scale), (outputs, inputs)
+        if self.of_mlx:
+            (inputs, rank), (of_b, outputs) = a.shape, b.shape
+            stated, of_embedding = self.adapter.settings["lora_parameters"]["rank"], is_embedding(weight)
+        else:
+            rank, inputs, (outputs, of_b) = a.shape[0], math.prod(a.shape[1:]), b.shape[:2]
+            stated = self._setting(module, "r", "rank_pattern")
+        if not rank == of_b == stated:
+            raise self.adapter.refused(f"tensor {a.name!r}: expected the rank of {ADAPTER_CONFIG}, found {rank}")
+        # `fan_in_fan_out` does not tell: PEFT goes by the class of the layer, too.
+        is_turned = not self.of_mlx and Trait.TRANSPOSED in text_model(self.config).traits and weight != self.head
+        by_inputs = of_embedding or (is_turned and shape == (inputs, outputs))  # rows of the weight are those of A
+        expected: tuple[int, ...] = (inputs, outputs) if by_inputs else (outputs, inputs)
+        if not self.of_mlx and (shape[0], math.prod(shape[1:])) == expected:
+            expected = shape
+        left, right = (a, b) if by_inputs else (b, a)
+        is_transposed = by_inputs != self.of_mlx
+        product = LowRank(
+            adapter=self.adapter, left=left, right=right, is_transposed=is_transposed, scale=scale, rank=rank,
+            height=expected[0],
+        )  # fmt: skip
+        return product, expected
 
     def _tokens(self, module: str, stored: StoredTensor) -> tuple[int, ...]:
         """Return which rows of embeddings an adapter has trained."""
@@ -666,7 +628,7 @@ class _Merging:
             return self.config
         assert self.embeddings is not None
         of_embeddings = self.changes.get(self.embeddings, [])
-        stays = all(isinstance(change, Tokens) for change in of_embeddings) and self.head not in self.changes
+        stays = all(_replaces_tokens(change) for change in of_embeddings) and self.head not in self.changes
         if stays or self.of_mlx or self.adapter.settings.get("ensure_weight_tying"):
             self.changes.pop(self.head, None)
             if self.head in self.tensors:
@@ -687,6 +649,10 @@ def _changed(name: str, tensor: LogicalTensor, changes: Sequence[Change]) -> Mer
 _SIDES = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 _NUMBERS = (("r", "rank"), ("lora_alpha", "alpha"))
 _MLX_NAMES = {"lora_a": "lora_A", "lora_b": "lora_B", "m": "lora_magnitude_vector"}  # by PEFT's
+
+
+def _replaces_tokens(change: Change) -> bool:
+    return isinstance(change, partial) and change.func is replace_tokens
 
 
 def _stack_of(module: str) -> str:

@@ -156,7 +156,7 @@ class Storage:
         self._mapped: dict[str, npt.NDArray[np.uint8]] = {}
         self._read: set[str] = set()
         self._unchecked: set[str] = set()  # those that were read since `check_read`
-        self._ranges = RangeCache(self._request, self._size_of)
+        self._ranges = None if self._remote is None else RangeCache(self._request, self._size_of)
         self._fetcher: FileFetcher | None = None
         self._folder = Path()  # where files are fetched to
         self._fetched: dict[str, tuple[Path, FileState]] = {}  # where files lie, and what they were when checked
@@ -203,7 +203,7 @@ class Storage:
 
     def expect(self, files: Sequence[str]) -> None:
         """Prepare to read the headers of these files: once one is read, the first bytes of more are requested."""
-        if self._remote is not None:
+        if self._ranges is not None:
             self._ranges.expect(files)
 
     def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
@@ -221,6 +221,7 @@ class Storage:
             buffer[:] = np.frombuffer(self._made[file][offset : offset + buffer.nbytes], dtype=np.uint8)
             return
         else:
+            assert self._ranges is not None
             self._ranges.read_into(file, offset, buffer)
         with self._lock:
             self.bytes_read += buffer.nbytes
@@ -346,7 +347,8 @@ class Storage:
         folder: where fetched files lie, unless they lie elsewhere already
         files: for each file, how many files are needed together when it is first read
         """
-        self._ranges.stopped = False
+        if self._ranges is not None:
+            self._ranges.stopped = False
         if self._on_hub is not None:
             limit, threads = (self.frees, 1) if self.frees else (len(self._files), DOWNLOADS_AT_ONCE)
             self._folder = folder
@@ -359,7 +361,8 @@ class Storage:
             yield
             is_done = True
         finally:
-            self._ranges.stopped = not is_done  # readers that still wait give up
+            if self._ranges is not None:
+                self._ranges.stopped = not is_done  # readers that still wait give up
             if self._fetcher is not None:
                 self._fetcher.close()
 

@@ -7,6 +7,7 @@ everywhere. docs/format.md, section "pqweights.json", has the format.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -32,8 +33,6 @@ from pqweights.errors import MasterError, SourceError
 from pqweights.planning.plan import (
     DEFAULT_METADATA,
     Container,
-    FileHeader,
-    GgufFile,
     GgufFiles,
     Safetensors,
     ShardPlan,
@@ -386,8 +385,14 @@ def _container(stated: _Container) -> GgufFiles:
             raise damaged(f"container: expected a file name, found {name!r}")
     if len(set(names)) < len(names):
         raise damaged("container: expected different names of files")
+    ends = itertools.accumulate(file.tensors for file in stated.files)
     files = [
-        GgufFile(file.name, FileHeader(file.header_bytes, None, file.header_sha256), file.tensors, file.group)
-        for file in stated.files
+        ShardPlan(
+            file=file.name,
+            tensors=range(end - file.tensors, end),
+            stated=(file.header_bytes, file.header_sha256),
+            group=file.group,
+        )
+        for file, end in zip(stated.files, ends, strict=True)
     ]
     return GgufFiles(name=stated.name, alignment=stated.alignment, files=tuple(files))

@@ -59,7 +59,7 @@ def resource_needs(
     is_elsewhere: see Store
     calibration_bytes: what a calibration keeps on the disk of this machine
     """
-    largest_header = max((shard.header.byte_count for shard in plan.shards), default=0)
+    largest_header = max((shard.header_bytes for shard in plan.shards), default=0)
     held = sum(storage.memory_bytes for storage in storages)
     held += upload_bytes_held() if is_elsewhere else 0
     held += threads * MEMORY_PER_THREAD_BYTES + len(plan.tensors) * 12_000 + 2 * largest_header

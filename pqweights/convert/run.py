@@ -134,9 +134,9 @@ class Run:
 
     def begin(self, shard: ShardPlan) -> ShardFile:
         """Begin the file of a shard."""
-        assert shard.header.content is not None
+        assert shard.header is not None
         path = self.new_path(shard.file)
-        return ShardFile(path, shard.header.content, shard.file_bytes, shown=self.folder / shard.file)
+        return ShardFile(path, shard.header, shard.file_bytes, shown=self.folder / shard.file)
 
     def add(self, shard: str, path: Path, mark: ShardMark, stop: Stop) -> None:
         """Take over the complete file of a shard, then mark it. stop: see Store.put"""

@@ -32,7 +32,7 @@ class Sink:
     ) -> None:
         """Begin the stored tensors. waiting: entered while a thread waits for the disk, so that another may compute"""
         self._file, self._stored, self._waiting = file, stored, waiting
-        self._columns = {tensor.name: ColumnSpool(file.path.parent) for tensor in stored}
+        self._columns: dict[str, ColumnSpool] = {}  # by stored name
         self._places = {tensor.name: (tensor.offset, PieceHasher(tensor.byte_count)) for tensor in stored}
 
     def memory(self, purpose: str, stored_name: str, offset: int, byte_count: int) -> Bytes:
@@ -59,7 +59,7 @@ class Sink:
         They are put together to rows when the tensor is finished.
         """
         with self._waiting():
-            self._columns[stored_name].add(offset, data)
+            self._columns.setdefault(stored_name, ColumnSpool(self._file.path.parent)).add(offset, data)
 
     def again(self) -> Sink:
         """Return the sink of another pass over the tensor."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, encode_header, in_file_order, stored_tensors
@@ -115,60 +114,46 @@ def stored_bytes(stored: Sequence[TensorSpec]) -> int:
     return sum(spec.byte_count for spec in stored)
 
 
-class FileHeader(NamedTuple):
-    """The first bytes of an output file.
-
-    byte_count: how many they are
-    content: the bytes; None if they do not follow from a manifest, which then states their hash
-    stated: that hash, a sha256; None with a content
-    """
-
-    byte_count: int
-    content: bytes | None
-    stated: str | None = None
-
-    @staticmethod
-    def of(content: bytes) -> FileHeader:
-        """Return the header of these bytes."""
-        return FileHeader(len(content), content)
-
-    @property
-    def sha256(self) -> str:
-        """The hash of the bytes."""
-        if self.content is not None:
-            return hashlib.sha256(self.content).hexdigest()
-        assert self.stated is not None
-        return self.stated
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
     """One output file.
 
     file: its name
-    header: its first bytes
-    specs: its stored tensors, in the order of the file
     tensors: which of Plan.tensors it holds
+    specs: its stored tensors, in the order of the file
+    header: its first bytes; None if they do not follow from a manifest, which then states how many they are and their
+        sha256 (`stated`)
     alignment: the data of each tensor fill a multiple of this number of bytes, with zeros at the end
     group: the number of the files that are made together, since they are made of the same tensors of the source
     """
 
     file: str
-    header: FileHeader
-    specs: tuple[TensorSpec, ...]
     tensors: range
+    specs: tuple[TensorSpec, ...] = ()
+    header: bytes | None = None
+    stated: tuple[int, str] = (0, "")
     alignment: int = 1
     group: int = 0
+
+    @property
+    def header_bytes(self) -> int:
+        """How many bytes come before the tensors."""
+        return self.stated[0] if self.header is None else len(self.header)
+
+    @property
+    def header_sha256(self) -> str:
+        """The hash of those bytes."""
+        return self.stated[1] if self.header is None else hashlib.sha256(self.header).hexdigest()
 
     @functools.cached_property
     def file_bytes(self) -> int:
         """The size of the finished file, in bytes."""
-        return self.header.byte_count + sum(aligned(spec.byte_count, self.alignment) for spec in self.specs)
+        return self.header_bytes + sum(aligned(spec.byte_count, self.alignment) for spec in self.specs)
 
     @functools.cached_property
     def stored(self) -> tuple[StoredTensor, ...]:
         """Where the data of each tensor go; computed on demand, because a dry run does not need it."""
-        return stored_tensors(self.file, self.header.byte_count, self.specs, alignment=self.alignment)
+        return stored_tensors(self.file, self.header_bytes, self.specs, alignment=self.alignment)
 
     @property
     def gaps(self) -> Iterator[tuple[int, int]]:
@@ -444,26 +429,11 @@ def _shards(
         named = [spec._replace(name=spec.name.removeprefix(folder)) for spec in specs] if folder else specs
         yield ShardPlan(
             file=folder + (f"{stem}.safetensors" if stem and len(runs) == 1 else shard_name(number, len(runs))),
-            header=FileHeader.of(encode_header(named, metadata)),
+            header=encode_header(named, metadata),
             specs=tuple(specs),
             tensors=range(first + run.start, first + run.stop),
             group=number,
         )
-
-
-class GgufFile(NamedTuple):
-    """One file of GGUF.
-
-    name: its name
-    header: its first bytes
-    tensors: how many it holds
-    group: see ShardPlan
-    """
-
-    name: str
-    header: FileHeader
-    tensors: int
-    group: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,12 +442,12 @@ class GgufFiles:
 
     name: that of all of them together
     alignment: each tensor fills a multiple of this number of bytes
-    files: the files, each with the tensors that follow those of the one before
+    files: the files, without their stored tensors, in the order of the tensors of the plan
     """
 
     name: str
     alignment: int
-    files: tuple[GgufFile, ...]
+    files: tuple[ShardPlan, ...]
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -492,31 +462,26 @@ class GgufFiles:
 
         Raises ValueError if they do not hold as many tensors as there are.
         """
-        ends = [*itertools.accumulate(file.tensors for file in self.files)]
-        if ends[-1:] != [len(tensors)]:
+        if (self.files[-1].tensors.stop if self.files else 0) != len(tensors):
             raise ValueError("the files hold another number of tensors")
-        runs = [range(end - file.tensors, end) for file, end in zip(self.files, ends, strict=True)]
         return tuple(
-            ShardPlan(
-                file=file.name,
-                header=file.header,
-                specs=tuple(spec for index in run for spec in tensors[index].stored),
-                tensors=run,
+            replace(
+                file,
+                specs=tuple(spec for index in file.tensors for spec in tensors[index].stored),
                 alignment=self.alignment,
-                group=file.group,
             )
-            for file, run in zip(self.files, runs, strict=True)
+            for file in self.files
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return what a manifest says of the files."""
         files = [
             {
-                "name": file.name,
-                "tensors": file.tensors,
+                "name": file.file,
+                "tensors": len(file.tensors),
                 "group": file.group,
-                "header_bytes": file.header.byte_count,
-                "header_sha256": file.header.sha256,
+                "header_bytes": file.header_bytes,
+                "header_sha256": file.header_sha256,
             }
             for file in self.files
         ]

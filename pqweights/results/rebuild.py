@@ -160,7 +160,7 @@ def _differences(stated: Manifest, again: Manifest, *, some: bool) -> Iterator[s
                 yield f"{name}: was not made"
             continue
         made = ours[name]
-        if (shard.header.byte_count, shard.header.sha256) != (made.header.byte_count, made.header.sha256):
+        if (shard.header_bytes, shard.header_sha256) != (made.header_bytes, made.header_sha256):
             yield f"{name}: the header is another: other tensors, or other things are said of them"
             continue
         for before, after in zip(shard.stored, made.stored, strict=True):

@@ -119,8 +119,8 @@ def _check_header(storage: Storage, shard: ShardPlan) -> str | None:
         return f"{shard.file}: missing"
     if size != shard.file_bytes:
         return f"{shard.file}: expected {shard.file_bytes} bytes, found {size}"
-    header = read_bytes(storage, shard.file, 0, shard.header.byte_count)
-    if header != shard.header.content and hashlib.sha256(header).hexdigest() != shard.header.sha256:
+    header = read_bytes(storage, shard.file, 0, shard.header_bytes)
+    if header != shard.header and hashlib.sha256(header).hexdigest() != shard.header_sha256:
         return f"{shard.file}: the header is not the one that the manifest plans"
     return None
 

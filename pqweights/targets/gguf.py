@@ -46,7 +46,7 @@ from pqweights.errors import ExportError, OptionError
 from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.models.diffusion import CLASS, COMFYUI, DIFFUSERS
-from pqweights.planning.plan import FileHeader, GgufFile, GgufFiles, ShardPlan, TensorPlan, cuts_together
+from pqweights.planning.plan import GgufFiles, ShardPlan, TensorPlan, cuts_together
 from pqweights.planning.recipe import Recipe
 from pqweights.storage.addresses import is_repository_id
 from pqweights.targets.assignment import Kept
@@ -108,24 +108,27 @@ def _container(
     base_name: what names of files begin with
     """
     count = len(model.tensors)
-    by_type = [tensors[first : first + count] for first in range(0, count * len(mixes), count)]
+    firsts = range(0, count * len(mixes), count)
+    by_type = [tensors[first : first + count] for first in firsts]
     runs = cuts_together(by_type, max_shard_bytes)
     files = []
-    for mix, of_type in zip(mixes, by_type, strict=True):
+    for mix, first in zip(mixes, firsts, strict=True):
         stem = f"{base_name}-{label(mix, recipe)}"
         # Types that are chosen one by one have no mix to name.
         metadata = [*model.metadata, *_about_types(mix if recipe.goal is None else None)]
         for number, run in enumerate(runs):
-            held = [_listed(of_type[index]) for index in run]
-            header = encode_header(metadata, held, number=number, parts=len(runs), tensors_of_all=count)
+            held = range(first + run.start, first + run.stop)
+            header = encode_header(
+                metadata, [_listed(tensors[i]) for i in held], number=number, parts=len(runs), tensors_of_all=count
+            )
             name = gguf_name(stem, number, len(runs))
-            files.append(GgufFile(name, FileHeader.of(header), len(run), number))
+            files.append(ShardPlan(file=name, tensors=held, header=header, group=number))
     if model.tower:
         about = [*model.tower_metadata, *_about_types(find_mix(TOWER_TYPE))]
-        held = [_listed(planned) for planned in tensors[count * len(mixes) :]]
-        header = encode_header(about, held)
+        of_tower = range(count * len(mixes), len(tensors))
+        header = encode_header(about, [_listed(tensors[index]) for index in of_tower])
         name = gguf_name(f"{TOWER_PREFIX}{base_name}-{TOWER_TYPE}", 0, 1)
-        files.append(GgufFile(name, FileHeader.of(header), len(held), len(runs)))
+        files.append(ShardPlan(file=name, tensors=of_tower, header=header, group=len(runs)))
     return GgufFiles(name=names_together(base_name, mixes, recipe), alignment=ALIGNMENT, files=tuple(files))
 
 

@@ -38,7 +38,7 @@ def test_result_has_the_planned_files_and_tensors(
     assert {shard.file: shard.file_bytes for shard in plan.shards} == {name: len(data) for name, data in files.items()}
     assert plan.output_bytes == sum(len(data) for data in files.values())
     for shard in plan.shards:
-        assert files[shard.file].startswith(shard.header.content)
+        assert files[shard.file].startswith(shard.header)
         found, metadata = parse_header(
             shard.file, len(files[shard.file]), lambda at, count, data=files[shard.file]: data[at : at + count]
         )
@@ -167,7 +167,7 @@ def test_shards_are_aligned_in_order_and_within_the_limit(
         assert {s.name for s in shard.stored} == {spec.name for tensor in own for spec in tensor.stored}
         data_bytes = sum(stored.byte_count for stored in shard.stored)
         assert data_bytes <= max_shard_bytes or sum(1 for tensor in own if tensor.bytes) == 1
-        position = shard.header.byte_count
+        position = shard.header_bytes
         assert position % 8 == 0
         for stored in shard.stored:
             assert stored.offset == position
