@@ -165,7 +165,7 @@ def _how_to_continue(kept: Callable[[], bool | Path | None] | None) -> str:
     if again is None:
         return ""
     if isinstance(again, Path):
-        return printable(f"; what is done is kept in {again}, and the same command continues it")
+        return printable(f"; finished work is kept in {again}; the same command continues it")
     return "; run the same command again to continue where it stopped" if again else "; no results were kept"
 
 

@@ -162,7 +162,7 @@ def _expected_lines(measured: Sequence[Measured]) -> list[str]:
         f"{row.divergence:g} with {row.codec}{' --calibrate self' if row.is_calibrated else ''}" for row in measured
     )
     nearest = f"on {measured[0].model}, the nearest in size that was measured"
-    return [f"{nearest}, so many bits cost in nats per token: {costs}"]
+    return [f"{nearest}, this many bits cost, in nats per token: {costs}"]
 
 
 def _calibration_lines(calibration: PlannedCalibration | None) -> list[str]:
@@ -180,9 +180,9 @@ def _calibration_lines(calibration: PlannedCalibration | None) -> list[str]:
             f"{calibration.weight_bytes} bytes, which are counted here",
             f"the search needs {disk}float32 with its inputs",
         ]
-    size = "as many as --max-kl takes, not the recipe's bits that are shown"
+    size = "as many as --max-kl needs, not the recipe's bits shown here"
     if calibration.weight_bytes:
-        size = f"about {calibration.weight_bytes} bytes together, shared out by what they are for"
+        size = f"about {calibration.weight_bytes} bytes together, distributed by how much each matters"
     return [
         f"calibrated: {counted(calibration.weights, 'weight')} of {size}",
         f"the calibration needs {disk}float32 with its moments",
@@ -195,8 +195,8 @@ def _grid_lines(grids: Mapping[str, int]) -> list[str]:
         return []
     on = ", ".join(f"{count} on that of {name}" for name, count in grids.items() if name != "none")
     return [
-        f"on a grid, by a row of each: of {counted(sum(grids.values()), 'weight')} {on}: exports in these formats hold "
-        "their very numbers"
+        f"on a grid, judging by one row of each: of {counted(sum(grids.values()), 'weight')} {on}: exports in these "
+        "formats keep their exact values"
     ]
 
 

@@ -339,8 +339,9 @@ def _identical_lines(pairs: Pairs) -> list[str]:
     if not same:
         return []
     return [
-        f"bit-identical values: {len(same)} of {counted(len(integers), 'tensor')} hold the very numbers of the "
-        f"original (but for the signs of zeros), which was checked: {first_names([tensor.name for tensor in same])}"
+        f"bit-identical values: {len(same)} of {counted(len(integers), 'tensor')} have exactly the values of "
+        "the original (except for the signs of zeros), which was checked: "
+        f"{first_names([tensor.name for tensor in same])}"
     ]
 
 

@@ -149,7 +149,7 @@ def _warnings(
         (left - wanted.keys(), f"it is not a matrix of {FEWEST_ROWS} rows or more, or a stack of such"),
         (left & wanted.keys() - outside - inside, "the model has it in another form than the checkpoint"),
         (outside, "no linear layer multiplies by it"),
-        (inside, f"fewer than {FEWEST_INPUTS} tokens of the sample reached it in a linear layer, or it does nothing"),
+        (inside, f"fewer than {FEWEST_INPUTS} tokens of the sample reached it in a linear layer, or it has no effect"),
     ):
         if names:
             lines.append(
@@ -171,7 +171,7 @@ def _pooled(experts: Mapping[str, int], ready: ReadyWeights) -> tuple[str, ...]:
     name, count = min(experts), experts[min(experts)]
     return (
         f"tensor {name!r}{_more(experts.keys())}: fewer than {FEWEST_INPUTS} tokens of the sample reached {count} of "
-        f"its {ready.weights[name].shape[0]} experts, or these do nothing; they were encoded for the inputs of all",
+        f"its {ready.weights[name].shape[0]} experts, or these have no effect; they were encoded for the inputs of all",
     )
 
 

@@ -94,7 +94,8 @@ class Contents:
                     digest.update(data)
         except OSError as error:
             raise SourceReadError(
-                f"{name}: cannot be read ({error.strerror}): its disk or file server fails; run the same command again"
+                f"{name}: cannot be read ({error.strerror}): its disk or file server is failing; run the same command "
+                "again"
             ) from None
         return digest.hexdigest()
 

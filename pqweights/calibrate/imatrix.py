@@ -63,7 +63,7 @@ def read_imatrix(path: Path) -> dict[str, Importances]:
         raise SourceError(f"{path}: expected importances of weights, found none")
     for name, (squares, counts) in importances.items():
         if not np.isfinite(squares).all() or (squares < 0).any() or not np.isfinite(counts).all():
-            raise SourceError(f"{path}: {name!r}: expected mean squares, found numbers that are none")
+            raise SourceError(f"{path}: {name!r}: expected mean squares, found other numbers")
     return importances
 
 
@@ -91,7 +91,9 @@ def _of_list(path: Path) -> dict[str, Importances]:
     def integer() -> int:
         nonlocal offset
         if offset + 4 > len(raw):
-            raise SourceError(f"{path}: expected an importance matrix of llama.cpp, found another or a cut file")
+            raise SourceError(
+                f"{path}: expected an importance matrix of llama.cpp, found another kind of file, or a truncated one"
+            )
         (value,) = struct.unpack_from("<i", raw, offset)
         offset += 4
         return int(value)
@@ -99,7 +101,9 @@ def _of_list(path: Path) -> dict[str, Importances]:
     def taken(count: int) -> bytes:
         nonlocal offset
         if not 0 < count <= len(raw) - offset:
-            raise SourceError(f"{path}: expected an importance matrix of llama.cpp, found another or a cut file")
+            raise SourceError(
+                f"{path}: expected an importance matrix of llama.cpp, found another kind of file, or a truncated one"
+            )
         offset += count
         return raw[offset - count : offset]
 
@@ -136,7 +140,7 @@ class FileInputs:
         tensors = {tensor.name: tensor for tensor in model_tensors(checkpoint)}
         for name in importances:
             if name not in tensors and name not in SHARED:
-                raise SourceError(f"{path}: it is of another model, as this one has no {name!r}")
+                raise SourceError(f"{path}: it is of another model: this one has no {name!r}")
         vectors, squares = list[InputVector](), list[Floats]()
         reads: dict[str, dict[int, int]] = {}
         is_transposed: dict[str, bool] = {}
@@ -177,7 +181,7 @@ class FileInputs:
 
     def moments(self, vector: int) -> tuple[Floats, Floats]:
         """Raise OptionError: a file of importances has none."""
-        raise OptionError("`imatrix`: expected `calibrate`: a file of importances has no moments of two inputs")
+        raise OptionError("`imatrix`: expected `calibrate`: a file of importances has no moments of pairs of inputs")
 
 
 def _read_by(tensor: LogicalTensor, number: int) -> list[tuple[str, int, bool]]:

@@ -107,7 +107,7 @@ def _saying_where(folder: Path, is_same: Callable[[], bool]) -> Iterator[None]:
             raise
         if is_over:
             raise expected from error
-        kept = f"what is done is kept in {folder}, and the same command continues it"
+        kept = f"finished work is kept in {folder}; the same command continues it"
         raise type(expected)(f"{expected}; {kept}") from error
 
 

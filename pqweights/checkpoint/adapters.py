@@ -128,7 +128,9 @@ def _check_mlx_settings(adapter: Adapter) -> None:
     if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
         raise adapter.refused("`lora_parameters`: expected the numbers `rank` and `scale`")
     if kind == "dora" and adapter.weight != 1:
-        raise adapter.refused(f"`fine_tune_type` dora: norms of its own cannot be weighed by {adapter.weight}")
+        raise adapter.refused(
+            f"`fine_tune_type` dora: an adapter with norms of its own cannot be scaled by {adapter.weight}"
+        )
 
 
 def _check_settings(adapter: Adapter) -> None:
@@ -137,18 +139,18 @@ def _check_settings(adapter: Adapter) -> None:
     method = settings.get("peft_type")
     if method not in ("LORA", "TRAINABLE_TOKENS"):
         stated = method if isinstance(method, str) and method.isprintable() else None
-        raise adapter.refused(f"expected LoRA (`peft_type`), found {(stated or 'none')[:40]}, which is not merged")
+        raise adapter.refused(f"expected LoRA (`peft_type`), found {(stated or 'none')[:40]}, which cannot be merged")
     for key in NOT_MERGED:
         if settings.get(key):
-            raise adapter.refused(f"`{key}`: an adapter with this setting is not merged")
+            raise adapter.refused(f"`{key}`: adapters with this setting cannot be merged")
     begun = settings.get("init_lora_weights")
     if isinstance(begun, str) and begun.startswith(CHANGES_BASE):
         raise adapter.refused(
-            f"`init_lora_weights` {begun[:20]!r}: it is of a base model that was changed when the training began; save "
+            f"`init_lora_weights` {begun[:20]!r}: its base model was changed at the start of the training; save "
             "it with `path_initial_model_for_weight_conversion`, which makes a LoRA of the published model"
         )
     if settings.get("use_dora") and adapter.weight != 1:
-        raise adapter.refused(f"`use_dora`: norms of its own cannot be weighed by {adapter.weight}")
+        raise adapter.refused(f"`use_dora`: an adapter with norms of its own cannot be scaled by {adapter.weight}")
     numbers = [settings.get("r", 8), settings.get("lora_alpha", 8)]
     for key in ("rank_pattern", "alpha_pattern"):
         pattern = settings.get(key) or {}
@@ -351,7 +353,8 @@ class _Merging:
         if self.of_mlx and text_model(self.config).mlx.folds:
             model_type = self.config.get("model_type")
             raise adapter.refused(
-                f"mlx-lm's model of type {model_type!r} has weights that its settings have multiplied"
+                f"mlx-lm's model of type {model_type!r} has weights that are multiplied by its settings: its adapters "
+                "cannot be merged"
             )
 
     def merged(self) -> Checkpoint:
@@ -392,7 +395,7 @@ class _Merging:
                 raise self.adapter.refused(f"tensor {stored.name!r}: expected floating point, found {stored.dtype}")
             if self.of_mlx:
                 if (match := MLX_PARTS.fullmatch(name)) is None:
-                    raise self.adapter.refused(f"tensor {stored.name!r}: of a method that is not merged")
+                    raise self.adapter.refused(f"tensor {stored.name!r}: belongs to a method that cannot be merged")
                 modules.setdefault(match["module"], {})[_MLX_NAMES[match["part"]]] = stored
                 continue
             if match := PARTS.fullmatch(name):
@@ -401,7 +404,7 @@ class _Merging:
                 continue
             name = re.sub(r"\.(?:modules_to_save|base_layer)(?=\.)", "", name)
             if ANY_ADAPTER.search(name):
-                raise self.adapter.refused(f"tensor {stored.name!r}: of a method that is not merged")
+                raise self.adapter.refused(f"tensor {stored.name!r}: belongs to a method that cannot be merged")
             saved[name] = stored
         if not modules and not saved:
             raise self.adapter.refused(f"{ADAPTER_FILE}: expected tensors, found none")
@@ -452,15 +455,14 @@ class _Merging:
         """
         shape, expected = self._shape(name), stored.shape if expected is None else expected
         if shape != expected:
-            resized = " (a vocabulary that was resized is not merged)" if is_embedding(name) else ""
+            resized = " (adapters for a resized vocabulary cannot be merged)" if is_embedding(name) else ""
             raise self.adapter.refused(
-                f"tensor {stored.name!r} is for {name} of shape {list(expected)}, and the model's has {list(shape)}"
+                f"tensor {stored.name!r} is for {name} of shape {list(expected)}, but the model's has {list(shape)}"
                 f"{resized}"
             )
         if not is_added and self.adapter.weight != 1:
             raise self.adapter.refused(
-                f"tensor {stored.name!r} takes the place of the model's own, so it cannot be weighed by "
-                f"{self.adapter.weight}"
+                f"tensor {stored.name!r} replaces the model's own, so it cannot be scaled by {self.adapter.weight}"
             )
         self.changes.setdefault(name, []).append(change)
 
@@ -475,7 +477,7 @@ class _Merging:
             return
         one, other = (parts.get(side) for side in sides)
         if one is None or other is None:
-            raise self.adapter.refused(f"module {module}: expected {' and '.join(sides)}, found one of them")
+            raise self.adapter.refused(f"module {module}: expected {' and '.join(sides)}, found only one of them")
         low_rank, expected = self._low_rank(module, weight, one, other, scale, of_embedding=sides is _SIDES[1])
         self._add(weight, low_rank, one, expected)
         if (magnitudes := parts.get("lora_magnitude_vector")) is not None:

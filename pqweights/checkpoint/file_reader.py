@@ -119,15 +119,15 @@ class FileReader:
                 count = os.preadv(opened.descriptor, [view[done:]], offset + done)
             except OSError as error:
                 raise SourceReadError(
-                    f"{file}: cannot be read ({error.strerror}): its disk or file server fails; run the same command "
-                    "again"
+                    f"{file}: cannot be read ({error.strerror}): its disk or file server is failing; run the same "
+                    "command again"
                 ) from None
             if count == 0:
                 opened.state.check(file, state_at(path, surely=True))
                 raise SourceReadError(
                     f"{file}: expected {len(view)} bytes at offset {offset}, found the end of the file after {done}, "
-                    f"although it has {opened.state.byte_count}: its disk or file server fails; run the same command "
-                    "again"
+                    f"although it has {opened.state.byte_count}: its disk or file server is failing; run the same "
+                    "command again"
                 )
             done += count
 

@@ -129,7 +129,7 @@ def _read_json(file: str, file_bytes: int, read: Callable[[int, int], bytes]) ->
     if start.startswith(b"GGUF"):
         raise gguf_refused(file)
     if start == b"version ":
-        raise SourceError(f"{file}: a pointer of Git LFS, not the file that it stands for: fetch that (git lfs pull)")
+        raise SourceError(f"{file}: a Git LFS pointer, not the file that it stands for: fetch the file (git lfs pull)")
     if file_bytes < 8:
         raise _damaged(file, f"expected a safetensors header of at least 8 bytes, found a file of {file_bytes} bytes")
     header_bytes = int.from_bytes(start, "little")

@@ -61,7 +61,7 @@ class Pair(NamedTuple):
     def seems(self) -> str:
         """What is said as long as the two were compared in places alone."""
         return (
-            f"{self.one.name} is to be the same as {self.other.name} by config.json, and is in the {PLACES} places "
+            f"{self.one.name} should be the same as {self.other.name} by config.json, and is in the {PLACES} places "
             "that were read: what makes a result reads all of both first"
         )
 
@@ -124,13 +124,13 @@ def with_differing(config: Config, differing: Iterable[Pair]) -> tuple[Config, R
         if is_head:
             config = untied(config)
             remarks.append(
-                f"{one.name} is to be the same as {other.name} by config.json ({TIED}), and their values differ: both "
-                "are kept and computed with, as in transformers, and the result says so"
+                f"{one.name} should be the same as {other.name} by config.json ({TIED}), but their values differ: both "
+                "are kept, as transformers computes with both, and the result says so"
             )
         else:
             remarks.append(
-                f"{one.name} is to be the same as {other.name} by config.json, and their values differ: transformers "
-                "computes with both; a GGUF file has room for one"
+                f"{one.name} should be the same as {other.name} by config.json, but their values differ: transformers "
+                "computes with both, and a GGUF file has room for only one"
             )
     return config, tuple(remarks)
 

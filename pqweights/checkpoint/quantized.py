@@ -132,7 +132,7 @@ def _check_names(names: list[str]) -> None:
                 )
     if len(distinct) != len(names):
         twice = Counter(names).most_common(1)[0][0]
-        raise SourceError(f"tensor {twice!r} is there twice, once in a packed format and once plain")
+        raise SourceError(f"tensor {twice!r} is stored twice, once in a packed format and once plain")
 
 
 def _refuse_part_of_master(stored: dict[str, StoredTensor]) -> None:

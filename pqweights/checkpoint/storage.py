@@ -216,7 +216,9 @@ class Storage:
         if here is not None:
             self._reader.read_into(here[0], file, offset, buffer, expected=here[1])
         elif buffer.nbytes > left:
-            raise SourceError(f"{file}: expected {buffer.nbytes} bytes at offset {offset}, found {left}: it is shorter")
+            raise SourceError(
+                f"{file}: expected {buffer.nbytes} bytes at offset {offset}, found {left}: the file is too short"
+            )
         elif file in self._made:
             buffer[:] = np.frombuffer(self._made[file][offset : offset + buffer.nbytes], dtype=np.uint8)
             return

@@ -82,11 +82,11 @@ def _of_layers(layers: Mapping[int, set[str]], count: int, config: Config, has_d
     missing = count - sum(number < count for number in layers)
     if missing > 0:
         first = next(number for number in range(len(layers) + 1) if number not in layers)
-        yield f"config.json counts {count} layers, and {missing} are not stored (the first is {first}): {RANDOM}"
+        yield f"config.json counts {count} layers, but {missing} are not stored (the first is {first}): {RANDOM}"
     behind = sorted(number for number in layers if number >= count)
     stated = next((key for part in (config, text_config(config)) for key in DRAFTS if _is_count(part.get(key))), None)
     if stated is not None and not behind and not has_drafts:
-        yield f"config.json states {stated}, and no layer that predicts further tokens is stored: results do without"
+        yield f"config.json states {stated}, but no layer that predicts further tokens is stored: results have none"
     if behind and not counts_drafts([name for number in behind for name in layers[number]], config):
         yield (
             f"the files hold {counted(len(behind), 'layer')} more than the {count} that config.json counts (from "
@@ -150,7 +150,7 @@ def _of_windows(text: Config) -> Iterator[str]:
     if isinstance(window, int) and window <= 0 and any(windows({**text, "sliding_window": 1})):
         yield (
             f"config.json says sliding_window {window}, with which transformers cannot compute: results are made as "
-            "for a model without windows; state null if it has none"
+            "for a model without windows; set it to null if there are none"
         )
 
 
@@ -163,12 +163,12 @@ def _of_optional_parts(layers: Mapping[int, set[str]], count: int, text: Config)
     names = [f"layers.{number}.{name}" for number, held in layers.items() if number < count for name in held]
     for key in missing_parts(names, text):
         what = "norm: transformers computes with ones" if "norm" in key else "bias: transformers computes with zeros"
-        yield f"config.json says {key}, and no layer has such a {what}"
+        yield f"config.json says {key}, but no layer has such a {what}"
     unused = unused_parts(names, text)
     for key in dict.fromkeys(unused.values()):
         having = sorted({_NUMBER.split(name, 1)[1] for name, of in unused.items() if of == key})
         stated = f"says {key} {str(text[key]).lower()}" if key in text else f"does not state {key}"
-        yield f"config.json {stated}, and layers have {first_names(having)}: transformers ignores them"
+        yield f"config.json {stated}, but layers have {first_names(having)}: transformers ignores them"
 
 
 def _of_shapes(shapes: Shapes, text: Config) -> Iterator[str]:
@@ -178,12 +178,12 @@ def _of_shapes(shapes: Shapes, text: Config) -> Iterator[str]:
         size = text.get(key)
         if len(embeddings) == 1 and _is_count(size) and shapes[embeddings[0]][axis] != size:
             found, what = shapes[embeddings[0]][axis], ("rows", "columns")[axis]
-            yield f"config.json says {key} {size}, and {embeddings[0]} has {found} {what}: {REFUSED}"
+            yield f"config.json says {key} {size}, but {embeddings[0]} has {found} {what}: {REFUSED}"
     # Kinds of layers may differ, and have keys of their own.
     widths = {size for key, size in text.items() if re.search("intermediate|ffn|mlp", key) and _is_count(size)}
     down = next((n for n in shapes if n.endswith(".mlp.down_proj.weight") and TEXT_LAYERS.match(n)), None)
     if down is not None and _is_count(width := text.get("intermediate_size")) and shapes[down][-1] not in widths:
-        yield f"config.json says intermediate_size {width}, and {down} has {shapes[down][-1]} columns: {REFUSED}"
+        yield f"config.json says intermediate_size {width}, but {down} has {shapes[down][-1]} columns: {REFUSED}"
     heads, width = text.get("num_attention_heads"), text.get("head_dim")
     groups = text.get("num_key_value_heads", text.get("num_attention_groups", heads))
     if _is_count(heads) and _is_count(text.get("hidden_size")) and width is None:
@@ -194,7 +194,7 @@ def _of_shapes(shapes: Shapes, text: Config) -> Iterator[str]:
         # Kinds of layers may differ in their heads, and the configuration states those of one kind.
         if rows and size is not None and _is_count(groups) and groups * size not in rows and not _is_linear(text):
             wrong = f"{names[0]} has {shapes[names[0]][0]} rows"
-            yield f"config.json says {groups} heads of {size} for keys, and {wrong}: {REFUSED}"
+            yield f"config.json says {groups} heads of {size} for keys, but {wrong}: {REFUSED}"
             return
 
 
@@ -209,7 +209,7 @@ def _of_experts(layers: Mapping[int, set[str]], text: Config) -> Iterator[str]:
     for number, names in layers.items() if count is not None else ():
         experts = {int(match[1]) for match in map(_EXPERT.search, names) if match}
         if experts and len(experts) != count:
-            yield f"config.json counts {count} experts, and layer {number} has {len(experts)}: {REFUSED}"
+            yield f"config.json counts {count} experts, but layer {number} has {len(experts)}: {REFUSED}"
             return
 
 
@@ -225,7 +225,7 @@ def _of_heads(shapes: Shapes, config: Config) -> Iterator[str]:
     predicts = text_class.endswith(_PREDICTING)
     other_head = any(not is_embedding(name) for name in of_tokens)
     if predicts and not heads and not other_head and config.get("tie_word_embeddings") is False:
-        yield f"config.json says that the head has weights of its own, and none are stored: {RANDOM}"
+        yield f"config.json says that the head has weights of its own, but none are stored: {RANDOM}"
 
 
 def _of_parts(shapes: Shapes, layers: Mapping[int, set[str]], text: Config) -> Iterator[str]:
@@ -257,4 +257,4 @@ def _of_towers(shapes: Shapes, config: Config) -> Iterator[str]:
     for key, what in TOWERS.items():
         has_tower = any(tower_of(name) or (_NUMBER.search(name) and not TEXT_LAYERS.match(name)) for name in shapes)
         if isinstance(config.get(key), Mapping) and not has_tower:
-            yield f"config.json describes a tower for {what} ({key}), and none is stored: {RANDOM}"
+            yield f"config.json describes a tower for {what} ({key}), but none is stored: {RANDOM}"

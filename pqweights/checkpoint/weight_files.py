@@ -163,7 +163,7 @@ def _named_files(storage: Storage, index: str, suffixes: tuple[str, ...]) -> Wei
     if not complete:
         raise _missing(index, weight_map, absent[0])
     only = _only(complete, index)
-    stale = f"it names {absent[0]}, which is not there; read were all {len(only.files)} parts of {only.name}"
+    stale = f"it names {absent[0]}, which is not there; all {len(only.files)} parts of {only.name} were read"
     return WeightFiles(only.files, unlike={index: stale})
 
 
@@ -185,7 +185,7 @@ def _complete_files(names: list[str], index: str) -> WeightFiles:
     only = _only(complete, index)
     if len(only.files) == 1:
         return WeightFiles(only.files)
-    return WeightFiles(only.files, unlike={index: f"there is none; read were all parts of {only.name}"})
+    return WeightFiles(only.files, unlike={index: f"there is none; all parts of {only.name} were read"})
 
 
 class NumberedSet(NamedTuple):
@@ -303,7 +303,7 @@ def check_tensors(index: str, weight_map: dict[str, str], stored: dict[str, Stor
                 f"file that it names; fetch them again, or remove {index} if the files are a whole model"
             )
         if tensor.file != file:
-            misplaced = misplaced or f"it places {name!r} in {file}, and {tensor.file} holds it; read was what is there"
+            misplaced = misplaced or f"it places {name!r} in {file}, but {tensor.file} holds it; it was read from there"
     return {index: misplaced} if misplaced else {}
 
 

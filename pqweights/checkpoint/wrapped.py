@@ -78,7 +78,7 @@ def unwrapped(
         if name in result:
             raise SourceError(
                 f"{stored[old].file}: tensor {old!r}: without the prefix of its wrapper it would be called {name!r}, "
-                "and so is another one: save the state of the model itself, without the wrapper"
+                "like another tensor: save the state of the model itself, without the wrapper"
             )
         result[name] = stored[old] if name == old else stored[old]._replace(name=name)
     renamed = [old for old, name in plain.items() if name.removeprefix(owner) != old]
@@ -86,8 +86,8 @@ def unwrapped(
         return result, ()
     taken = dict.fromkeys([*(part for old in renamed for part in WRAPPERS.findall(old)), *filter(None, [owner])])
     return result, (
-        f"{', '.join(taken)}: taken off the names of {len(renamed)} of {len(stored)} tensors, which a wrapper of the "
-        f"training had put there ({first_names(renamed)})",
+        f"{', '.join(taken)}: removed from the names of {len(renamed)} of {len(stored)} tensors, where a wrapper of "
+        f"the training had put them ({first_names(renamed)})",
     )
 
 
@@ -103,8 +103,8 @@ def _owner(names: Iterable[str]) -> str:
             if not OWNERS.match(match[0]):
                 break
             raise SourceError(
-                f"tensor {owner + others[0]!r} does not begin with {owner + match[0]!r} as others do, so they are of "
-                "several models, or of more than a model: save the state of the model to be quantized alone"
+                f"tensor {owner + others[0]!r} does not begin with {owner + match[0]!r} as others do, so they belong "
+                "to several models, or to more than a model: save the state of the model to be quantized alone"
             )
         rests, owner = [rest.removeprefix(match[0]) for rest in rests], owner + match[0]
     return owner

@@ -137,6 +137,6 @@ def _changes_explained(run: Run) -> Iterator[None]:
         if not is_under_way(run.store):
             raise
         raise SourceChangedError(
-            f"{error}, with `overwrite` for the files as they are now: what is finished was made of the former ones, "
-            "and stays for them"
+            f"{error}, with `overwrite` to use the files as they are now: what is finished was made of the earlier "
+            "ones, and is kept for those"
         ) from None

@@ -118,8 +118,8 @@ def _check_range(tensor: LogicalTensor, start: int, stored: Bytes, spec: TensorS
     too_large = next((value for value in values.view(np.float64)[infinite].tolist() if math.isfinite(value)), None)
     if too_large is not None:
         raise SourceError(
-            f"tensor {spec.name!r}: expected numbers that {spec.dtype} holds, found {too_large:g}; store it in a type "
-            "of a wider range, such as BF16 or F32"
+            f"tensor {spec.name!r}: expected numbers in the range of {spec.dtype}, found {too_large:g}; store it in a "
+            "type with a wider range, such as BF16 or F32"
         )
 
 

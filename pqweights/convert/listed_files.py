@@ -31,9 +31,7 @@ SizeOf = Callable[[str], int | None]
 
 NOT_LISTED = "it is not in the manifest of the master"
 GONE = "it was removed from the master"
-UNCHECKED = (
-    f"there is no {MANIFEST_FILE} that can be read, with the hashes of the tensors: their bytes cannot be checked"
-)
+UNCHECKED = f"there is no readable {MANIFEST_FILE} with the hashes of the tensors, so their bytes cannot be checked"
 
 
 def open_result(storage: Storage, manifest: Manifest | None) -> Checkpoint:

@@ -339,7 +339,7 @@ def _parsed(document: dict[str, Any]) -> Manifest:
     entries = list(map(parse_tensor, file.tensors, document["tensors"]))
     origin = file.source
     if (origin.id is None) != (origin.revision is None):
-        raise damaged("source: expected id and revision, found one of them")
+        raise damaged("source: expected id and revision, found only one of them")
     return Manifest(
         kind=file.kind,
         made_by=made_by,

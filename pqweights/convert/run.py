@@ -174,8 +174,8 @@ class Run:
             for shard, (_, is_complete) in states.items():
                 if not is_complete:
                     raise OutputError(
-                        f"{self.store}: shard {shard!r} is no longer there as this run wrote it; did another program "
-                        "remove it? Run the same command again"
+                        f"{self.store}: shard {shard!r} is missing, or is not as this run wrote it; did another "
+                        "program remove it? Run the same command again"
                     )
             waiting = [shard for shard, (is_waiting, _) in states.items() if is_waiting]
             with ThreadPoolExecutor(REQUESTS_AT_ONCE, "pqweights-marks") as pool:

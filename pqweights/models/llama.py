@@ -67,7 +67,7 @@ def _windows_of_exaone(settings: Settings) -> str:
     layers = settings.number("num_hidden_layers")
     if not any(windowed_layers(settings)):
         stated = settings.get("sliding_window") is not None
-        return "llama.cpp rotates layers with full attention, and sliding_window is stated" if stated else ""
+        return "llama.cpp rotates layers with full attention, but sliding_window is stated" if stated else ""
     if layers == 64:
         return ""
     return f"llama.cpp has sliding windows for 64 layers only, and it has {layers}"

@@ -54,7 +54,7 @@ def _left_over(settings: Settings) -> str:
         return ""
     return (
         f"llama.cpp does not rotate {len(left)} pairs of channels, which mrope_section leaves over, and transformers "
-        f"does: with texts of more than {length} tokens it computes something else"
+        f"does: with texts of more than {length} tokens it computes something different"
     )
 
 

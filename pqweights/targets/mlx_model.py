@@ -177,7 +177,7 @@ def _without_router_biases(
         return ()
     return (
         f"mlx-lm chooses experts without {left[0]} and {len(left) - 1} like it, which transformers adds to their "
-        "scores: it computes something else than transformers for texts of any length",
+        "scores: it computes something different from transformers for texts of any length",
     )
 
 

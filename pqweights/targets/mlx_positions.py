@@ -137,13 +137,13 @@ def _windows_otherwise(model: Any, config: Mapping[str, Any]) -> Iterator[str]:
     if any(expected is not None for _, expected in pairs):
         yield (
             f"mlx-lm attends to the whole context in {len(pairs)} layers in which the model attends to a window of "
-            f"{min(sizes)} tokens: with texts of more than {min(sizes)} tokens it computes something else than "
+            f"{min(sizes)} tokens: with texts of more than {min(sizes)} tokens it computes something different from "
             "transformers"
         )
     else:
         yield (
             f"mlx-lm attends to a window of {min(sizes)} tokens in {len(pairs)} layers in which the model attends to "
-            f"the whole context: with texts of more than {min(sizes)} tokens it computes something else than "
+            f"the whole context: with texts of more than {min(sizes)} tokens it computes something different from "
             "transformers"
         )
 
@@ -211,8 +211,8 @@ def _layer_otherwise(
         computed, frequencies({**parameters, "rope_type": "default"}, rotated, length=1, most=most)
     ):
         yield (
-            f"mlx-lm ignores the scaling of this model's rotary embeddings ({kind}): it computes something else than "
-            "transformers for texts of any length"
+            f"mlx-lm ignores the scaling of this model's rotary embeddings ({kind}): it computes something different "
+            "from transformers for texts of any length"
         )
     elif not as_short:
         raise ExportError(

@@ -250,7 +250,7 @@ def _window_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
         return ()
     return (
         f"vLLM attends to the whole context in {len(windows)} layers in which the model attends to a window of "
-        f"{min(windows)} tokens: with texts of more than {min(windows)} tokens it computes something else than "
+        f"{min(windows)} tokens: with texts of more than {min(windows)} tokens it computes something different from "
         "transformers",
     )
 

@@ -176,7 +176,7 @@ def test_run_continues_after_a_read_that_failed(
 
     with monkeypatch.context() as patch:
         cut_off = once(lambda: patch.setattr(os, "preadv", read), 12)
-        with pytest.raises(SourceReadError, match="its disk or file server fails; run the same command again"):
+        with pytest.raises(SourceReadError, match="its disk or file server is failing; run the same command again"):
             run_command(command(source, progress=cut_off), out, threads=1)
     known = finished(out)
     report, begun = watched(monkeypatch, command(source), out)

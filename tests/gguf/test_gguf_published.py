@@ -46,9 +46,9 @@ def test_a_model_of_images_and_text_gives_its_text_model(tmp_path: Path) -> None
     ("name", "reason"),
     [
         ("layers.2.mlp.up_proj", "behind the 2 layers that config.json counts"),
-        ("layers.3.eh_proj", "predicts further tokens, which the model does without"),
-        ("mtp.fc", "predicts further tokens, which the model does without"),
-        ("model.mtp_block.0.mlp.up_proj", "predicts further tokens, which the model does without"),
+        ("layers.3.eh_proj", "predicts further tokens, which the model does not need"),
+        ("mtp.fc", "predicts further tokens, which the model does not need"),
+        ("model.mtp_block.0.mlp.up_proj", "predicts further tokens, which the model does not need"),
     ],
 )
 def test_layers_behind_the_last_and_those_that_predict_further_tokens_are_left_out(

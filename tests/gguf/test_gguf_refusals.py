@@ -50,7 +50,7 @@ def test_a_model_that_llama_cpp_has_and_computes_otherwise_is_refused_with_the_r
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "with rope_type default, .* only, found 'dynamic'"),
         ({"rope_parameters": {"rope_type": "new"}}, "with rope_type default, .* only, found 'new'"),
         ({"rope_scaling": {"type": "linear"}}, "expected a positive number as factor of its rope parameters"),
-        ({"partial_rotary_factor": 0.5}, "llama.cpp rotates whole heads, and partial_rotary_factor is 0.5"),
+        ({"partial_rotary_factor": 0.5}, "llama.cpp rotates whole heads, but partial_rotary_factor is 0.5"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "rounds the bounds of YaRN"),
         ({"layer_types": ["full_attention"]}, "for each of 2 layers as layer_types, found"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 0.5}}, "high_freq_factor 0.5 .* is below low_"),

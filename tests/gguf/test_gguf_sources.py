@@ -141,7 +141,7 @@ def with_config(**changed: Any) -> Any:
     ("change", "said"),
     [
         (with_config(model_type="mamba"), "its model_type is mamba"),
-        (with_config(model_type="qwen2"), "the architecture qwen2, and the file has 'llama'"),
+        (with_config(model_type="qwen2"), "the architecture qwen2, but the file has 'llama'"),
         (with_config(model_type="unheard"), "its model_type is unheard"),
         (with_config(intermediate_size=97), "config.json asks for 97 rows"),
         (with_config(num_hidden_layers=1), "expected no such tensor"),

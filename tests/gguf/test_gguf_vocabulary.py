@@ -200,7 +200,7 @@ def test_missing_bytes_are_refused(tmp_path: Path) -> None:
 def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
     tokenizer = trained.KINDS["gpt2"]()
     count = tokenizer.get_vocab_size()
-    with pytest.raises(ExportError, match=rf"has the id {count - 1}, and the model has {count - 1} tokens"):
+    with pytest.raises(ExportError, match=rf"has the id {count - 1}, but the model has {count - 1} tokens"):
         converted(folder_with(tokenizer, tmp_path, count - 1))
 
 
@@ -413,7 +413,7 @@ DAMAGED: list[tuple[dict[str, Any], str]] = [
     ({"pre_tokenizer": {"type": "Split", "pattern": "x"}}, "expected an object as the pattern of a step, found 'x'"),
     ({"pre_tokenizer": {"type": "Metaspace", "prepend_scheme": []}}, r"unknown prepend_scheme \[\]"),
     ({"post_processor": alien({})}, "its post_processor is damaged: KeyError"),
-    ({"post_processor": alien({"zz": {"ids": [9999]}})}, "its post_processor has the token id 9999, and the model has"),
+    ({"post_processor": alien({"zz": {"ids": [9999]}})}, "its post_processor has the token id 9999, but the model has"),
 ]
 
 

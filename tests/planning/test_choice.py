@@ -83,7 +83,7 @@ def test_library_takes_widths_by_pattern_as_a_mapping_or_as_pairs() -> None:
 @pytest.mark.parametrize("before", [("--set", "*proj*=6"), ("--keep", "*q_proj*"), ("--set", "*q_proj*=3")])
 def test_set_about_which_options_before_it_decide_alone_is_refused(source: Path, before: tuple[str, str]) -> None:
     error = refused("plan", source, *before, "--set", "*q_proj*=3")
-    assert "--set *q_proj*=3: decides about no tensor" in error
+    assert "--set *q_proj*=3: applies to no tensor" in error
     assert " ".join(before) in error
 
 

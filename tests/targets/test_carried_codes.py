@@ -29,7 +29,7 @@ from pqweights.targets.vllm import FORMATS as VLLM_FORMATS
 
 # Those of which a group or a row of the family's matrices fills more than one row of the format.
 FORMATS = [name for name in VLLM_FORMATS if name not in ("w2a16", "w3a16")]
-SAID = "hold the very numbers of the original (but for the signs of zeros), which was checked"
+SAID = "have exactly the values of the original (except for the signs of zeros), which was checked"
 
 
 def source_of(base: Path, name: str, **options: object) -> Path:

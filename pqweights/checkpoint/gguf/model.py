@@ -165,13 +165,13 @@ def _notes(
     if window is not None:
         yield (
             f"llama.cpp attends to the whole context, where the model attends to the last {window} tokens: with longer "
-            "texts it computes something else than transformers"
+            "texts it computes something different from transformers"
         )
     parameters = rope_parameters(settings)
     if parameters["rope_type"] == "longrope":
         yield (
             "llama.cpp chooses between the short and the long factors of LongRoPE by the size of its context, and "
-            "transformers by the length of the text: with a larger context, short texts are computed otherwise"
+            "transformers by the length of the text: with a larger context, short texts are computed differently"
         )
     if parameters["rope_type"] == "yarn" and parameters.get("truncate") is False:
         yield (

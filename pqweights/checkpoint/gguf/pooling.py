@@ -83,7 +83,7 @@ def dense_tensors(storage: Storage, pooling: Pooling, settings: Settings) -> lis
     for number, path in enumerate(pooling.dense if computes_dense(settings) else (), 2):
         activation, file = read_json(storage, f"{path}/config.json").get("activation_function"), f"{path}/{WEIGHTS}"
         if file not in storage.files():
-            raise SourceError(f"{file}: {MODULES} names the module, and its weights are not there")
+            raise SourceError(f"{file}: {MODULES} names the module, but its weights are missing")
         stored = read_header(storage, file)[0]
         if len(stored) > 1 or activation not in (None, IDENTITY):
             raise ExportError(f"{path}: llama.cpp computes a matrix behind the model only, found {activation}")
@@ -127,7 +127,7 @@ def computes_dense(settings: Settings) -> bool:
 def pooling_notes(pooling: Pooling, settings: Settings) -> Iterator[str]:
     """Yield what is to be said of what follows a model."""
     if pooling.dense and not computes_dense(settings):
-        yield f"llama.cpp does without {', '.join(pooling.dense)}: its vectors are those before this layer"
+        yield f"llama.cpp leaves out {', '.join(pooling.dense)}: its vectors are those before this layer"
     if settings.pooling == RANK and settings.model_type == "bert" and settings.number("type_vocab_size") > 1:
         yield "llama.cpp does not tell the second text of a pair from the first by the types of tokens, as BERT does"
 

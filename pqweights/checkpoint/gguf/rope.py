@@ -65,7 +65,7 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
         _check_halves(settings, parameters)
     elif rotated != whole and not rope.partial:
         raise settings.refusal(
-            f"llama.cpp rotates whole heads, and partial_rotary_factor is {parameters['partial_rotary_factor']}"
+            f"llama.cpp rotates whole heads, but partial_rotary_factor is {parameters['partial_rotary_factor']}"
         )
     writer.add_rope_dimension_count(whole if rope.half_rotated else rotated)
     sections = parameters.get("mrope_section") or rope.sections
@@ -244,7 +244,7 @@ def _add_windowed(settings: Settings, writer: Any) -> None:
     base = rope_parameters(settings)["rope_theta"]
     if local != base and not windows.own_base:
         raise settings.refusal(
-            f"llama.cpp computes all its layers with the rope_theta {base}, and {SLIDING} has {local}"
+            f"llama.cpp computes all its layers with the rope_theta {base}, but {SLIDING} has {local}"
         )
     writer.add_rope_freq_base_swa(float(local))
 
@@ -265,7 +265,7 @@ def _add_yarn(settings: Settings, parameters: Mapping[str, Any], rope: Rope, wri
     for key, value in own_betas(settings, parameters).items():
         getattr(writer, f"add_rope_scaling_yarn_{key}")(value)
     if parameters.get("truncate") is False and not rope.rounds_yarn:
-        raise settings.refusal("llama.cpp rounds the bounds of YaRN, and truncate is false")
+        raise settings.refusal("llama.cpp rounds the bounds of YaRN, but truncate is false")
     factor = _number(settings, parameters, "factor")
     writer.add_rope_scaling_type(gguf_package().RopeScalingType.YARN)
     writer.add_rope_scaling_factor(factor)

@@ -127,12 +127,12 @@ def _check_layer_types(settings: Settings) -> None:
     mlps = settings.get("mlp_layer_types")
     if mlps is not None and mlps != ["sparse" if sparse else "dense" for sparse in sparse_layers(settings)]:
         raise settings.refusal(
-            f"llama.cpp has experts in all layers behind the first few, and mlp_layer_types is {mlps!r:.80}"
+            f"llama.cpp has experts in all layers after the first few, but mlp_layer_types is {mlps!r:.80}"
         )
     stated = settings.get("moe_layers")
     if stated is not None and stated != [layer for layer, sparse in enumerate(sparse_layers(settings)) if sparse]:
         raise settings.refusal(
-            f"llama.cpp has experts in every interleave_moe_layer_step-th layer, and moe_layers is {stated!r:.80}"
+            f"llama.cpp has experts in every interleave_moe_layer_step-th layer, but moe_layers is {stated!r:.80}"
         )
 
 

@@ -431,7 +431,7 @@ def _views(
         settings = replace(settings, model=replace(settings.model, names=called))
     architecture = architecture_name(settings.architecture)
     if contents.architecture != architecture:
-        raise ExportError(f"it has the architecture {architecture}, and the file has {contents.architecture!r}")
+        raise ExportError(f"it has the architecture {architecture}, but the file has {contents.architecture!r}")
     shapes = {tensor.name: tensor.shape for tensor in contents.tensors}
     if any(name.endswith(".ffn_gate_up_exps.weight") for name in shapes):  # of newer files of any architecture
         settings = replace(settings, architecture=replace(settings.architecture, gate_and_up=JOINED))

@@ -101,7 +101,7 @@ def gguf_tensors(
         if not tensor_type or (not own and name.endswith(".bias") and tensor_type not in biases):
             raise ExportError(
                 f"tensor {tensor.name!r}: llama.cpp's {settings.architecture.name.lower()} models have no such "
-                "tensor; if the model computes nothing with it, leave it out (`leave_out`)"
+                "tensor; if the model does not use it, leave it out (`leave_out`)"
             )
         held[name] = _view(known, tensor, tensor_type, name, settings)
     inputs, rows = held.get("per_layer_token_embd.weight"), settings.get("vocab_size")
@@ -122,7 +122,7 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
     names_behind = [tensor.name for tensor in tensors if predicts_further(_text_name(tensor.name)[0], layers)]
     further = f"behind the {layers} layers that config.json counts"
     if counts_drafts(names_behind, settings.values):
-        further = "predicts further tokens, which the model does without"
+        further = "predicts further tokens, which the model does not need"
     unused = unused_parts([tensor.name for tensor in tensors], settings.values)
     for tensor in tensors:
         name, inner = _text_name(tensor.name)
@@ -139,7 +139,7 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
         elif name == HEAD and tied:
             left_out[tensor.name] = "the same as the embeddings"
         elif tensor.name in unused:
-            left_out[tensor.name] = f"transformers does without it by {unused[tensor.name]} of config.json"
+            left_out[tensor.name] = f"transformers does not use it, because of {unused[tensor.name]} in config.json"
         elif drafts and behind is None:
             left_out[tensor.name] = further
         elif not drafts and ((wrapped and not inner and name != HEAD) or tower_of(tensor.name)):

@@ -105,7 +105,7 @@ def placed_tokens(
 
 def _check_id(token: str, token_id: Any, rows: int) -> None:
     if not isinstance(token_id, int) or not 0 <= token_id < rows:
-        raise ExportError(f"{FAST}: token {token!r} has the id {token_id!r}, and the model has {rows} tokens")
+        raise ExportError(f"{FAST}: token {token!r} has the id {token_id!r}, but the model has {rows} tokens")
 
 
 def _looks_special(token: str) -> bool:

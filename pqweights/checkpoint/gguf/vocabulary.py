@@ -181,7 +181,7 @@ def _surrounding(tokenizer: Mapping[str, Any], rows: int) -> tuple[tuple[int, ..
         raise SourceError(f"{FAST}: its post_processor is damaged: {error!r:.100}") from None
     for token in (*before, *behind):
         if not isinstance(token, int) or not 0 <= token < rows:
-            raise SourceError(f"{FAST}: its post_processor has the token id {token!r}, and the model has {rows} tokens")
+            raise SourceError(f"{FAST}: its post_processor has the token id {token!r}, but the model has {rows} tokens")
     if len(before) > 1 or len(behind) > 1:
         raise unmapped("it puts more than one token before or after a text")
     return tuple(before), tuple(behind)
