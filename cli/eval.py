@@ -54,17 +54,11 @@ def command(
     GGUF models or formats, each is evaluated.
     """
     with output.errors(quiet=quiet):
-        from pqweights.errors import OptionError
         from pqweights.results.evaluation_record import result_folder_of
         from pqweights.results.parts import models_in
         from pqweights.runtime.evaluation import evaluate
-        from pqweights.runtime.saved_reference import is_saved_reference
-        from pqweights.runtime.texts import read_text, wikitext
 
-        has_text = reference is not None and is_saved_reference(Path(reference))
-        given = [name for name in (text, dataset) if name is not None]
-        if len(given) > 1 or not (given or has_text) or dataset not in (None, WIKITEXT):
-            raise OptionError(f"expected either `text` or `dataset` {WIKITEXT}")
+        _check_text(text, dataset, reference)
         evaluation = EvaluationOptions(
             dtype=dtype,
             device=device,
@@ -82,7 +76,7 @@ def command(
         )
         fetched = _fetched(models, options.hub(revision, token))
         base = None if reference is None else options.fetched(reference, options.hub(None, token))
-        words = wikitext() if dataset is not None else read_text(text) if text is not None else None
+        words = _words(text, dataset)
         evaluation = replace(evaluation, reference=base and base.path)
         paths = [(path, model) for model in fetched for path in models_in(model.path)]
         folders = [None if no_record or kv_cache or model.origin else result_folder_of(path) for path, model in paths]
@@ -97,6 +91,26 @@ def command(
         if save_reference is not None:
             output.note(f"{save_reference}: {size_text(save_reference.stat().st_size)}, for --reference")
         _record_all(done, folders, words, tokenizer=path_of(tokenizer), reference=reference)
+
+
+def _check_text(text: Path | None, dataset: str | None, reference: str | None) -> None:
+    """Raise OptionError unless there is one text; a saved reference has its own."""
+    from pqweights.errors import OptionError
+    from pqweights.runtime.saved_reference import is_saved_reference
+
+    has_text = reference is not None and is_saved_reference(Path(reference))
+    given = [name for name in (text, dataset) if name is not None]
+    if len(given) > 1 or not (given or has_text) or dataset not in (None, WIKITEXT):
+        raise OptionError(f"expected either `text` or `dataset` {WIKITEXT}")
+
+
+def _words(text: Path | None, dataset: str | None) -> str | None:
+    """Return the text that is given; None for that of a saved reference."""
+    from pqweights.runtime.texts import read_text, wikitext
+
+    if dataset is not None:
+        return wikitext()
+    return None if text is None else read_text(text)
 
 
 def _fetched(models: Sequence[str], hub: Options) -> list[Fetched]:

@@ -142,21 +142,10 @@ def push(
     repository, branch = checked_destination(repository, reached.revision)
     stamps = _stamps(folder)
     old_card = read_card(folder)
-    hub, not_checked = Hub(reached.token, reached.tell), None
-    remote, has_branch = Repository(hub, repository), False
-    try:
-        hub.call("login", lambda: hub.api.whoami())
-        remote, has_branch = find_destination(hub, repository, branch, private=options.private)
-    except HubUnavailableError as error:
-        if not options.dry_run:
-            raise
-        not_checked = str(error)
+    hub = Hub(reached.token, reached.tell)
+    remote, has_branch, not_checked = _destination(hub, repository, branch, options)
     manifest = read_manifest(folder)
-    there = {
-        shard.file: shard.file_bytes
-        for shard in shards_of(manifest)
-        if stamps[shard.file] is None and shard.file in sent and sent[shard.file].byte_count == shard.file_bytes
-    }
+    there = _sent_before(manifest, stamps, sent)
     _check_folder(folder, options, there)
     same, others = _earlier(remote, manifest, stamps.keys())
     card_options = PublishOptions(repository=remote.id, revision=card_branch(branch), base_model=options.base_model)
@@ -164,21 +153,21 @@ def push(
     card = make_card(folder, card_options, old=old_card, pushed=card_on_hub(remote), beside=beside)
     files = _files(remote, folder, manifest, card=card, same=same, others=others)
     files = {name: content for name, content in files.items() if name not in there}
-    changes = _changes(files, remote, options)
+    changes = list(_changes(files, remote, options))
     if any(change.change != SAME and files[change.name] == folder / MANIFEST_FILE for change in changes):
         # While the manifest stays, so does everything that it lists, and so do the evaluations of it.
         left = sorted(_left_behind(remote, same, others) - files.keys() - there.keys())
-        changes += tuple(Change(name, DELETED, 0) for name in left)
+        changes += [Change(name, DELETED, 0) for name in left]
     if not_checked is not None:
-        changes = tuple(replace(change, change=UNKNOWN) for change in changes)
-    changes += tuple(Change(name, SAME, byte_count) for name, byte_count in there.items())
+        changes = [replace(change, change=UNKNOWN) for change in changes]
+    changes += [Change(name, SAME, byte_count) for name, byte_count in there.items()]
     report = PushReport(
         repository=remote.id,
         branch=branch,
         created=None if not_checked else not remote.commit,
         replaced=remote.commit,
         url=f"{hub.endpoint}/{remote.id}",
-        changes=changes,
+        changes=tuple(changes),
         card=card,
         not_checked=not_checked,
     )
@@ -192,6 +181,25 @@ def push(
     _check_unchanged(folder, stamps)
     title = options.message or f"pqweights push: {manifest.kind}"
     return replace(report, commit=_commit(remote, branch, operations, title, files, options))
+
+
+def _destination(
+    hub: Hub, repository: str, branch: str, options: PublishOptions
+) -> tuple[Repository, bool, str | None]:
+    """Return the repository, whether it has the branch, and why that could not be checked in a dry run."""
+    try:
+        hub.call("login", lambda: hub.api.whoami())
+        return *find_destination(hub, repository, branch, private=options.private), None
+    except HubUnavailableError as error:
+        if not options.dry_run:
+            raise
+        return Repository(hub, repository), False, str(error)
+
+
+def _sent_before(manifest: Manifest, stamps: Mapping[str, Stamp], sent: Mapping[str, FileState]) -> dict[str, int]:
+    """Return the files with tensors that a run has sent and that are not in the folder, with their sizes."""
+    sizes = {shard.file: shard.file_bytes for shard in shards_of(manifest) if stamps[shard.file] is None}
+    return {name: size for name, size in sizes.items() if name in sent and sent[name].byte_count == size}
 
 
 def _earlier(remote: Repository, manifest: Manifest, names: Set[str]) -> tuple[list[Pushed], list[Pushed]]:

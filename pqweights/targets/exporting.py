@@ -154,27 +154,20 @@ def plan_export(
     assignment = settings.assign(checkpoint, _model_name(checkpoint, {} if manifest is None else model, where))
     parts = assignment.parts or {"": assignment}
     master_errors = {} if manifest is None else _known_errors(assignment, checkpoint, manifest)
-    compensation = None
-    if inputs is not None and settings.rounding != PLAIN:
-        rules = [(tensor, how.rule) for tensor, how in assignment.rounded]
-        compensation = Compensation(inputs, rules, text_model(checkpoint.config), settings.rounding)
+    compensation = _compensation(settings, inputs, assignment, checkpoint)
     known: dict[str, Any] = {"is_original": not checkpoint.is_master, "master_errors": master_errors}
     fused = fused_weights(assignment.tensors, assignment.decisions)
     read = replace(checkpoint, tensors=reading_together(assignment.tensors, fused))
     read = read if assignment.companions is None else _with_companions(read, assignment.companions)
     tensors = [_planned(tensor, read, assignment) for tensor in read.tensors]
     most = options.max_shard_size or to.max_shard_bytes
-    by_folder = {folder: part.metadata for folder, part in parts.items()}
-    container: Container = Safetensors(by_folder, assignment.stated.get("file"))
-    if assignment.container is not None:
-        container = assignment.container(tensors, most)
     by_columns = sorted(how.column_bytes(tensor.shape) for tensor, how in assignment.rounded)
     about = _about_rounding(settings, inputs, **known) if assignment.decisions else {}
     return Conversion(
         kind=EXPORT,
         made_by=settings.stated | dict(assignment.stated) | about,
         checkpoint=read,
-        plan=make_plan(read, tensors, container, most, assignment.left_out),
+        plan=make_plan(read, tensors, _container(assignment, tensors, most), most, assignment.left_out),
         encode=partial(_encode, assignment=assignment, fused=fused, compensation=compensation, **known),
         configs={
             f"{folder}{CONFIG_FILE}": partial(_stated, part.config)
@@ -189,6 +182,25 @@ def plan_export(
         model=model,
         master={} if manifest is None else _about_master(manifest),
     )
+
+
+def _compensation(
+    settings: ExportSettings, inputs: KnownInputs | None, assignment: Assignment, checkpoint: Checkpoint
+) -> Compensation | None:
+    """Return what rounding knows of the inputs of weights; None if it does without."""
+    if inputs is None or settings.rounding == PLAIN:
+        return None
+    rules = [(tensor, how.rule) for tensor, how in assignment.rounded]
+    return Compensation(inputs, rules, text_model(checkpoint.config), settings.rounding)
+
+
+def _container(assignment: Assignment, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> Container:
+    """Return the format of the files: safetensors, unless the target has another."""
+    if assignment.container is not None:
+        return assignment.container(tensors, max_shard_bytes)
+    parts = assignment.parts or {"": assignment}
+    by_folder = {folder: part.metadata for folder, part in parts.items()}
+    return Safetensors(by_folder, assignment.stated.get("file"))
 
 
 def _model_name(checkpoint: Checkpoint, model: Mapping[str, Any], where: str) -> str | None:

@@ -106,15 +106,11 @@ def plan_quantize(
     elif learned.finished is not None:
         coded = {of.name: of for of in learned.finished.tensors if of.action == QUANTIZE}
         tensors, fitted = [coded.get(tensor.name, tensor) for tensor in tensors], None
-    stated = {} if ready is None else {"calibrated": ready.describe()}
-    stated |= {} if learned.finished is None else {"calibrated": learned.finished.made_by["calibrated"]}
-    stated |= {} if awq is None else {"awq": dict(awq.about)}
-    stated |= {} if fitted is None else {"fit": fitted.describe()}
     reads = {} if awq is None or awq.files is None else {"scales": awq.files}
     reads |= {} if ready is None else {"calibrated": ready.files}
     return Conversion(
         kind=MASTER,
-        made_by={"recipe": recipe.to_json()} | stated,
+        made_by={"recipe": recipe.to_json(), **_about(learned, fitted)},
         checkpoint=checkpoint,
         plan=make_plan(checkpoint, tensors, Safetensors(), most),
         encode=partial(encode, effort=recipe.effort, awq=awq, ready=ready),
@@ -126,6 +122,14 @@ def plan_quantize(
         learned={} if awq is None else {"awq": {**awq.about, "weights": awq.reports}},
         model=model,
     )
+
+
+def _about(learned: Learned, fitted: Fit | None) -> dict[str, Any]:
+    """Return what the manifest states of what was learned, and of a fit."""
+    stated = {} if learned.ready is None else {"calibrated": learned.ready.describe()}
+    stated |= {} if learned.finished is None else {"calibrated": learned.finished.made_by["calibrated"]}
+    stated |= {} if learned.awq is None else {"awq": dict(learned.awq.about)}
+    return stated | ({} if fitted is None else {"fit": fitted.describe()})
 
 
 def rate_planner(checkpoint: Checkpoint, recipe: Recipe, scaled: frozenset[str] = frozenset()) -> RatePlanner:

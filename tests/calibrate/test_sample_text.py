@@ -39,7 +39,7 @@ def having(monkeypatch: pytest.MonkeyPatch, splits: Any) -> list[Any]:
 def test_the_mixture_has_many_languages_and_code_and_is_long_enough() -> None:
     text = sample_text("mixture", 12288)
     assert len(text.split()) > 12288
-    for part in ("Lichtgeschwindigkeit", "豆浆", "поезд", "SELECT c.name", '"""The text that a model reads'):
+    for part in ("Lichtgeschwindigkeit", "豆浆", "поезд", "SELECT c.name", '"""The sample of tokens from which'):
         assert part in text
     assert text == sample_text("mixture", 2048)
 

@@ -141,32 +141,38 @@ def read_rope(
     elif kind not in ("none", "longrope"):
         raise ExportError(f"rope.scaling.type {kind!r:.40} is not known")
     if kind in ("yarn", "longrope"):
-        original = value("rope.scaling.original_context_length")
-        if original is None:
+        if (original := value("rope.scaling.original_context_length")) is None:
             raise ExportError("the file does not say rope.scaling.original_context_length")
-        attention = value("rope.scaling.attn_factor")
         scaled |= {
             key: of for key, usual in YARN_BETAS.items() if (of := value(f"rope.scaling.yarn_{key}") or usual) != usual
         }
-        if kind == "longrope" and {"rope_factors_long.weight", "rope_factors_short.weight"} - factors.keys():
-            raise ExportError("the tensors rope_factors_long.weight and rope_factors_short.weight are missing")
-        if kind == "longrope":
-            scaled |= {f"{name}_factor": factors[f"rope_factors_{name}.weight"].tolist() for name in ("long", "short")}
-            stated["original_max_position_embeddings"] = original
-        else:
-            scaled["original_max_position_embeddings"] = original
-            if rope.rounds_yarn:
-                scaled["truncate"] = False
-            if rope.yarn_scales_attention and (mscale := value("rope.scaling.yarn_log_multiplier")) is not None:
-                scaled |= dict.fromkeys(("mscale", "mscale_all_dim"), _times(mscale, 10.0))
-            attention = attention and _times(attention, yarn_scale(scaled["factor"], 1.0))
-        scaled |= {} if attention is None else {"attention_factor": attention}
+        (stated if kind == "longrope" else scaled)["original_max_position_embeddings"] = original
+        scaled |= _read_longrope(value, factors) if kind == "longrope" else _read_yarn(value, rope, scaled["factor"])
     if rope.temperature and (beta := value("attention.temperature_scale")) is not None:
         length = value("rope.scaling.original_context_length") or value("attention.temperature_length")
         scaled |= {"llama_4_scaling_beta": beta, "original_max_position_embeddings": length}
     elif rope.temperature and kind == "yarn":
         scaled["llama_4_scaling_beta"] = 0.0  # its class takes no model without it
     return stated if scaled == {"rope_type": "none"} else stated | {"rope_scaling": scaled}
+
+
+def _read_longrope(value: Callable[[str], Any], factors: Factors) -> dict[str, Any]:
+    """Return what a configuration says of LongRoPE: the inverse of _add_longrope."""
+    if {"rope_factors_long.weight", "rope_factors_short.weight"} - factors.keys():
+        raise ExportError("the tensors rope_factors_long.weight and rope_factors_short.weight are missing")
+    scaled = {f"{name}_factor": factors[f"rope_factors_{name}.weight"].tolist() for name in ("long", "short")}
+    attention = value("rope.scaling.attn_factor")
+    return scaled | ({} if attention is None else {"attention_factor": attention})
+
+
+def _read_yarn(value: Callable[[str], Any], rope: Rope, factor: float) -> dict[str, Any]:
+    """Return what a configuration says of YaRN beside its factor: the inverse of _add_yarn."""
+    scaled: dict[str, Any] = {"truncate": False} if rope.rounds_yarn else {}
+    if rope.yarn_scales_attention and (mscale := value("rope.scaling.yarn_log_multiplier")) is not None:
+        scaled |= dict.fromkeys(("mscale", "mscale_all_dim"), _times(mscale, 10.0))
+    if (attention := value("rope.scaling.attn_factor")) is not None:
+        scaled["attention_factor"] = attention and _times(attention, yarn_scale(factor, 1.0))
+    return scaled
 
 
 def _times(value: float, scale: float) -> float:

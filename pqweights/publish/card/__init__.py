@@ -166,14 +166,9 @@ def make_card(
         "Files and hashes": text.files(manifest, sha256, bool(records)),
         "Other exports in this repository": text.others([other for other, _ in beside]),
     }
+    tags = () if target is None else target.tags_of(manifest.made_by)
     parts = [
-        _head(
-            manifest,
-            before,
-            names,
-            library=_library(target, model),
-            target_tags=() if target is None else target.tags_of(manifest.made_by),
-        ),
+        _head(manifest, before, names, library=_library(target, model), target_tags=tags),
         f"# {words(_title(names, target, manifest))}",
         *text.opening(inspection, names.base_model),
     ]
