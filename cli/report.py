@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pqweights.convert.records import TensorRecord
     from pqweights.convert.task import RewriteReport
     from pqweights.planning.plan import Plan, TensorPlan, Totals
-    from pqweights.targets.possible import PossibleExport
+    from pqweights.targets.memory import PossibleExport
 
     Pairs = Sequence[tuple[TensorPlan, TensorRecord]]
 

@@ -16,11 +16,16 @@ from torch import Tensor
 from pqweights.calibrate.calibrated import FEWEST_INPUTS, Encoded, LayerwiseCalibration
 from pqweights.calibrate.calibrated_weights import CalibratedWeight
 from pqweights.calibrate.divergence import LayerwiseDivergence
-from pqweights.calibrate.finished import finished_manifest, stated_by_result
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
 from pqweights.calibrate.sample import SEED, SampleOf
 from pqweights.calibrate.sensitivity import model_of_trial
-from pqweights.calibrate.work_folder import check_space, folder_beside, worked_on_in
+from pqweights.calibrate.work_folder import (
+    check_space,
+    finished_manifest,
+    folder_beside,
+    stated_by_result,
+    worked_on_in,
+)
 from pqweights.checkpoint.readers import element_count
 from pqweights.common.options import BY_TENSOR, Options
 from pqweights.common.strict_json import rounded

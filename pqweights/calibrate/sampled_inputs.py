@@ -22,13 +22,12 @@ from safetensors.numpy import save
 
 from pqweights.calibrate.collecting import VectorInputs, check_windows
 from pqweights.calibrate.divergence import LayerwiseDivergence, scaled_for
-from pqweights.calibrate.finished import finished_manifest
 from pqweights.calibrate.layer_passes import LayerPasses
 from pqweights.calibrate.layer_statistics import LayerStatistics, weight_inputs
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel, ModelMatrix
 from pqweights.calibrate.sample import SampleOf
 from pqweights.calibrate.sensitivity import block_sizes, measure
-from pqweights.calibrate.work_folder import check_space, folder_beside, worked_on_in
+from pqweights.calibrate.work_folder import check_space, finished_manifest, folder_beside, worked_on_in
 from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.writer import write_whole

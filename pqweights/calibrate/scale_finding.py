@@ -20,13 +20,12 @@ import numpy.typing as npt
 from torch import Tensor
 
 from pqweights.calibrate.collecting import HELD_BACK_OF, VectorInputs, check_windows
-from pqweights.calibrate.finished import stated_by_result
 from pqweights.calibrate.layer_passes import LayerPasses
 from pqweights.calibrate.layer_statistics import LayerStatistics, weight_inputs
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel, ModelMatrix
 from pqweights.calibrate.sample import SEED, SampleOf
 from pqweights.calibrate.scale_search import Inputs, LayerReport, search_layer
-from pqweights.calibrate.work_folder import check_space, folder_beside, worked_on_in
+from pqweights.calibrate.work_folder import check_space, folder_beside, stated_by_result, worked_on_in
 from pqweights.checkpoint.names import awq_name
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.options import Options

@@ -26,11 +26,10 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from pqweights.calibrate.divergence import LayerwiseDivergence, scaled_for
-from pqweights.calibrate.finished import stated_by_result
 from pqweights.calibrate.layer_passes import LayerPasses, save_whole
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
 from pqweights.calibrate.sample import SEED, SampleOf
-from pqweights.calibrate.work_folder import check_space, folder_beside, worked_on_in
+from pqweights.calibrate.work_folder import check_space, folder_beside, stated_by_result, worked_on_in
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.options import Options
 from pqweights.common.strict_json import rounded

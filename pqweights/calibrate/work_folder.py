@@ -12,9 +12,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.writer import PARTIAL_SUFFIX, DiskNeed, check_room, disk_errors, write_whole
 from pqweights.common.units import size_text
+from pqweights.convert.journal import is_under_way
+from pqweights.convert.manifest import Manifest, parse_manifest
 from pqweights.errors import OutputError, PqweightsError, SourceChangedError
 from pqweights.runtime.packages import is_out_of_memory, memory_shortage
 from pqweights.storage import Store
@@ -149,3 +153,33 @@ def check_space(work: Path, needed: int, beside: Mapping[Path, int]) -> None:
         what = f"{folder.parent}: the result needs {size_text(result_bytes)}"
         needs.append(DiskNeed(folder=folder, byte_count=result_bytes, what=what, remedy="choose another disk"))
     check_room(needs)
+
+
+def finished_manifest(out: Store, *, overwrite: bool) -> Manifest | None:
+    """Return the manifest of a finished result that is to stay; None if there is none."""
+    if overwrite or MANIFEST_FILE not in out.names() or is_under_way(out):
+        return None
+    data = out.read(MANIFEST_FILE)
+    return None if data is None else parse_manifest(data)
+
+
+def stated_by_result(out: Store, what: str, key: str, *, overwrite: bool) -> dict[str, Any] | None:
+    """Return what the manifest of a finished result says of something that was learned; None without a result.
+
+    what: its key in the manifest
+    key: on what it depends
+
+    Raises OutputError for another result.
+    """
+    manifest = finished_manifest(out, overwrite=overwrite)
+    if manifest is None:
+        return None
+    stated = manifest.made_by.get(what)
+    if what == "fit" and isinstance(stated, dict):
+        stated = stated.get("sensitivity")
+    if not isinstance(stated, dict) or stated.get("identity") != key:
+        raise OutputError(
+            f"{out}: holds another result, which this calibration did not make; pass `overwrite` to replace it, or "
+            "choose another folder"
+        )
+    return stated

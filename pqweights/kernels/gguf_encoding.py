@@ -2,19 +2,18 @@
 
 native/gguf_affine.cpp has those of blocks of scales and offsets, native/gguf_grids.cpp those of grid points,
 native/gguf_symmetric.cpp the others, and native/gguf_formats.hpp the bytes. Where the searches begin is in
-gguf_searches.py; which points a grid has is a fact of the format, and taken from the gguf package. Blocks of short
-floats are encoded by native/float_groups.cpp, and packed here.
+gguf_searches.py. Blocks of short floats are encoded by native/float_groups.cpp, and packed here.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.kernels import native
+from pqweights.kernels.gguf_grids import UNITS, grid_of
 from pqweights.kernels.gguf_searches import SEARCHES, Points
 from pqweights.kernels.gguf_types import BLOCK_TYPES, BlockType
 from pqweights.kernels.groups import BEST, FloatRule, Groups, normalized_importance
@@ -24,9 +23,6 @@ Doubles = npt.NDArray[np.float64]
 
 # Types of short floats with scales in bytes.
 FLOATS = {"MXFP4": FloatRule("mxfp4", 4, 32, BEST), "NVFP4": FloatRule("nvfp4", 4, 16, BEST)}
-# What coordinates are multiplied by, so that a scale is an odd number times the F16 factor of the block.
-UNITS = {"IQ3_S": 1.0, "IQ3_XXS": 1 / 4, "IQ2_S": 1 / 8, "IQ2_XS": 1 / 8, "IQ2_XXS": 1 / 8, "IQ1_M": 1.0, "IQ1_S": 1.0}
-LANES = 16
 
 
 def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> Groups:
@@ -112,35 +108,3 @@ def _grid(type_name: str) -> tuple[native.Array | int, ...]:
     levels, points, numbers = grid_of(type_name)
     given = ((levels, np.float32), (points, np.uint8), (numbers, np.uint16))
     return (*(native.array(array, dtype, array.size) for array, dtype in given), len(points))
-
-
-class Grid(NamedTuple):
-    """A grid. A point has four or eight digits, of three or two bits, which say what its coordinates are.
-
-    levels: f32 [16], the coordinates that a digit stands for, again and again
-    points: u8 [points, 2], the digits of both halves of each point, the first in the lowest bits; sorted
-    numbers: u16, the numbers of points by their digits, those of the first half above those of the second
-    """
-
-    levels: npt.NDArray[np.float32]
-    points: npt.NDArray[np.uint8]
-    numbers: npt.NDArray[np.uint16]
-
-
-@functools.cache
-def grid_of(type_name: str) -> Grid:
-    """Return the grid of a type, a key of UNITS."""
-    import gguf
-
-    quants = getattr(gguf.quants, type_name)
-    quants.init_grid()
-    coordinates = quants.grid.reshape(quants.grid_shape)
-    known = np.unique(coordinates)
-    half, bits = {8: (4, 2), 4: (2, 3)}[coordinates.shape[1]]
-    digits = np.searchsorted(known, coordinates).reshape(-1, 2, half)
-    points = (digits << bits * np.arange(half)).sum(axis=2)
-    joined = points[:, 0] << bits * half | points[:, 1]
-    numbers = np.zeros(1 << 2 * bits * half, dtype=np.uint16)
-    numbers[joined] = np.arange(len(joined))
-    levels = np.pad(known * np.float32(UNITS[type_name]), (0, (1 << bits) - len(known)), mode="edge")
-    return Grid(np.resize(levels, LANES), points[np.argsort(joined)].astype(np.uint8), numbers)

@@ -21,10 +21,9 @@ from pqweights.planning.fit import Fit
 from pqweights.planning.plan import Plan, TensorPlan, Totals
 from pqweights.planning.recipe import Recipe
 from pqweights.storage import Store
-from pqweights.targets.grids import sampled_grids
+from pqweights.targets.lossless import sampled_grids
 from pqweights.targets.master import Learned, plan_quantize
-from pqweights.targets.memory import MemoryAdvice, advise
-from pqweights.targets.possible import PossibleExport, possible_exports
+from pqweights.targets.memory import MemoryAdvice, PossibleExport, advise, possible_exports
 
 # How an entry of plan --json begins.
 BEFORE_NAME = f'{{{LIST_ITEM}  "name": '

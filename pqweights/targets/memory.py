@@ -1,4 +1,8 @@
-"""Which exports of a model a memory has room for, by a rule: parameters x bits, and the keys and values of the context.
+"""Which targets a checkpoint can be exported to, and which exports a memory has room for.
+
+The first is decided by the targets themselves, from the configuration and the names and shapes of tensors alone, so the
+answer is there before the first weight is read; the second by a rule: parameters x bits, and the keys and values of the
+context.
 
 Sizes are estimates from the configuration and the shapes of tensors; docs/memory.md has the rule.
 """
@@ -6,11 +10,13 @@ Sizes are estimates from the configuration and the shapes of tensors; docs/memor
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pqweights.checkpoint.config import quantization_settings
+from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.options import LLAMA_CPP, MLX, RUNTIMES, TRANSFORMERS, VLLM, Options
 from pqweights.errors import ExportError, MissingDependencyError, SourceError
@@ -18,8 +24,8 @@ from pqweights.formats import UNRATED
 from pqweights.planning.context_memory import DEFAULT_CONTEXT, context_bytes, most_context
 from pqweights.planning.decisions import with_weights
 from pqweights.planning.plan import QUANTIZE, TensorPlan
-from pqweights.targets import get_target
-from pqweights.targets.possible import PossibleExport, check
+from pqweights.targets import EXPORTS, get_target
+from pqweights.targets.architectures import UNEXAMINED, is_examined
 from pqweights.targets.target import COMPRESSED_TENSORS, TORCHAO, ExportTarget
 
 GIB = 1 << 30
@@ -34,6 +40,10 @@ LOADED_BY = {
 }  # fmt: skip
 # What is no export: the model as it is, and its master, which transformers keeps packed.
 SOURCE, MASTER = "source", "master"
+# The runtimes that load weights, what a Proposal says of them, and their bytes.
+_Stored = tuple[tuple[str, ...], dict[str, Any], int]
+# A layer or an expert: what its name begins with, its number, and the name of a tensor in it.
+_NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +139,6 @@ def share_of(runtime: str, memory: int) -> float:
     return {MLX: of_a_mac, VLLM: 0.92}.get(runtime, 1.0)
 
 
-# The runtimes that load weights, what a Proposal says of them, and their bytes.
-_Stored = tuple[tuple[str, ...], dict[str, Any], int]
-
-
 def _as_it_is(checkpoint: Checkpoint, planned: Sequence[TensorPlan]) -> Iterator[_Stored]:
     """Yield the model as it is, and the master, unless it is one of those that loading decodes."""
     is_packed = bool(quantization_settings(checkpoint.config))
@@ -159,3 +165,71 @@ def _exported(checkpoint: Checkpoint, planned: Sequence[TensorPlan], target: Exp
         size = kept + math.ceil((plain * PLAIN_BITS + rounded * bits) / 8)
         options = {option: getattr(chosen, option) for option in chosen.given}
         yield LOADED_BY[target.runtime], {"target": target.name, "format": name, "options": options}, size
+
+
+@dataclass(frozen=True, kw_only=True)
+class PossibleExport:
+    """What is known of the export of a checkpoint to one target, with the target's defaults.
+
+    target: the name of the target
+    possible: whether it can be made; None if that is not known
+    reason: why not, or what is still to be found out; None if there is nothing
+    """
+
+    target: str
+    possible: bool | None
+    reason: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of the target in plan --json."""
+        return asdict(self)
+
+
+def possible_exports(checkpoint: Checkpoint) -> tuple[PossibleExport, ...]:
+    """Return for every target whether a checkpoint can be exported to it."""
+    checkpoint = with_weights(checkpoint)
+    return tuple(_possible(name, checkpoint) for name in EXPORTS)
+
+
+def _possible(name: str, checkpoint: Checkpoint) -> PossibleExport:
+    target = get_target(name)
+    try:
+        check(target, checkpoint, Options())
+    except (ExportError, SourceError) as error:
+        return PossibleExport(target=name, possible=False, reason=str(error))
+    except MissingDependencyError as error:
+        return PossibleExport(target=name, possible=None, reason=str(error))
+    names = target.runtime in (TORCHAO, COMPRESSED_TENSORS) and not is_examined(checkpoint.config)
+    return PossibleExport(target=name, possible=True, reason=UNEXAMINED if names else target.unchecked(checkpoint))
+
+
+def check(target: ExportTarget, checkpoint: Checkpoint, options: Options) -> None:
+    """Check whether a checkpoint can be exported. Raises ExportError or MissingDependencyError."""
+    settings = target.settings(options)
+    if target.check is not None:
+        target.check(checkpoint)
+    else:
+        settings.assign(one_of_each(checkpoint), None)
+
+
+def one_of_each(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the first of all layers, and within them of all experts, that are alike."""
+    named = [(tensor.name, tensor) for tensor in checkpoint.tensors]
+    return replace(checkpoint, tensors=tuple(_firsts(named, checkpoint.weights)))
+
+
+def _firsts(named: Sequence[tuple[str, LogicalTensor]], weights: frozenset[str]) -> Iterator[LogicalTensor]:
+    """Yield the tensors of the first of all blocks that are alike. named: each with its own name within a block"""
+    blocks: dict[tuple[str, str], list[tuple[str, LogicalTensor]]] = {}
+    for name, tensor in named:
+        match = _NUMBERED.fullmatch(name)
+        if match is None:
+            yield tensor
+        else:
+            blocks.setdefault((match[1], match[2]), []).append((match[3], tensor))
+    firsts: dict[object, list[tuple[str, LogicalTensor]]] = {}
+    for (prefix, _), block in blocks.items():
+        content = (prefix, tuple([(name, of.shape, of.dtype, of.name in weights) for name, of in block]))
+        firsts.setdefault(content, block)
+    for block in firsts.values():
+        yield from _firsts(block, weights)

@@ -163,9 +163,7 @@ class MlxFormat:
         generation = json_bytes(read_json_object(checkpoint.storage, GENERATION_CONFIG)) if has_generation else None
         return mlx_model.read_model(
             _config(checkpoint, model_plain),
-            generation_config=json_bytes(read_json_object(checkpoint.storage, GENERATION_CONFIG))
-            if generation
-            else None,
+            generation_config=generation,
             tensors={tensor.name: tensor for tensor in checkpoint.tensors},
             weights=checkpoint.weights,
             dtypes=dtypes,
