@@ -86,7 +86,7 @@ def test_a_model_that_llama_cpp_has_and_computes_otherwise_is_refused_with_the_r
         (
             {"model_type": "olmo3", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
             | {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}, "full_attention": {"rope_theta": 2.0}}},
-            "all its layers with the rope_theta 2.0, and sliding_attention has 1.0",
+            "all its layers with the rope_theta 2.0, but sliding_attention has 1.0",
         ),
     ],
 )  # fmt: skip
