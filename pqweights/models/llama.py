@@ -6,7 +6,7 @@ sizes of heads. llama.cpp's defaults for missing metadata are others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +25,13 @@ from pqweights.models.llama_cpp import (
     Rope,
     Windows,
     gate_and_up_rows,
+    query_rows,
     real,
 )
 from pqweights.models.rotary import DEFAULT_WINDOWS
 from pqweights.models.settings import Settings, needs_windows, unrotated_each, windowed_layers
 from pqweights.models.tensor_names import BIASED, MLP_BIASED, Names
+from pqweights.models.traits import Trait
 
 LLAMA = Architecture(
     name="LLAMA", interleaved=True, rope=Rope(EVERY_LLAMA), values=SILU_ONLY,
@@ -59,6 +61,29 @@ _COHERE = Architecture(
     values=SILU_ONLY | {"use_qk_norm": (False, None)},
 )  # fmt: skip
 _COHERE_KEYS = sizes(8192, 22528, 40, 64, 8192) | TIED | SILU | {"layer_norm_eps": 1e-5, "logit_scale": 0.0625}
+
+
+def _rotated_windows(settings: Settings) -> str:
+    """Check the rotary embeddings, of which configurations list a base for each layer, 0 for none."""
+    bases, windowed = settings.get("layer_rope_theta"), windowed_layers(settings)
+    alike = bases is None or [bool(base) for base in bases] == windowed
+    return "" if alike else "llama.cpp has rotary embeddings in layers with a sliding window, and in no others"
+
+
+def _publish_muse_glimmer(config: dict[str, Any], held: Set[str]) -> None:
+    """State which layers have rotary embeddings, which does not follow from their kinds."""
+    base = config["rope_theta"]
+    config["layer_rope_theta"] = [base if kind == SLIDING else 0 for kind in config["layer_types"]]
+
+
+# Its queries are normalized without weights, and multiplied by one number.
+_MUSE_GLIMMER = Architecture(
+    name="AFMOE", label="muse-glimmer", interleaved=True, windows=Windows(listed=True, own_base=False),
+    settings=(real("final_logit_softcapping"), real("logit_scale", "output_multiplier")), rope=Rope(DEFAULT),
+    constants={"attn_q_norm.weight": "qk_scale_factor", "attn_k_norm.weight": lambda number: 1.0},
+    plain_norms=frozenset({"OUTPUT_NORM"}), shapes={"ATTN_GATE": (query_rows, "hidden_size")},
+    values={"hidden_activation": SILU_ONLY["hidden_act"], "post_norm_eps": (1e-8,)}, checks=(_rotated_windows,),
+)  # fmt: skip
 _LAYER_NORMS = frozenset({"ATTN_NORM", "FFN_NORM", "OUTPUT_NORM"})
 
 
@@ -98,6 +123,18 @@ ROWS: dict[str, Row] = {
         llama_cpp=replace(LLAMA, name="ARCEE", rope=Rope(), values={"hidden_act": ("relu2",)}),
         defaults=sizes(2560, 18432, 32, 32, 4096) | OWN_HEAD | {"rms_norm_eps": 1e-05, "hidden_act": "relu2"},
         names=Names(class_name="ArceeForCausalLM", present=BIASED + MLP_BIASED),
+    ),
+    "muse_glimmer_text": Row(
+        traits=frozenset({Trait.ZERO_CENTRED_NORMS}), llama_cpp=_MUSE_GLIMMER, publish=_publish_muse_glimmer,
+        names=Names(
+            class_name="MuseGlimmerForCausalLM",
+            layers=parts.NORMS + parts.HEADS + parts.MLP + parts.FEED_FORWARD_NORMS + " self_attn.gate_proj",
+        ),
+        defaults=sizes(6656, 19968, 52, 32, 131072) | OWN_HEAD | {
+            "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "hidden_activation": "silu",
+            "final_logit_softcapping": 20.0, "output_multiplier": 0.19611613513818404, "qk_scale_factor": 3.87,
+            "post_norm_eps": 1e-8,
+        },
     ),
     "exaone4": Row(
         llama_cpp=Architecture(

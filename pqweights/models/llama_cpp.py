@@ -194,6 +194,9 @@ class Architecture:
     cuts: expressions for modules that it holds as several
     tiled: expressions for modules or parameters with value heads in another order
     scaled: expressions for modules, whole names outside of layers among them, whose weights are multiplied
+    constants: tensors of each layer, by their names in the file, that the model has no weights for: one number for each
+        channel of a head
+    plain_norms: those that multiply by their weight alone, also where Trait.ZERO_CENTRED_NORMS holds
     norm: the setting of its norms
     settings: the hyper-parameters that it has beside those of all models, or instead of them
     shapes: the rows and columns of tensors, as in gguf.MODEL_TENSOR, where they are not those of SHAPES
@@ -232,6 +235,8 @@ class Architecture:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     tiled: Mapping[str, Tiled] = field(default_factory=dict)
     scaled: Mapping[str, Scaled] = field(default_factory=dict)
+    constants: Mapping[str, Factor] = field(default_factory=dict)
+    plain_norms: frozenset[str] = frozenset({"SSM_NORM"})
     norm: Setting = RMS
     settings: tuple[Setting, ...] = ()
     shapes: Mapping[str, Shape] = field(default_factory=dict)

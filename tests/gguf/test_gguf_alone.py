@@ -191,6 +191,22 @@ def test_of_a_text_part_it_is_said_what_it_is_read_as(tmp_path: Path) -> None:
     assert any("qwen3_vl" in remark for remark in source.remarks)
 
 
+def test_numbers_that_a_file_holds_as_tensors_are_settings_of_the_model(tmp_path: Path) -> None:
+    gguf_cases.saved(gguf_cases.CASES["muse glimmer"], tmp_path / "model")
+    file = alone(write_gguf(tmp_path / "model", "F32"), tmp_path / "src")
+    source = open_source(file)
+    assert source.config is not None and source.config["model_type"] == "muse_glimmer_text"
+    assert source.config["qk_scale_factor"] == 2.5 and source.config["layer_rope_theta"] == [1e4, 0, 1e4, 1e4, 0]
+    stored = {of.name.replace("language_model.", ""): of for of in open_local(tmp_path / "model").tensors}
+    expected = {name: of for name, of in stored.items() if "vision" not in name}
+    assert {tensor.name for tensor in source.tensors} == expected.keys()
+    for tensor in source.tensors:
+        assert each_near(plain(tensor)[1], plain(expected[tensor.name])[1], 0, rounding("F32", 2)), tensor.name
+    beside = {**source.config, "qk_scale_factor": 3.0}
+    (file.parent / "config.json").write_text(json.dumps(beside))
+    assert any("blk.0.attn_q_norm.weight" in remark for remark in open_source(file).remarks)
+
+
 @pytest.mark.parametrize("model_type", [name for name, row in MODELS.items() if row.llama_cpp is not None])
 def test_every_type_that_can_be_written_can_be_read(model_type: str) -> None:
     row = MODELS[model_type].llama_cpp

@@ -35,6 +35,12 @@ def test_a_model_that_llama_cpp_has_and_computes_otherwise_is_refused_with_the_r
         converted(write_llama(tmp_path, config={"model_type": "phimoe"}))
 
 
+MUSE = {
+    "model_type": "muse_glimmer_text", "hidden_activation": "silu", "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -83,6 +89,8 @@ def test_a_model_that_llama_cpp_has_and_computes_otherwise_is_refused_with_the_r
         ({"model_type": "jamba", "attn_layer_period": 0}, "expected "),
         ({"model_type": "llama4_text", "moe_layers": [1]}, "in every interleave_moe_layer_step-th layer"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "computes every 4th layer without rotary embeddings"),
+        (MUSE | {"layer_rope_theta": [1e4, 1e4]}, "rotary embeddings in layers with a sliding window"),
+        (MUSE | {"post_norm_eps": 1e-6}, "post_norm_eps"),
         (
             {"model_type": "olmo3", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
             | {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}, "full_attention": {"rope_theta": 2.0}}},

@@ -66,6 +66,7 @@ VISION = {
     "depth": 1, "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
     "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
 }  # fmt: skip
+MUSE_VISION = SMALL | {"num_hidden_layers": 1, "patch_size": 8, "pos_emb_height": 4, "pos_emb_width": 4}
 BOTH_KINDS = WIDE_HEADS | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 BOTH_KINDS |= {"sliding_window": 32, "global_head_dim": 64, "vocab_size_per_layer_input": VOCABULARY}
 MAMBA_H = WIDE_HEADS | {
@@ -316,6 +317,14 @@ CASES = {
     "mistral3": Case(
         name="Mistral3", settings=WIDE_HEADS | {"model_type": "ministral3"},
         rope=YARN | {"llama_4_scaling_beta": 0.1}, vision=SMALL | {"num_hidden_layers": 1, "model_type": "pixtral"},
+    ),
+    "muse glimmer": Case(
+        name="MuseGlimmer", vision=MUSE_VISION,
+        settings=WIDE_HEADS | {
+            "sliding_window": 32, "num_hidden_layers": 5, "qk_scale_factor": 2.5,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
+            "layer_rope_theta": [1e4, 0, 1e4, 1e4, 0],
+        },
     ),
     "qwen3 next": Case(name="Qwen3Next", settings=DELTA_NET | SHARED_EXPERT),
     "qwen3_5": Case(name="Qwen3_5", settings=DELTA_NET, text=True),

@@ -20,6 +20,7 @@ from pqweights.checkpoint.gguf.contents import GgufContents, GgufTensor, Metadat
 from pqweights.checkpoint.gguf.model import add_hyper_parameters, architecture_name
 from pqweights.checkpoint.gguf.rope import Factors, add_rope, read_rope, rope_parameters
 from pqweights.checkpoint.gguf.settings import settings_of
+from pqweights.checkpoint.gguf.tensors import constants
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.errors import ExportError
 from pqweights.models import described
@@ -78,6 +79,9 @@ def read_configuration(contents: GgufContents, model_type: str, factors: Factors
     if usual.counts_experts and not architecture.counts_experts:
         values["num_experts"] = 0
     values |= _multipliers(architecture)
+    for name, by in architecture.constants.items():
+        if isinstance(by, str) and (of_channels := factors.get(f"blk.0.{name}")) is not None and of_channels.size:
+            values[by] = float(str(of_channels[0]))
     _solve_settings(contents, architecture, values)
     layers = values.get("block_count")
     if not isinstance(layers, int) or not 0 < layers <= len(contents.tensors):
@@ -414,7 +418,7 @@ def check_configuration(
     """
     writer = gguf_package().GGUFWriter(None, architecture_name(settings.architecture))
     add_hyper_parameters(settings, writer, tuple(tensors))
-    factors = add_rope(settings, writer)
+    factors = add_rope(settings, writer) | constants(settings)
     prefix = f"{contents.architecture}."
     written = {key.removeprefix(prefix): value.value for key, value in writer.kv_data[0].items() if prefix in key}
     keys = [key.removeprefix(prefix) for key in contents.metadata if key.startswith(prefix)]
@@ -435,9 +439,7 @@ def check_configuration(
         )
     for name, values in factors.items():
         if name in {tensor.name for tensor in contents.tensors} and not np.allclose(values_of(name), values, rtol=1e-5):
-            raise ExportError(
-                f"tensor {name!r} has other values than those of {written.get('rope.scaling.type', 'llama3')}"
-            )
+            raise ExportError(f"tensor {name!r} has other values than follow from the settings of the model")
 
 
 def same_value(written: Any, stated: Any) -> bool:

@@ -331,8 +331,10 @@ def _refused(contents: GgufContents, error: ExportError, what: str) -> SourceErr
 def _factors(storage: Storage, contents: GgufContents) -> Factors:
     """Return the values of the tensors that follow from the configuration."""
     factors: Factors = {}
+    rows = (row.llama_cpp for row in ALONE.values() if contents.architecture in _labels(row))
+    known = {*FACTORS, *(name for row in rows if row is not None for name in row.constants)}
     for tensor in contents.tensors:
-        if tensor.name in FACTORS and tensor.type == "F32" and len(tensor.shape) == 1:
+        if {tensor.name, tensor.name.split(".", 2)[-1]} & known and tensor.type == "F32" and len(tensor.shape) == 1:
             raw = np.empty(tensor.byte_count, dtype=np.uint8)
             storage.read_into(tensor.file, tensor.offset, raw)
             factors[tensor.name] = raw.view(np.float32)

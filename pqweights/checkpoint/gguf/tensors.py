@@ -9,6 +9,7 @@ conversion/glm.py and conversion/nemotron.py.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,8 +54,6 @@ from pqweights.models.traits import Trait
 SUFFIXES = (".weight", ".bias", ".scale")
 # Tensors that are called a bias, and that are always there.
 NAMED_BIASES = frozenset({"FFN_EXP_PROBS_B", "SSM_DT"})
-# Norms that multiply by their weight alone, also where Trait.ZERO_CENTRED_NORMS holds.
-NEVER_CENTRED = frozenset({"SSM_NORM"})
 # Tensors that old checkpoints hold, and that follow from the configuration.
 COMPUTED = (".rotary_emb.inv_freq", ".attention.bias", ".attn.bias", ".masked_bias")
 HEAD = "lm_head.weight"
@@ -93,7 +92,8 @@ def gguf_tensors(
         gguf_package().MODEL_ARCH[settings.architecture.name], settings.number("block_count")
     )
     held: dict[str, LogicalTensor] = {
-        name: ConstantTensor(name=name, shape=values.shape, values=values) for name, values in factors.items()
+        name: ConstantTensor(name=name, shape=values.shape, values=values)
+        for name, values in (factors | constants(settings)).items()
     }
     for known, tensor in cut(with_experts_stacked(kept, settings), settings):
         tensor_type, name, own = tensor_in_file(known, settings, names)
@@ -111,6 +111,15 @@ def gguf_tensors(
         held["output.weight"] = RenamedTensor.of("output.weight", held["token_embd.weight"])
     _check_complete(held, settings)
     return tuple(held.values()), left_out
+
+
+def constants(settings: Settings) -> Factors:
+    """Return the values of the tensors that the model has no weights for, by their names in the file."""
+    layers, stated = range(settings.number("block_count")), settings.architecture.constants
+    return {
+        f"blk.{layer}.{name}": np.full(settings.number("head_dim"), settings.factor(by), dtype=np.float32)
+        for layer, (name, by) in itertools.product(layers, stated.items())
+    }
 
 
 def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tuple[list[NamedTensor], dict[str, str]]:
@@ -233,7 +242,7 @@ def _view(known: str, reads: LogicalTensor, tensor_type: str, name: str, setting
         return decay_rates(name, reads)
     if architecture.interleaved and tensor_type in ("ATTN_Q", "ATTN_K"):
         return InterleavedTensor.of(name, reads, head_rows=settings.number("head_dim"))
-    is_norm = tensor_type.endswith("NORM") and tensor_type not in NEVER_CENTRED
+    is_norm = tensor_type.endswith("NORM") and tensor_type not in architecture.plain_norms
     if Trait.ZERO_CENTRED_NORMS in settings.model.traits and is_norm:
         # llama.cpp adds nothing to the weights. In float32, as exact as the model's own sum.
         return one_added(name, reads)
