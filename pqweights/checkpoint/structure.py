@@ -178,7 +178,7 @@ def _of_shapes(shapes: Shapes, text: Config) -> Iterator[str]:
         size = text.get(key)
         if len(embeddings) == 1 and _is_count(size) and shapes[embeddings[0]][axis] != size:
             found, what = shapes[embeddings[0]][axis], ("rows", "columns")[axis]
-            yield f"config.json says {key} {size}, but {embeddings[0]} has {found} {what}: {REFUSED}"
+            yield f"config.json says {key} {size}, and {embeddings[0]} has {found} {what}: {REFUSED}"
     # Kinds of layers may differ, and have keys of their own.
     widths = {size for key, size in text.items() if re.search("intermediate|ffn|mlp", key) and _is_count(size)}
     down = next((n for n in shapes if n.endswith(".mlp.down_proj.weight") and TEXT_LAYERS.match(n)), None)
