@@ -1,7 +1,7 @@
 """What the text that names a source or a result means: a local path, a repository on the Hub, or object storage.
 
 ORG/NAME, hf://ORG/NAME[@REVISION], https://huggingface.co/ORG/NAME/...   a repository
-hf://ORG/NAME[@REVISION]/FILE.gguf, and the address of its page           a GGUF file in a repository
+hf://ORG/NAME[@REVISION]/FILE.gguf, or .safetensors, and its page's address   a file in a repository
 https://SERVER/PATH/FILE.gguf, or .safetensors                            a file on another server
 s3://BUCKET/FOLDER, gs://..., and other schemes that fsspec knows         a folder or a file in object storage
 file:///PATH, and all else                                               a local path
@@ -35,11 +35,13 @@ _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"(?:{_PART}/)?{_PART}")
 _MAX_ID = 96
 # A file in a repository, behind hf://.
-_FILE = re.compile(r"(?P<repository>[^/@]+/[^/@]+(@(refs/[^/]+/)?[^/]+)?)/(?P<file>.+\.gguf)", re.IGNORECASE)
+_FILE = re.compile(
+    r"(?P<repository>[^/@]+/[^/@]+(@(refs/[^/]+/)?[^/]+)?)/(?P<file>.+\.(gguf|safetensors))", re.IGNORECASE
+)
 
 
 class RepositoryName(NamedTuple):
-    """A repository that a user names, and the branch, tag or commit and the GGUF file, if these are named, too."""
+    """A repository that a user names, and the branch, tag or commit and the file, if these are named, too."""
 
     id: str
     revision: str | None = None
@@ -197,7 +199,7 @@ def _hosts() -> set[str]:
 def _of_page(text: str, path: str) -> RepositoryName:
     """Return the repository of a page: /ORG/NAME, /ORG/NAME/tree/REVISION, or /ORG/NAME/blob/REVISION/FILE.
 
-    Of the files, GGUF files alone are models.
+    Of the files, those of GGUF are models, and in folders those in safetensors; one at the top is of the repository's.
     """
     parts = [urllib.parse.unquote(part) for part in path.split("/") if part]
     parts = parts[1:] if parts[:1] == ["models"] else parts
@@ -207,7 +209,8 @@ def _of_page(text: str, path: str) -> RepositoryName:
     inside = rest[1 + len(wanted) :]
     if parts[:1] in (["datasets"], ["spaces"]) or not is_repository_id(id, namespace=False):
         raise OptionError(f"{text[:200]}: expected the address of a model, such as https://huggingface.co/ORG/NAME")
-    if inside and inside[-1].lower().endswith(".gguf") and is_inside("/".join(inside)):
+    kinds = (".gguf", ".safetensors") if len(inside) > 1 else (".gguf",)
+    if inside and inside[-1].lower().endswith(kinds) and is_inside("/".join(inside)):
         return RepositoryName(id, "/".join(wanted) or None, "/".join(inside))
     if len(inside) > (rest[:1] != ["tree"]):
         raise OptionError(

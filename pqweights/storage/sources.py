@@ -80,7 +80,10 @@ def _files_of(source: str | Path, hub: Options, *, low_disk: bool = False) -> tu
     """
     location = _located(source, hub, low_disk)
     if isinstance(location, RepositoryName):
-        return Storage(_opened(location, hub), low_disk=low_disk), location.file
+        storage = Storage(_opened(location, hub), low_disk=low_disk)
+        if location.file and location.file not in storage.files():
+            raise SourceError(f"{storage}: expected the file {location.file}, found no such file")
+        return storage, location.file
     if isinstance(location, Path):
         return files_at(location)
     if location.scheme in WEB:
@@ -210,6 +213,8 @@ def _needed(storage: Storage, file: str, only: Sequence[str], ours: bool) -> tup
         if not (wanted := [name for name in only if name in files]):
             raise SourceError(f"{storage}: expected {', '.join(only)} in the repository, found none")
         return wanted, ""
+    if file and not file.lower().endswith(SUFFIX):
+        return [file], file
     if file or (holds_gguf(files) and not is_result):
         parts = needed_of_gguf(storage, file)
         return parts, parts[0]

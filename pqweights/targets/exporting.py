@@ -204,7 +204,7 @@ def _container(assignment: Assignment, tensors: Sequence[TensorPlan], max_shard_
 
 
 def _model_name(checkpoint: Checkpoint, model: Mapping[str, Any], where: str) -> str | None:
-    """Return the repository of a model, else the name of its folder, if that names a model.
+    """Return the repository of a model, else the name of its folder or file, if that names a model.
 
     model: what the manifest of a master says of it
     where: the path, the address or the repository of the checkpoint
@@ -213,13 +213,12 @@ def _model_name(checkpoint: Checkpoint, model: Mapping[str, Any], where: str) ->
     model_id = model.get("id", "")
     if is_repository_id(model_id, namespace=False):
         return str(model_id)
-    origin = checkpoint.storage.origin
-    if origin is not None:
-        return origin.id
-    parts = where.rstrip("/").split("/")
+    origin, parts = checkpoint.storage.origin, where.rstrip("/").split("/")
     if parts[-1] in PARTS_OF_PIPELINE and len(parts) > 1:
         parts.pop()
     name = WEIGHT_FILE.sub("", parts[-1])
+    if origin is not None and (name == parts[-1] or name.lower() in UNNAMED):
+        return origin.id
     return None if name.lower() in UNNAMED else file_stem(name)
 
 

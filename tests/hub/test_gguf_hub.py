@@ -1,4 +1,4 @@
-"""GGUF files on the Hub as sources: named as a file, as the only model of a repository, or by the address of a page."""
+"""Files on the Hub as sources: named as a file, as the only model of a repository, or by the address of a page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import trained_tokenizers as trained
+from diffusion_cases import single_file
 from gguf_files import write_gguf, write_llama
 from helpers import folder_bytes
 from hub_cases import Client
@@ -49,10 +50,26 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "https://huggingface.co/a/b/blob/main/m.gguf": ("a/b", "main", "m.gguf"),
         "https://hf.co/a/b/resolve/v1/Q8_0/m.gguf?download=true": ("a/b", "v1", "Q8_0/m.gguf"),
         "hf://a/b/../m.gguf": ("a/b/../m.gguf", None, ""),
+        "hf://a/b@v1/split/m.safetensors": ("a/b", "v1", "split/m.safetensors"),
+        "https://huggingface.co/a/b/blob/main/split/m.safetensors": ("a/b", "main", "split/m.safetensors"),
+        "https://huggingface.co/a/b/blob/main/model-00001-of-00002.safetensors": ("a/b", "main", ""),
     }.items(),
 )
 def test_a_file_in_a_repository_is_named(text: str, expected: tuple[str, str | None, str]) -> None:
     assert repository_named(text) == RepositoryName(*expected)
+
+
+def test_a_file_in_safetensors_in_a_folder_is_a_model(hub: LoopbackHub, client: Client, tmp_path: Path) -> None:
+    """As those of image and video models are, of which a repository has several."""
+    file, places = single_file(tmp_path / "source", "FLUX.1"), ("split/flux1.safetensors", "other.safetensors")
+    hub.commit(REPOSITORY, dict.fromkeys(places, file))
+    client.well("export", file, tmp_path / "local", "--target", "comfyui", "--name", "flux1", "-q")
+    remote = ("export", f"hf://{REPOSITORY}/{places[0]}", tmp_path / "out", "--target", "comfyui", "-q", "--low-disk")
+    client.well(*remote, "--push", "me/made")
+    made = hub.repositories["me/made"].read("flux1_fp8_scaled.safetensors")
+    assert made == (tmp_path / "local/flux1_fp8_scaled.safetensors").read_bytes()
+    assert "gives the same bytes" in client.well("verify", "me/made", "--from", remote[1]).stdout
+    assert "absent" in client.line("plan", f"hf://{REPOSITORY}/split/absent.safetensors")
 
 
 def test_a_page_that_leads_out_of_the_repository_is_refused() -> None:
