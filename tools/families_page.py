@@ -41,7 +41,9 @@ runtime would compute otherwise, before a weight is quantized.
 FOOT = """
 Types of models of images and text whose text model is a type of its own ({wrappers}) are written to GGUF
 as that type is. Layers that predict further tokens (`mtp.*`, layers behind the last one) are in the GGUF files of
-{drafting}; of other types they are left out. EmbeddingGemma, a gemma3 that attends both ways, is refused
+{drafting}; of other types they are left out. llama.cpp and vLLM
+rotate neighbouring channels of hy_v4, and transformers rotates the halves of a head: with the rotation of llama.cpp,
+the original in transformers has its logits. EmbeddingGemma, a gemma3 that attends both ways, is refused
 by mlx.
 """
 

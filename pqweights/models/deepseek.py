@@ -1,4 +1,4 @@
-"""DeepSeek V2 to V4, and what has their multi-head latent attention: GLM 4.7 Flash and 5, Kimi K2, Mistral 4."""
+"""DeepSeek V2 to V4, and what has their latent attention: GLM 4.7 Flash and 5, Hunyuan V4, Kimi K2, Mistral 4."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pqweights.models.llama_cpp import (
     DENSE_FIRST,
     EXPERT_WIDTH,
     EXPERTS,
+    FULL,
     GROUPS,
     NO_BIAS,
     NORMED,
@@ -29,6 +30,7 @@ from pqweights.models.llama_cpp import (
     Rope,
     Setting,
     layer_count,
+    list_experts,
     real,
 )
 from pqweights.models.settings import Settings, chooses, multiple_of, needs_kinds
@@ -45,6 +47,10 @@ def _latent(n: Numbers) -> int:
 
 def _queries(n: Numbers) -> int:
     return n("num_attention_heads") * _head(n)
+
+
+def _values(n: Numbers) -> int:
+    return n("num_attention_heads") * n("v_head_dim")
 
 
 def _has_rank(settings: Settings) -> str:
@@ -76,7 +82,7 @@ DEEPSEEK2 = Architecture(
     shapes={
         "ATTN_Q": (_queries, "hidden_size"), "ATTN_Q_A": ("q_lora_rank", "hidden_size"),
         "ATTN_Q_B": (_queries, "q_lora_rank"), "ATTN_KV_A_MQA": (_latent, "hidden_size"),
-        "ATTN_OUT": ("hidden_size", lambda n: n("num_attention_heads") * n("v_head_dim")),
+        "ATTN_OUT": ("hidden_size", _values),
     },
     rope=_ROPE, drafts={}, checks=(_has_rank,),
     values=SILU_ONLY | {"rope_interleave": (True, None)} | NO_BIAS,
@@ -103,6 +109,58 @@ _GLM_DSA = replace(
     values={**DEEPSEEK2.values, "indexer_types": ("full", None)},
 )  # fmt: skip
 _DEEPSEEK32 = replace(_GLM_DSA, label="deepseek32", rope=_ROPE._replace(yarn_mscale=1.0))
+_INDEXED_ATTENTION = "indexed_attention"
+
+
+def _rotates(settings: Settings) -> str:
+    """Return the note on rotary embeddings."""
+    return (
+        "llama.cpp and vLLM rotate neighbouring channels of queries and keys, and transformers up to 5.24 rotates the "
+        "halves of a head, by which it computes something else from the same weights"
+    )
+
+
+# Hyper-connections, gated attention, and layers that attend to the tokens which the indexer of an earlier one chose.
+_HY_V4 = replace(
+    _GLM_DSA, label="hy_v4", drafts=None, layer_types=frozenset({_INDEXED_ATTENTION, FULL}), own_head=True,
+    checks=(), notes=(chooses("index_topk"), _rotates), values=DEEPSEEK2.values,
+    modules=ROUTER_BIAS | {r"mlp\.(shared_experts\.)?linear_gate": r"mlp.\1gate_proj"},  # as transformers saves it
+    tensors={
+        r"self_attn\.learnable_sink_param": "attn_sinks.weight", r"self_attn\.linear_gate\.weight": "attn_gate.weight",
+        **{
+            rf"(?:hc_pre\.)?hc_{name}_layer\.(?:hc_pre\.)?hc_(fn|base|scale)": rf"hc_{known}_\1.weight"
+            for name, known in (("attn", "attn"), ("mlp", "ffn"))
+        },
+        r"model\.(?:hc_pre\.)?hc_head\.hc_head_(fn|base|scale)": r"output_hc_\1.weight",
+    },
+    settings=(
+        *_GLM_DSA.settings, real(".swiglu_clamp_exp", "swiglu_limit"), Setting(".hyper_connection.count", "hc_mult"),
+        real(".hyper_connection.epsilon", "hc_eps"), real(".hyper_connection.magnitude", "hc_magnitude"),
+        Setting(".attention.indexer.types", 1, only=f"{_INDEXED_ATTENTION}.*"),
+    ),
+    shapes={**DEEPSEEK2.shapes, "ATTN_GATE": (_values, "hidden_size")},
+)  # fmt: skip
+# What configurations call layers with an indexer, and those without.
+_INDEXERS = {"full": _INDEXED_ATTENTION, "shared": FULL}
+
+
+def _restate_hy_v4(values: dict[str, Any]) -> None:
+    """State layers by whether they have an indexer, which their layer_types do not say."""
+    layers, types = layer_count(values), values.get("indexer_types")
+    if types is None:
+        types = ["shared" if layer and (layer - 1) % 4 else "full" for layer in range(layers)]
+    if isinstance(types, list):  # layers that predict further tokens are listed, too
+        types = [_INDEXERS.get(name, name) if isinstance(name, str) else name for name in types[:layers]]
+    values["layer_types"] = types
+
+
+def _publish_hy_v4(config: dict[str, Any], held: Set[str]) -> None:
+    """State layers as published configurations do."""
+    names = {kind: name for name, kind in _INDEXERS.items()}
+    config["indexer_types"] = [names[kind] for kind in config.pop("layer_types")]
+    list_experts(config, held)
+
+
 _COMPRESSING = frozenset({"compressed 4", "compressed 128"})
 # Hyper-connections, and attention to compressed tokens, of which an indexer chooses some.
 _DEEPSEEK4 = Architecture(
@@ -191,6 +249,13 @@ _INDEXED = replace(
     _NAMES, layers=_NAMES.layers + below("self_attn.indexer", "k_norm weights_proj wk wq_b"),
     class_name="DeepseekV32ForCausalLM",
 )  # fmt: skip
+_HY_V4_NAMES = Names(
+    class_name="HYV4ForCausalLM", keys=ROUTED,
+    outside=parts.OUTSIDE + below("model.hc_head", "hc_head_fn hc_head_base hc_head_scale"),
+    layers=_INDEXED.layers + below("self_attn", "linear_gate learnable_sink_param")
+    + below("mlp.experts", "gate_up_proj down_proj")
+    + below("hc_attn_layer.hc_pre", "hc_fn hc_base hc_scale") + below("hc_mlp_layer.hc_pre", "hc_fn hc_base hc_scale"),
+)  # fmt: skip
 _V3 = sizes(7168, 18432, 61, 128, 4096) | LIKE_LLAMA | LATENT | {
     "num_key_value_heads": 128, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "num_experts": 256,
     "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
@@ -239,6 +304,14 @@ ROWS: dict[str, Row] = {
         mlx=MlxDifferences(constants=BIASED_SIGMOID | {"moe_layer_freq": 1}),
         defaults=_NEW_KEYS | _GLM | sizes(6144, 12288, 78, 64, 202752) | {
             "num_key_value_heads": 64, "q_lora_rank": 2048, "index_n_heads": 32,
+        },
+    ),
+    "hy_v4": Row(
+        llama_cpp=_HY_V4, names=_HY_V4_NAMES, restate=_restate_hy_v4, publish=_publish_hy_v4,
+        defaults=_NEW_KEYS | _GLM | sizes(2816, 6912, 34, 32, 262144) | {
+            "num_key_value_heads": 32, "head_dim": 256, "moe_intermediate_size": 768, "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.827, "index_n_heads": 16, "swiglu_limit": 10.0, "hc_mult": 4,
+            "hc_magnitude": 2.0, "hc_eps": 1e-6,
         },
     ),
     "deepseek_v4": Row(

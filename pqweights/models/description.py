@@ -51,7 +51,8 @@ class ModelDescription:
 
     llama_cpp: how llama.cpp runs it; None if that is not known, and no GGUF file of it can be written
     variants: how it runs those models of the type of which `when` says so
-    llama_cpp_differs: what llama.cpp computes otherwise, so that no GGUF file of it is written
+    llama_cpp_differs: what llama.cpp computes otherwise, or why that is not known, so that no GGUF file of it is
+        written
     restate: states a configuration as transformers 5 does, where earlier versions and published files do otherwise, and
         what follows from it; it gets the keys of the text model, and leaves values of other types for others to refuse
     publish: states a configuration that was read from a GGUF file as its class wants it: the inverse. held: the names

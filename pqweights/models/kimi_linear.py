@@ -80,6 +80,9 @@ def _mlx(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ROWS: dict[str, Row] = {
+    "kimi_k3": Row(
+        llama_cpp_differs="knows it, but transformers up to 5.24 has no such model with which to compare its logits"
+    ),
     "kimi_linear": Row(
         llama_cpp=_ARCHITECTURE, restate=_restate, publish=_publish,
         names=Names(

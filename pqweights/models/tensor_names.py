@@ -87,7 +87,7 @@ class Names:
 # The ends of names of parameters.
 _NO_MODULE = (
     *(".weight", "_bias", "sinks", "A_log", ".D", "scale", "_scalar", ".experts.gate_up_proj", ".experts.down_proj"),
-    *("_sink", ".ape", ".tid2eid", "_fn", "_base"),
+    *("_sink", "_param", ".ape", ".tid2eid", "_fn", "_base"),
 )
 
 

@@ -53,7 +53,7 @@ FAMILIES = (
     *("dots1", "glm4 moe", "exaone moe", "minimax m2", "hy v3", "gpt-oss", "qwen3 next", "qwen3_5", "qwen3_5 moe"),
     *("llama4", "lfm2 moe", "granite moe", "granite moe shared", "granite hybrid", "gemma3n", "gemma4", "gemma4 moe"),
     *("deepseek v2 lite", "deepseek v3", "deepseek v3 yarn", "deepseek v3.2", "deepseek v4", "deepseek v4 yarn"),
-    *("glm dsa", "mistral4"),
+    *("glm dsa", "hy v4", "mistral4"),
 )
 # As it is published, and llama.cpp rounds the bounds of YaRN all the same.
 OF_GPT_OSS = replace(gguf_cases.CASES["gpt-oss"], rope=gguf_cases.YARN | {"truncate": False})

@@ -10,9 +10,9 @@ import gguf_cases
 import numpy as np
 import pytest
 import torch
-from closeness import assert_near, assert_within, bound, distance
+from closeness import assert_near, assert_within, bound, deviation, distance
 from gguf_cases import CASES, Case
-from gguf_files import write_gguf
+from gguf_files import converted, write_gguf
 
 from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
@@ -24,6 +24,15 @@ KINDS = {
     **dict.fromkeys(("gemma", "starcoder2"), "llama.cpp, gelu"),
     **dict.fromkeys(("qwen3 next", "qwen3_5", "kimi linear", "jamba"), "llama.cpp, states"),
 }
+
+
+@pytest.fixture(autouse=True)
+def rotates_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hunyuan V4 with rotary embeddings of neighbouring channels, as vLLM has it; transformers rotates halves."""
+    from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import apply_rotary_pos_emb_interleave
+    from transformers.models.hy_v4 import modeling_hy_v4
+
+    monkeypatch.setattr(modeling_hy_v4, "apply_rotary_pos_emb", apply_rotary_pos_emb_interleave)
 
 
 def check(name: str, dtype: str, folder: Path, kind: str) -> None:
@@ -40,6 +49,14 @@ def test_llama_cpp_predicts_what_transformers_does(name: str, tmp_path: Path) ->
     check(name, "F32", tmp_path, next((KINDS[start] for start in KINDS if name.startswith(start)), "llama.cpp"))
 
 
+def test_where_transformers_rotates_other_channels_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    model, ids = gguf_cases.saved(CASES["hy v4"], tmp_path), gguf_cases.token_ids(80)
+    found = open_model(write_gguf(tmp_path)).logits(np.array(ids), len(ids))
+    assert deviation(found, gguf_cases.logits(model, ids)) > bound("llama.cpp")
+    assert any("transformers" in note and "halves" in note for note in converted(tmp_path).notes)
+
+
 # A layer that chooses 40 of 200 tokens, or 4 of 13 blocks, which llama.cpp does with flash attention only.
 ONE = {"num_hidden_layers": 1, "index_topk": 40}
 BLOCKS = {"index_block_size": 16, "index_topk_blocks": 4, "num_hidden_layers": 2}
@@ -53,6 +70,7 @@ OF_FOUR |= {"layer_types": ["heavily_compressed_attention", "compressed_sparse_a
     [
         ("glm dsa", ONE, "float32", "llama.cpp"),
         ("deepseek v3.2", ONE, "float32", "llama.cpp"),
+        ("hy v4", ONE | {"indexer_types": ["full"], "mlp_layer_types": ["dense"]}, "float32", "llama.cpp"),
         ("deepseek v4", OF_FOUR, "float32", "llama.cpp"),
         ("minimax m3", BLOCKS, "auto", "llama.cpp, F16"),
     ],

@@ -173,6 +173,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "cohere2": {"head_dim": None},
     "distilbert": {"layer_norm_eps": 1e-12},
     "hy_v3": {"first_k_dense_replace": 1, "route_norm": True},
+    "hy_v4": {"first_k_dense_replace": 1},
     "step3p5": {"norm_expert_weight": True, "num_experts": 288},
     "minimax_m3_vl_text": {"norm_topk_prob": True},
     "mt5": {"max_position_embeddings": 512, "decoder_start_token_id": None, "tie_word_embeddings": None},

@@ -134,6 +134,11 @@ INSTEAD: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
             "sparse_local_block": 1, "sparse_attention_freq": [0, 1, 1],
         }},
     ),
+    "hy v4": (
+        ("mlp_layer_types", "rope_parameters"),
+        {"first_k_dense_replace": 1, "layer_types": ["deepseek_sparse_attention"] * 4, "num_key_value_heads": 2,
+         "indexer_types": ["full", "shared", "full", "shared", "full"], "rope_theta": 1e4},
+    ),
     "hy v3": (("mlp_layer_types",), {"first_k_dense_replace": 1, "route_norm": True}),
 }  # fmt: skip
 
@@ -187,6 +192,21 @@ def test_adapters_of_phi_4_multimodal_are_left_out(tmp_path: Path) -> None:
     model = converted(write_checkpoint(tmp_path / "hub", published, config=config))
     assert model.metadata == plain.metadata and named(model).keys() == named(plain).keys()
     assert model.left_out.keys() == {*adapters} and "adapter for images or sound" in model.left_out[adapters[0]]
+
+
+def test_names_of_hunyuan_v4_as_transformers_saves_them_give_the_same_file(tmp_path: Path) -> None:
+    import gguf_cases
+
+    model, case = tmp_path / "saved", gguf_cases.CASES["hy v4"]
+    gguf_cases.build(case).save_pretrained(model)
+    gguf_cases.saved(case, tmp_path / "hub")
+    tensors = read_all(tmp_path / "hub") | {"model.mtp_layers.0.eh_proj.weight": bf16(gaussian(4, 4))}
+    write_checkpoint(tmp_path / "hub", tensors)
+    saved, published = converted(model), converted(tmp_path / "hub")
+    assert read_all(model).keys().isdisjoint(name for name in tensors if ".hc_" in name)
+    assert [*published.left_out] == ["model.mtp_layers.0.eh_proj.weight"] and published.metadata == saved.metadata
+    found, expected = all_values(saved), all_values(published)
+    assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
 def test_published_names_of_deepseek_v4_give_the_same_file(tmp_path: Path) -> None:

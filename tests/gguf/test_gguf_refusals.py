@@ -30,9 +30,18 @@ GEMMA2 = GEMMA3 | {"model_type": "gemma2"}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def test_a_model_that_llama_cpp_has_and_computes_otherwise_is_refused_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"type phimoe: llama.cpp normalizes without .* one softmax; use another tar"):
-        converted(write_llama(tmp_path, config={"model_type": "phimoe"}))
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("phimoe", "llama.cpp normalizes without .* one softmax"),
+        ("kimi_k3", "llama.cpp knows it, but transformers .* has no such model"),
+    ],
+)
+def test_a_model_that_llama_cpp_has_and_may_compute_otherwise_is_refused_with_the_reason(
+    model_type: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError, match=f"type {model_type}: {reason}.*; use another target"):
+        converted(write_llama(tmp_path, config={"model_type": model_type}))
 
 
 MUSE = {
@@ -51,6 +60,7 @@ MUSE = {
          "stops without any layer of the kind compressed 128"),
         ({"model_type": "mimo_v2_flash", "layer_types": ["full_attention"] * 2}, "without any layer of the kind slid"),
         (MLA | {"model_type": "deepseek_v32", "index_head_dim": 32}, "a multiple of 64 as index_head_dim, found 32"),
+        (MLA | {"model_type": "hy_v4", "indexer_types": ["full", "half"]}, "for each of 2 layers as layer_types"),
         ({"hidden_act": "gelu"}, "llama.cpp computes it with hidden_act 'silu' or 'swish' only, found 'gelu'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "does not compute what LlamaForSequenceClassification"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "with rope_type default, .* only, found 'dynamic'"),

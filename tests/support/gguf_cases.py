@@ -5,6 +5,7 @@ Version 5 writes the names that published files have, such as single experts, by
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,11 @@ CASES = {
         name="DeepseekV32", settings=MLA | ROUTED | {"index_n_heads": 4, "index_head_dim": 64, "n_group": 2},
         rope=SCALED_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, tokens=200,
     ),
+    "hy v4": Case(
+        name="HYV4", settings=MLA | ROUTED | {"index_n_heads": 4, "index_head_dim": 64, "num_hidden_layers": 4,
+        "indexer_types": ["full", "shared", "full", "shared"], "hc_mult": 3, "hc_magnitude": 1.5, "swiglu_limit": 0.3,
+        "rms_norm_eps": 1e-6, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
+    ),
     "deepseek v4": Case(name="DeepseekV4", settings=V4, tokens=200),
     "deepseek v4 yarn": Case(name="DeepseekV4", settings=V4, rope=YARN, tokens=200),
     "mistral4": Case(
@@ -371,6 +377,15 @@ def saved(case: Case, folder: Path) -> Any:
             for part in parts
         }
         write_checkpoint(folder, tensors | copied)
+    if case.name == "HYV4":  # transformers reads published names, and saves others
+        published = {
+            r"hc_pre\.(hc_attn_layer|hc_mlp_layer)\.": r"\1.hc_pre.", r"hc_pre\.hc_head": "hc_head",
+            r"(mlp|experts)\.linear_gate": r"\1.gate_proj",
+        }  # fmt: skip
+        tensors = read_all(folder)
+        for expression, name in published.items():
+            tensors = {re.sub(expression, name, of): tensors[of] for of in tensors}
+        write_checkpoint(folder, tensors)
     if case.name == "Kimi_K25":  # transformers calls layers of the text model as those of the tower are called
         tensors = read_all(folder)
         write_checkpoint(folder, {name.replace("model.blocks.", "model.layers."): tensors[name] for name in tensors})
