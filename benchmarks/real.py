@@ -86,7 +86,7 @@ EXPORTS = (
 
 # Rows of the README.
 SHORT = (
-    "pqweights GGUF q6_k", "llama.cpp GGUF q6_k", "pqweights GGUF q4_k_m", "llama.cpp GGUF q4_k_m",
+    "pqweights GGUF q4_k_m", "llama.cpp GGUF q4_k_m",
     "pqweights GGUF q4_k_m, text", "llama.cpp GGUF q4_k_m, text", "pqweights GGUF q3_k_m", "llama.cpp GGUF q3_k_m",
     "pqweights MLX 4 bits", "mlx-lm MLX 4 bits", "pqweights master q5", "pqweights master trellis 5.125, fitted",
     "pqweights master trellis 5.125, self", "pqweights master trellis 4.125, fitted",

@@ -315,23 +315,41 @@ def rows_with(rows: list[Document], model: str, **fields: Any) -> list[Document]
     return [row for row in rows if row["model"] == model and all(row.get(key) == fields[key] for key in fields)]
 
 
+# How makers of results are drawn, and what was read: by tool and format, of masters the codec.
+REAL_MAKERS = {
+    "pqweights trellis": "C3o",
+    "pqweights trellis, fitted": "C1o",
+    "pqweights Lloyd-Max": "C4o",
+    "pqweights GGUF": "C0s",
+    "llama.cpp GGUF": "C7s",
+    "ik_llama.cpp GGUF": "C5s",
+    "pqweights MLX": "C2^",
+    "mlx-lm MLX": "C8^",
+}
+LINES = {None: "-", real.TEXT: "--", real.SELF: ":"}
+
+
 def draw_real(document: Document, panels: Panels) -> None:
     """The divergence of real models against the size of their files, by tool and format."""
+    legend: dict[str, Any] = {}
     for panel, (model, about) in zip(panels, document["settings"].items(), strict=False):
-        series: dict[tuple[str, str], list[Document]] = {}
+        series: dict[tuple[str, str | None], list[Document]] = {}
         for row in document["rows"]:
             if row["model"] == model and row["name"] not in real.GRIDS.get(about["grid"], ()):
-                kind = row["name"].split()[0] if row["format"] == real.MASTER else ""
-                kind = "trellis" + (", fitted" if "fitted" in row["name"] else "") if kind == "trellis" else ""
-                label = " ".join(filter(None, (row["tool"], row["format"], kind)))
-                series.setdefault((label, row["data"] or ""), []).append(row)
-        for (label, data), rows in sorted(series.items()):
-            points = sorted((row["bits_per_parameter"], row["kl"]) for row in rows)
-            style = {"linestyle": "--" if data else "-", "marker": "s" if "llama.cpp" in label else "o"}
-            panel.plot(*zip(*points, strict=True), label=f"{label}, {data}" if data else label, **style)
+                kind = row["format"]
+                if kind == real.MASTER:
+                    fitted = ", fitted" if "fitted" in row["name"] else ""
+                    kind = f"trellis{fitted}" if row["name"].startswith("trellis") else "Lloyd-Max"
+                series.setdefault((f"{row['tool']} {kind}", row["data"]), []).append(row)
+        for maker, style in REAL_MAKERS.items():
+            for data, line in LINES.items():
+                points = sorted((row["bits_per_parameter"], row["kl"]) for row in series.get((maker, data), ()))
+                if points:
+                    label = f"{maker}, {data}" if data else maker
+                    (legend[label],) = panel.plot(*zip(*points, strict=True), style + line, markersize=5)
         panel.set(title=f"{model}, decoded from {about['grid']}", xlabel="bits per parameter", yscale="log")
-        panel.legend(fontsize="x-small")
     panels[0].set_ylabel("KL from the original, nats per token")
+    panels[-1].legend(legend.values(), legend.keys(), fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 # file name -> the benchmarks that it shows, the number of panels, the function that draws them

@@ -234,14 +234,14 @@ class SampleOf:
             further = self._windows(self.words, windows + CHECKED, size)[windows:]
         return torch.from_numpy(further[:CHECKED]) if len(further) >= FEWEST_CHECKED else ids[-CHECKED:]
 
-    def _windows(self, words: str, windows: int, size: int, *, fewest: int = FEWEST_TOKENS) -> Windows:
+    def _windows(self, words: str, windows: int, size: int, *, fewest: int | None = None) -> Windows:
         """Cut a text. Raises EvaluationError if it is too short, or there is no tokenizer."""
         described = self.described
         if not has_tokenizer(described):
             raise EvaluationError(
                 f"{described}: expected a tokenizer to read the text with, found none; put its files there"
             )
-        encoded = _encoded(described, words, windows * size)
+        encoded, fewest = _encoded(described, words, windows * size), fewest or FEWEST_TOKENS
         if len(encoded.ids) // size * size < fewest:
             raise EvaluationError(
                 f"the text: expected at least {fewest} tokens, found {len(encoded.ids)}; give a longer one"

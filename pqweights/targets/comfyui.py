@@ -85,6 +85,10 @@ def _assign(
     )
 
 
+def _is_diffusion(checkpoint: Checkpoint) -> bool:
+    return find_family(checkpoint.config, [tensor.name for tensor in checkpoint.tensors]) is not None
+
+
 def _rule(columns: int) -> FloatRule:
     """Return how rows of so many weights become codes."""
     return FloatRule("fp8-tensor", 8, columns, BEST)
@@ -115,6 +119,7 @@ TARGET = ExportTarget(
     stated=("rules", "file"),
     read_options=read_options,
     load_section=_load_section,
+    concerns=_is_diffusion,
     library="diffusion-single-file",
     max_shard_bytes=MAX_SHARD_BYTES,
 )

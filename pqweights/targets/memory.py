@@ -186,9 +186,9 @@ class PossibleExport:
 
 
 def possible_exports(checkpoint: Checkpoint) -> tuple[PossibleExport, ...]:
-    """Return for every target whether a checkpoint can be exported to it."""
+    """Return for every target that is for models of its kind whether a checkpoint can be exported to it."""
     checkpoint = with_weights(checkpoint)
-    return tuple(_possible(name, checkpoint) for name in EXPORTS)
+    return tuple(_possible(name, checkpoint) for name in EXPORTS if get_target(name).concerns(checkpoint))
 
 
 def _possible(name: str, checkpoint: Checkpoint) -> PossibleExport:

@@ -78,6 +78,7 @@ class ExportTarget:
     check: decides whether a checkpoint can be exported, from the configuration and the names and shapes of tensors;
         raises ExportError if it cannot, MissingDependencyError if a package is missing that knows; by default `assign`
         decides, of one layer of each kind
+    concerns: whether it is for models of the kind of a checkpoint; of others plans say nothing about it
     load_section: returns the paragraphs and code blocks of a card that say how to load the result,
         from Manifest.made_by and the model
     library: the library_name of its card, if that is not transformers
@@ -96,6 +97,7 @@ class ExportTarget:
     read_options: Callable[[Options], ExportSettings]
     load_section: Callable[[Mapping[str, Any], LoadableModel], list[str]]
     check: Callable[[Checkpoint], object] | None = None
+    concerns: Callable[[Checkpoint], bool] = lambda checkpoint: True
     library: str | None = None
     stated: tuple[str, ...] = ()
     unchecked: Callable[[Checkpoint], str | None] = lambda checkpoint: None

@@ -127,7 +127,7 @@ def test_wrong_usage_exits_2(line: str) -> None:
 
 def test_export_without_a_target_lists_the_targets() -> None:
     text = " ".join(invoke("export", "somewhere", "out").stderr.replace("│", " ").split())
-    assert "Missing option '--target' / '-t'. Expected one of bf16, torchao, mlx, gguf, vllm" in text
+    assert "Missing option '--target' / '-t'. Expected one of bf16, torchao, mlx, gguf, comfyui, vllm" in text
 
 
 def test_unexpected_errors_keep_their_traceback(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

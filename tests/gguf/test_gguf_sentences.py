@@ -135,7 +135,7 @@ def test_dense_layers_that_llama_cpp_does_not_compute_are_refused_or_remarked_on
         converted(tmp_path / "gemma embedding")
     assert any("2_Dense" in note for note in converted(tmp_path / "bert").notes)
     (tmp_path / "gemma embedding" / "2_Dense" / "model.safetensors").unlink()
-    with pytest.raises(SourceError, match=r"2_Dense/model\.safetensors: .* not there"):
+    with pytest.raises(SourceError, match=r"2_Dense/model\.safetensors: "):
         converted(tmp_path / "gemma embedding")
 
 

@@ -118,7 +118,7 @@ def test_master_without_a_readable_manifest_is_loaded(content, master):
     (master / "pqweights.json").unlink()
     if content is not None:
         (master / "pqweights.json").write_text(content)
-    with pytest.warns(PqweightsWarning, match="no pqweights.json that can be read, .*cannot be checked"):
+    with pytest.warns(PqweightsWarning, match="pqweights.json.*cannot be checked"):
         assert pqweights.load_model(master).num_parameters() > 0
 
 

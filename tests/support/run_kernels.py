@@ -156,7 +156,7 @@ def round_() -> Arrays:
             yield from _arrays(out)
     for kind in FLOAT_MODES:
         size = 16 if kind == "nvfp4" else 32
-        yield from _arrays(FloatRule(kind, 8 if kind.endswith("8") else 4, size).quantize(values(size)))
+        yield from _arrays(FloatRule(kind, 8 if "8" in kind else 4, size).quantize(values(size)))
 
 
 def fit_floats() -> Arrays:

@@ -170,5 +170,5 @@ def test_a_master_without_a_manifest_is_exported_and_said_to_be_unchecked(
     (master / "pqweights.json").unlink()
     flip(master, WEIGHT + "_codes")
     done = export(base, master, tmp_path / "out")
-    assert [line for line in done.warnings if "no pqweights.json" in line and "cannot be checked" in line]
+    assert [line for line in done.warnings if "pqweights.json" in line and "cannot be checked" in line]
     assert not [line for line in export(base, base / "master", tmp_path / "sound").warnings if "checked" in line]
