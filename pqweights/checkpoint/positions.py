@@ -310,6 +310,8 @@ def layer_types(config: Mapping[str, Any]) -> list[str] | None:
     stated = text.get("layer_types")
     if isinstance(stated, list):
         kinds = [known.LEGACY_LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else "" for kind in stated][:count]
+        if model_type == "qwen4_exp_text":  # whose layers with full attention have an indexer
+            return ["indexed_attention" if kind == FULL else kind for kind in kinds]
         return [*kinds[:-1], FULL] if model_type.startswith("gemma4") and kinds else kinds
     if model_type in known.UPPER_WINDOWS:
         first = _whole(text, "max_window_layers", known.UPPER_WINDOWS[model_type])

@@ -44,6 +44,8 @@ EMBEDDINGS_OF = {
 # Whole names: of one expert's matrix, and of those of all experts in one tensor, or their biases.
 OF_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<matrix>.+)")
 OF_ALTUP = re.compile(r"(?P<layer>model\.altup_\w+)\.(?P<expert>\d+)\.(?P<matrix>weight)")  # of Gemma 3n
+OF_TABLE = re.compile(r"model\.layers\.(?P<layer>\d+)\.ple\.ple_embedding\.ngram_embedding\b.*")
+OF_SHARD = re.compile(r"(?P<table>ngram_embedding)\.shard_(?P<shard>\d+)\.weight")  # of Qwen4-Exp
 STACKED_EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<matrix>gate_up_proj|down_proj)(?P<bias>_bias)?(\.weight)?")
 # Whole names of modules: what holds all experts of a layer.
 EXPERTS_OF_LAYER = re.compile(r"(.*?\.?(?:experts|\w*_experts))\..+")

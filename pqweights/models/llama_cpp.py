@@ -51,6 +51,7 @@ class Setting(NamedTuple):
     of: the enumeration in the gguf package that it is one of
     listed: whether the configuration lists it layer by layer, and the file, too; None is 0
     unread: whether llama.cpp does not read it, and files of other writers say something else
+    items: of a list of whole numbers that the configuration has, their type, of gguf.GGUFValueType
     """
 
     parameter: str
@@ -64,6 +65,7 @@ class Setting(NamedTuple):
     of: str = ""
     listed: bool = False
     unread: bool = False
+    items: str = ""
 
     @property
     def name(self) -> str:
@@ -187,8 +189,9 @@ class Architecture:
     when: of one of several of a type, which models run so
     prefix: an expression for what the names of the checkpoint have before those that the gguf package knows
     unused: expressions for tensors that it does without, by their names without the prefix, and the reason
-    modules: expressions for modules or parameters of a layer that the gguf package does not know, or whole names
-        outside of layers, and the names of those that it does
+    follows: expressions for whole names of tensors of whole numbers that must be what `derived` has, and its keys
+    modules: expressions for modules or parameters of a layer that the gguf package does not know, or whole names, and
+        the names of those that it does
     tensors: expressions for tensors of a layer, or whole names outside of layers, that the gguf package does not know
         under any name, and their names in the file
     cuts: expressions for modules that it holds as several
@@ -230,6 +233,7 @@ class Architecture:
     when: Callable[[Any], bool] = lambda settings: True
     prefix: str = ""
     unused: Mapping[str, str] = field(default_factory=dict)
+    follows: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
     cuts: Mapping[str, Cut] = field(default_factory=dict)

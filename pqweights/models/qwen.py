@@ -84,7 +84,7 @@ def _restate_images(values: dict[str, Any]) -> None:
 
 
 # Gated DeltaNet in three of four layers. Queries have a gate beside them.
-def _restate_linear(values: dict[str, Any]) -> None:
+def restate_linear(values: dict[str, Any]) -> None:
     """State the kinds of layers, and the period in which one has full attention, each from the other."""
     types, every = values.get("layer_types"), values.get("full_attention_interval")
     if every is None:
@@ -140,7 +140,7 @@ _QWEN3_NEXT = Architecture(
     equal=(("linear_value_head_dim", "linear_key_head_dim"),), checks=(_has_period,),
     values=SILU_ONLY | ALL_SPARSE | {"norm_topk_prob": (True,)} | NO_BIAS,
 )  # fmt: skip
-_QWEN3_5_MOE = replace(
+QWEN3_5_MOE = replace(
     _QWEN3_NEXT, name="QWEN35MOE", cuts={}, rope=Rope(partial=True, sections=(11, 11, 10)), values=SILU_ONLY | NO_BIAS,
     notes=(_left_over,),
     settings=(*_QWEN3_NEXT.settings, Setting("feed_forward_length", "moe_intermediate_size")),
@@ -151,16 +151,17 @@ _QWEN3_5_MOE = replace(
         r"linear_attn\.out_proj": Tiled("linear_value_head_dim", columns=True),
     },
 )  # fmt: skip
-_QWEN3_5 = replace(_QWEN3_5_MOE, name="QWEN35", settings=_QWEN3_NEXT.settings[4:])  # without those of experts
+_QWEN3_5 = replace(QWEN3_5_MOE, name="QWEN35", settings=_QWEN3_NEXT.settings[4:])  # without those of experts
 
-_DELTA_NET = below("linear_attn", "A_log conv1d dt_bias norm out_proj")
+_LINEAR_NAMES = below("linear_attn", "A_log conv1d dt_bias norm out_proj")
+DELTA_NET = _LINEAR_NAMES + below("linear_attn", "in_proj_a in_proj_b in_proj_qkv in_proj_z")
 _NEXT_NAMES = Names(
     class_name="Qwen3NextForCausalLM", drafts=MTP,
-    layers=parts.USUAL + _DELTA_NET + below("linear_attn", "in_proj_ba in_proj_qkvz"),
+    layers=parts.USUAL + _LINEAR_NAMES + below("linear_attn", "in_proj_ba in_proj_qkvz"),
 )  # fmt: skip
 _3_5_NAMES = replace(
     _NEXT_NAMES, class_name="Qwen3_5ForCausalLM", keys={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
-    layers=parts.USUAL + _DELTA_NET + below("linear_attn", "in_proj_a in_proj_b in_proj_qkv in_proj_z"),
+    layers=parts.USUAL + DELTA_NET,
 )  # fmt: skip
 _QWEN3_PARTS = parts.LLAMA + parts.HEAD_NORMS
 _MOE_PARTS = parts.NORMS + parts.HEADS + " mlp.gate mlp.experts"
@@ -168,7 +169,7 @@ _SHARED_PARTS = " mlp.shared_expert mlp.shared_expert_gate"
 _LINEAR_PARTS = below("linear_attn", "conv1d norm out_proj")
 _ZERO_CENTRED = frozenset({Trait.ZERO_CENTRED_NORMS})
 _SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
-_LINEAR = {
+LINEAR = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "linear_value_head_dim": 128, "attention_bias": False, "head_dim": 256,
 }  # fmt: skip
@@ -221,28 +222,28 @@ ROWS: dict[str, Row] = {
     "qwen3_vl_moe": replace(_QWEN3_VL_MOE_ROW, mlx=MlxDifferences(layout=AS_PUBLISHED, head_in_text=True)),
     "qwen3_vl_moe_text": replace(_QWEN3_VL_MOE_ROW, mlx=MlxDifferences(constants={"norm_topk_prob": True})),
     "qwen3_next": Row(
-        traits=_ZERO_CENTRED, llama_cpp=_QWEN3_NEXT, restate=_restate_linear,
+        traits=_ZERO_CENTRED, llama_cpp=_QWEN3_NEXT, restate=restate_linear,
         always=_MOE_PARTS + parts.HEAD_NORMS + _SHARED_PARTS + _LINEAR_PARTS, names=_NEXT_NAMES,
-        defaults=sizes(2048, 5632, 48, 16, 32768) | LIKE_LLAMA | _LINEAR | {
+        defaults=sizes(2048, 5632, 48, 16, 32768) | LIKE_LLAMA | LINEAR | {
             "num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 512, **_SPARSE, "norm_topk_prob": True,
         },
     ),
     "qwen3_5": Row(defaults=sizes(4096, 16, 4, 256), traits=_ZERO_CENTRED),
     "qwen3_5_text": Row(
-        traits=_ZERO_CENTRED, llama_cpp=_QWEN3_5, restate=_restate_linear,
+        traits=_ZERO_CENTRED, llama_cpp=_QWEN3_5, restate=restate_linear,
         always=_QWEN3_PARTS + _LINEAR_PARTS, names=_3_5_NAMES, mlx=MlxDifferences(module="qwen3_5"),
-        defaults=sizes(4096, 12288, 32, 16, 32768) | LIKE_LLAMA | _LINEAR | {"num_key_value_heads": 4},
+        defaults=sizes(4096, 12288, 32, 16, 32768) | LIKE_LLAMA | LINEAR | {"num_key_value_heads": 4},
     ),
     "qwen3_5_moe": Row(
         defaults=sizes(2048, 16, 2, 256), traits=_ZERO_CENTRED, mlx=MlxDifferences(layout=STACKED),
     ),
     "qwen3_5_moe_text": Row(
-        traits=_ZERO_CENTRED, llama_cpp=_QWEN3_5_MOE, restate=_restate_linear,
+        traits=_ZERO_CENTRED, llama_cpp=QWEN3_5_MOE, restate=restate_linear,
         always=_MOE_PARTS + parts.HEAD_NORMS + _SHARED_PARTS + _LINEAR_PARTS,
         names=replace(_3_5_NAMES, class_name="Qwen3_5MoeForCausalLM"),
         mlx=MlxDifferences(module="qwen3_5_moe", layout=STACKED),
-        defaults=LIKE_LLAMA | _LINEAR | {
+        defaults=LIKE_LLAMA | LINEAR | {
             "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "max_position_embeddings": 32768,
             "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 512,

@@ -18,10 +18,10 @@ from pqweights.models import (
     minimax,
     mixtures,
     qwen,
+    qwen4,
     step,
     t5,
 )
-from pqweights.models.conventions import FUSED, FusedLayer
 from pqweights.models.description import OWN_HEAD, UNKNOWN, UNPREFIXED, UNWRAPPED, MlxDifferences
 from pqweights.models.description import ModelDescription as Row
 from pqweights.models.traits import TYPES_WITH
@@ -49,14 +49,6 @@ _OTHERS: dict[str, Row] = {
         Row(defaults=OWN_HEAD, in_memory={r"\.attn\.([kv]_sconv\.weight_proj)$": r".self_attn.\1.weight"}),
     ),
     "muse_glimmer": Row(mlx=MlxDifferences(module="muse_glimmer", layout=UNWRAPPED)),
-    # Hyper-connections mix residual streams by small matrices; vLLM has them plain.
-    **dict.fromkeys(
-        ("qwen4_exp", "qwen4_exp_text"),
-        Row(
-            roles={r"input_mix_weight_(down|up)|block_inject_weight": "router", r"shard_\d+": "embedding"},
-            fused=(*FUSED, FusedLayer("key_proj|value_proj", "kv")),
-        ),
-    ),
     "minicpm3": Row(mlx=MlxDifferences(differs=_minicpm3_differs)),
     "laguna": Row(in_memory={r"\.shared_expert\.": ".shared_experts."}),
     "solar_open": Row(
@@ -76,7 +68,7 @@ _OTHERS: dict[str, Row] = {
 def _completed() -> dict[str, Row]:
     models = {**_OTHERS}
     # Files of GGUF alone are tried as the types of their architecture in this order.
-    for family in (llama, mixtures, gemma, qwen, deepseek, granite, hybrids, kimi_linear, mimo, minimax, step):
+    for family in (llama, mixtures, gemma, qwen, qwen4, deepseek, granite, hybrids, kimi_linear, mimo, minimax, step):
         models |= family.ROWS
     models |= encoders.ROWS | t5.ROWS
     for trait, types in TYPES_WITH.items():

@@ -87,7 +87,7 @@ pix2struct rembert zamba zamba2 zaya
 """,
     Trait.WRAPS_TEXT: """
 gemma3n gemma4 idefics3 internvl kimi_k25 kimi_vl lfm2_vl llama4 llava minimax_m3_vl mistral3 muse_glimmer qwen2_5_vl
-qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm step3p7
+qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe qwen4_exp smolvlm step3p7
 """,
     Trait.STACKED_BY_MLX: """
 afmoe deepseek_v2 dots1 glm4_moe minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_moe

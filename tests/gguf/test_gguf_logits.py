@@ -22,7 +22,7 @@ from pqweights.runtime.models import open_model
 KINDS = {
     "gemma3n": "llama.cpp, thresholds",
     **dict.fromkeys(("gemma", "starcoder2"), "llama.cpp, gelu"),
-    **dict.fromkeys(("qwen3 next", "qwen3_5", "kimi linear", "jamba"), "llama.cpp, states"),
+    **dict.fromkeys(("qwen3 next", "qwen3_5", "qwen4", "kimi linear", "jamba"), "llama.cpp, states"),
 }
 
 
@@ -85,6 +85,17 @@ def test_most_tokens_attend_to_those_that_transformers_chooses(
     found = open_model(write_gguf(tmp_path), dtype=dtype).logits(np.array(ids), len(ids))
     same = np.abs(found - expected).max(axis=1) < bound(kind) * np.abs(expected).max()
     assert same[:40].all() and same.mean() > 0.9
+
+
+def test_qwen4_exp_attends_to_part_of_one_more_block_where_few_tokens_are_behind_the_last(tmp_path: Path) -> None:
+    settings = {"indexer_budget": 16, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    settings["ple_layer_ids"] = [1]
+    case, ids = CASES["qwen4 exp"], gguf_cases.token_ids(120)
+    expected = gguf_cases.logits(gguf_cases.saved(replace(case, settings=case.settings | settings), tmp_path), ids)
+    found = open_model(write_gguf(tmp_path), dtype="float32").logits(np.array(ids), len(ids))
+    same = np.abs(found - expected).max(axis=1) < bound("llama.cpp, states") * np.abs(expected).max()
+    behind_last = np.arange(1, len(ids) + 1) % case.settings["indexer_compress_ratio"]
+    assert same[:19].all() and same[behind_last == 3].mean() > 0.9 and not same[19:][behind_last[19:] < 3].any()
 
 
 # Experts are chosen differently after rounding, which is a difference of another kind.

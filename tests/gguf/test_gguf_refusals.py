@@ -50,9 +50,23 @@ MUSE = {
 }  # fmt: skip
 
 
+QWEN4 = {
+    "model_type": "qwen4_exp_text", "output_gate_type": "sigmoid", "indexer_kv_heads": 1,
+    "layer_types": ["linear_attention", "full_attention"], "ple_layer_ids": [1],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        (QWEN4 | {"output_gate_type": "silu"}, "output_gate_type 'sigmoid' only, found 'silu'"),
+        (QWEN4 | {"layer_types": ["full_attention"] * 2}, "stops without any layer of the kind linear_attention"),
+        (QWEN4 | {"ple_layer_ids": [1, 2]}, "of n-grams in one layer with linear attention, found"),
+        (QWEN4 | {"ple_layer_ids": [2]}, "of n-grams in one layer with linear attention, found"),
+        (QWEN4 | {"ple_embed_dim": 32}, "hidden_size as ple_embed_dim, found 32"),
+        (QWEN4 | {"ngram_size": 9}, "n-grams of 2 to 8 tokens"),
+        (QWEN4 | {"ngram_vocab_size_base": 10**9}, "at most 2147483647 embeddings of n-grams"),
+        (QWEN4 | {"eos_token_id": None}, "whole numbers as seed and eos_token_id"),
         ({"model_type": "mamba"}, "hold a model of type mamba; these can be written: arcee, .*, qwen3_moe"),
         ({"model_type": "minimax_m3_vl_text", "dense_intermediate_size": 24, "mlp_layer_types": ["sparse"] * 2,
           "layer_types": ["minimax_m3_sparse", "full_attention"]}, "in all layers behind the first 0, and no others"),

@@ -151,7 +151,7 @@ def test_types_are_those_of_llama_cpp(name, imatrix, tmp_path):
         assert wants_imatrix == (not imatrix and bool(inner & {*WANT_IMPORTANCE} or mix.name == "Q2_K_S")), mix.name
 
 
-@pytest.mark.parametrize("name", ["lfm2 moe", "gemma4", "hy v4", "qwen3_5 moe", "nemotron h moe"])
+@pytest.mark.parametrize("name", ["lfm2 moe", "gemma4", "hy v4", "qwen3_5 moe", "qwen4 exp", "nemotron h moe"])
 def test_types_in_layers_of_several_kinds_are_those_of_llama_cpp(name, tmp_path):
     """Where only some layers have values, llama.cpp counts these to choose wider types."""
     import gguf_cases

@@ -335,6 +335,15 @@ CASES = {
     "qwen3 next": Case(name="Qwen3Next", settings=DELTA_NET | SHARED_EXPERT),
     "qwen3_5": Case(name="Qwen3_5", settings=DELTA_NET, text=True),
     "qwen3_5 moe": Case(name="Qwen3_5Moe", settings=DELTA_NET | SHARED_EXPERT, text=True),
+    "qwen4 exp": Case(
+        name="Qwen4Exp", text=True, rope={"partial_rotary_factor": 0.5},
+        settings=DELTA_NET | SHARED_EXPERT | {
+            "hc_count": 3, "hc_lowrank": 24, "ple_layer_ids": [2], "heads_per_ngram": 4, "ngram_vocab_size_base": 67,
+            "split_ngram_parts": 2, "make_ngram_vocab_size_divisible_by": 700, "output_gate_type": "sigmoid",
+            "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 128,
+            "indexer_compress_ratio": 4,
+        },
+    ),
 }  # fmt: skip
 
 

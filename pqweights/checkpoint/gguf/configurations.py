@@ -208,7 +208,7 @@ def key_of(setting: Setting, architecture: str) -> str:
 def _solve_settings(contents: GgufContents, architecture: Architecture, values: dict[str, Any]) -> None:
     """State the keys of the configuration from the hyper-parameters, which are keys or sums of products of keys."""
     keys = [(of, key_of(of, contents.architecture)) for of in settings_of(architecture) if not of.unread]
-    read = [(of, key, _number(contents, key, real=of.real)) for of, key in keys]
+    read = [(of, key, _value(contents, key) if of.items else _number(contents, key, real=of.real)) for of, key in keys]
     known = [(of, TAKEN_AS.get(key) if value is None else value) for of, key, value in read]
     known = [(of, value) for of, value in known if value is not None]
     for _ in range(3):  # an expression may need keys that a later one states
@@ -217,9 +217,9 @@ def _solve_settings(contents: GgufContents, architecture: Architecture, values: 
                 values[of.name] = bool(value)
             elif of.zero and of.real and not value:
                 values[of.name] = None
-            elif isinstance(value, list) and not of.listed:
+            elif isinstance(value, list) and not (of.listed or of.items):
                 _solve_list(contents, of, value, values)
-            elif of.listed:
+            elif of.listed or of.items:
                 values[of.name] = value
             else:
                 solve(of.key, value, values)

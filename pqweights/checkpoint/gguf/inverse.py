@@ -32,7 +32,7 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import MovedTensor, Segment
 from pqweights.errors import SourceError
-from pqweights.models.conventions import LAYER, STACKED_EXPERTS
+from pqweights.models.conventions import LAYER, OF_TABLE, STACKED_EXPERTS
 from pqweights.models.llama_cpp import Cut, first_class
 from pqweights.models.settings import Settings, unused_positions
 from pqweights.models.traits import Trait
@@ -77,6 +77,9 @@ def absent_tensors(
     # T5 calls the same matrix otherwise if it has gates.
     other = ".wi." if any(".ffn_gate." in name for name in shapes) else ".wi_1."
     for name in (name for name in every if other not in name):
+        table = OF_TABLE.fullmatch(name)
+        if table and f"blk.{table['layer']}.ple_key.weight" not in shapes:  # that of another layer
+            continue
         behind = name_behind(name, layers, settings.architecture.drafts or {}) or name
         if "{}" not in name:
             if (shape := _shape_of(behind, shapes, settings, names)) and 0 not in shape:

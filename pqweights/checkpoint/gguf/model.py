@@ -31,7 +31,7 @@ from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.views import sources_of
 from pqweights.errors import ExportError
 from pqweights.models.diffusion import Found
-from pqweights.models.llama_cpp import Architecture
+from pqweights.models.llama_cpp import Architecture, Setting
 from pqweights.models.settings import Settings, windowed_layers
 
 TEMPLATES = "tokenizer.chat_template"
@@ -229,9 +229,9 @@ def add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[Logical
     for setting in settings_of(architecture):
         absent = (setting.zero or setting.optional) and not settings.get(setting.name)
         if setting.zero and absent:
-            _add(writer, setting.parameter, 0)
+            _add(writer, setting, 0)
         elif not absent:
-            _add(writer, setting.parameter, value_of(setting, settings))
+            _add(writer, setting, value_of(setting, settings))
     if architecture.encoder:
         writer.add_causal_attention(False)
     add_pooling(settings, writer, tensors)
@@ -248,13 +248,17 @@ def add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[Logical
         writer.add_sliding_window(settings.number(architecture.no_window))
 
 
-def _add(writer: Any, parameter: str, value: Any) -> None:
-    """Write a hyper-parameter. parameter: see Setting"""
-    if not parameter.startswith("."):
-        getattr(writer, f"add_{parameter}")(value)
+def _add(writer: Any, setting: Setting, value: Any) -> None:
+    """Write a hyper-parameter."""
+    if not setting.parameter.startswith("."):
+        getattr(writer, f"add_{setting.parameter}")(value)
+        return
+    key, types = f"{writer.arch}{setting.parameter}", gguf_package().GGUFValueType
+    if setting.items:
+        writer.add_key_value(key, value, types.ARRAY, types[setting.items])
         return
     add = {bool: writer.add_bool, float: writer.add_float32, int: writer.add_uint32}.get(type(value), writer.add_array)
-    add(f"{writer.arch}{parameter}", value)
+    add(key, value)
 
 
 def encode_header(

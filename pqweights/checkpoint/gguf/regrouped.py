@@ -18,7 +18,7 @@ from pqweights.checkpoint.gguf.views import ReorderedTensor
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
 from pqweights.errors import ExportError
-from pqweights.models.conventions import LAYER, OF_ALTUP, OF_EXPERT, STACKED_EXPERTS
+from pqweights.models.conventions import LAYER, OF_ALTUP, OF_EXPERT, OF_SHARD, STACKED_EXPERTS
 from pqweights.models.llama_cpp import ALTERNATING, JOINED, Architecture, Cut, Tiled
 from pqweights.models.settings import Settings
 from pqweights.models.traits import Trait
@@ -66,6 +66,23 @@ def _part(source: LogicalTensor, cut: Cut, part: str, settings: Settings, cache:
     matrix = (inner, rows) if transposed else (rows, inner)
     shape = (times, *matrix) if cut.stacked else (times * rows, inner)
     return MovedTensor.of(part, shape, segments, columns=range(inner), transposed=transposed, cache=cache)
+
+
+def with_shards_joined(tensors: Sequence[NamedTensor]) -> Iterator[NamedTensor]:
+    """Yield the tensors, with one for all shards of a table in the place of the first."""
+    matches = ((OF_SHARD.fullmatch(known), tensor) for known, tensor in tensors)
+    shards = {int(match["shard"]): tensor for match, tensor in matches if match}
+    for known, tensor in tensors:
+        if (match := OF_SHARD.fullmatch(known)) is None:
+            yield known, tensor
+        elif shards:
+            name, ordered = f"{match['table']}.weight", [shards[number] for number in sorted(shards)]
+            if len(tensor.shape) != 2 or len({shard.shape[1:] for shard in ordered}) > 1:
+                raise ExportError(f"tensor {tensor.name!r}: expected matrices of the same width as shards")
+            segments = [Segment(tensor=shard, first=0, count=shard.shape[0]) for shard in ordered]
+            rows = sum(segment.count for segment in segments)
+            yield name, MovedTensor.of(name, (rows, tensor.shape[1]), segments)
+            shards.clear()
 
 
 def with_experts_stacked(tensors: Sequence[NamedTensor], settings: Settings) -> Iterator[NamedTensor]:

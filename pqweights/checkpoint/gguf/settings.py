@@ -177,6 +177,8 @@ def value_of(setting: Setting, settings: Settings) -> Any:
     """Return the value of a hyper-parameter: one, or one for each layer."""
     if setting.truth:
         return settings.truth(setting.name)
+    if setting.items:
+        return settings.get(setting.name)
     if setting.listed:
         return [value if setting.real else int(value) for value in settings.numbers(setting.name)]
     value = settings.real(setting.name) if setting.real else settings.number(setting.key)

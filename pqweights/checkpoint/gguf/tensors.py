@@ -26,6 +26,7 @@ from pqweights.checkpoint.gguf.regrouped import (
     of_layer,
     rows_from,
     with_experts_stacked,
+    with_shards_joined,
     with_tiled_heads,
 )
 from pqweights.checkpoint.gguf.rope import Factors
@@ -95,7 +96,7 @@ def gguf_tensors(
         name: ConstantTensor(name=name, shape=values.shape, values=values)
         for name, values in (factors | constants(settings)).items()
     }
-    for known, tensor in cut(with_experts_stacked(kept, settings), settings):
+    for known, tensor in cut(with_experts_stacked([*with_shards_joined(kept)], settings), settings):
         tensor_type, name, own = tensor_in_file(known, settings, names)
         biases = settings.architecture.biases | NAMED_BIASES
         if not tensor_type or (not own and name.endswith(".bias") and tensor_type not in biases):
@@ -139,7 +140,10 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
         name = next((name.removesuffix(old) + new for old, new in OLD_NORMS.items() if name.endswith(old)), name)
         drafts = predicts_further(name, layers)
         behind = name_behind(name, layers, folded) if drafts and settings.draft_layers else None
-        if name.endswith(COMPUTED):
+        key = next((key for of, key in settings.architecture.follows.items() if re.fullmatch(of, name)), "")
+        if key:
+            _check_numbers(tensor, settings.get(key) or ())
+        if key or name.endswith(COMPUTED):
             left_out[tensor.name] = "follows from the configuration"
         elif is_leftover(tensor.name, tensor.dtype, tensor.shape):
             left_out[tensor.name] = "left from training or another runtime; no model has a place for it"
@@ -156,6 +160,16 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
         else:
             kept.append((known_name(behind or name, settings.architecture.modules), tensor))
     return kept, left_out
+
+
+def _check_numbers(tensor: LogicalTensor, expected: Sequence[int]) -> None:
+    """Raise ExportError unless a tensor has the whole numbers that follow from the configuration."""
+    raw = np.empty(8 * len(expected), dtype=np.uint8)
+    fitting = tensor.dtype == "I64" and tensor.shape == (len(expected),)
+    if fitting:
+        tensor.read(0, len(expected), "I64", raw)
+    if not fitting or raw.view(np.int64).tolist() != [*expected]:
+        raise ExportError(f"tensor {tensor.name!r} has other values than follow from config.json")
 
 
 def _text_name(name: str) -> tuple[str, bool]:
@@ -180,11 +194,12 @@ def known_name(name: str, modules: Mapping[str, str]) -> str:
     match = LAYER.fullmatch(name)
     begin, inner = (f"{match[1]}{match[2]}.", match[3]) if match else ("", name)
     module, dot, last = inner.rpartition(".")
-    for of, rest in ((inner, ""), (module, dot + last)):
+    whole, _, end = name.rpartition(".")
+    for before, of, rest in ((begin, inner, ""), (begin, module, dot + last), ("", whole, f".{end}")):
         matches = ((re.fullmatch(expression, of), known) for expression, known in modules.items())
         for match, known in matches:
             if match is not None:
-                return f"{begin}{match.expand(known)}{rest}"
+                return f"{before}{match.expand(known)}{rest}"
     return name
 
 
@@ -242,7 +257,7 @@ def _view(known: str, reads: LogicalTensor, tensor_type: str, name: str, setting
         return decay_rates(name, reads)
     if architecture.interleaved and tensor_type in ("ATTN_Q", "ATTN_K"):
         return InterleavedTensor.of(name, reads, head_rows=settings.number("head_dim"))
-    is_norm = tensor_type.endswith("NORM") and tensor_type not in architecture.plain_norms
+    is_norm = "NORM" in tensor_type and tensor_type not in architecture.plain_norms
     if Trait.ZERO_CENTRED_NORMS in settings.model.traits and is_norm:
         # llama.cpp adds nothing to the weights. In float32, as exact as the model's own sum.
         return one_added(name, reads)
