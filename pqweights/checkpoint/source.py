@@ -374,17 +374,18 @@ def needed_files(storage: Storage) -> tuple[str, ...]:
 def _listed_files(storage: Storage) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
     """Return the files without tensors that a manifest lists, with the manifests beside it, and the GGUF files of all.
 
-    There is None in place of the former for one that cannot be read.
+    There is None in place of the former for one that cannot be read; another that cannot be lists nothing.
     """
     files = [name for name in storage.files() if "/" not in name]
     beside = [name for name in files if name.endswith(f".{MANIFEST_FILE}")]
     try:
-        manifest, *others = (read_json_object(storage, name) for name in (MANIFEST_FILE, *beside))
+        manifest = read_json_object(storage, MANIFEST_FILE)
     except SourceError:
         return None, ()
-    listed, stated = manifest.get("files"), set(_container_files(manifest))
-    if stated:
-        stated.update(*map(_container_files, others))
+    listed, stated = manifest.get("files"), _container_files(manifest)
+    for name in beside if stated else ():
+        with contextlib.suppress(SourceError):
+            stated += _container_files(read_json_object(storage, name))
     gguf = tuple(name for name in files if name in stated and name.lower().endswith(".gguf"))
     return (*listed, *beside) if isinstance(listed, dict) else None, gguf
 

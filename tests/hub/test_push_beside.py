@@ -74,6 +74,7 @@ def test_eval_of_a_repository_takes_the_files_of_all_pushes(
 ) -> None:
     for name in ("q4", "q8"):
         pushed(client, made / name)
+    hub.commit(TARGET, {"a.pqweights.json": b"{", "b.pqweights.json": b'{"container": {"files": [{"name": []}]}}'})
     (tmp_path / "text.txt").write_text("def f(x):\n    return x\n" * 40, encoding="utf-8")
     options = ("--text", tmp_path / "text.txt", "--window", "16", "--max-tokens", "32", "--json", "-q")
     rows = json.loads(client.well("eval", TARGET, *options).stdout)["models"]
