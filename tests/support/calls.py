@@ -1,4 +1,7 @@
-"""Wrappers of the library's functions that take flat keywords, and sort them into options dataclasses."""
+"""Wrappers of the library's functions that take flat keywords, and sort them into options dataclasses.
+
+What imports torch is imported where it is called: runs that are killed start processes that need none of it.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,21 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pqweights.calibrate import sensitivity as measuring
 from pqweights.common.options import EvaluationOptions, Options
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.convert import convert
 from pqweights.convert.scales import AwqScales
 from pqweights.convert.task import RewriteReport, RunOptions
 from pqweights.planning.recipe import Recipe
-from pqweights.planning.sensitivity import Sensitivity
-from pqweights.publish import card
-from pqweights.publish.card import PublishOptions
-from pqweights.runtime import evaluation
-from pqweights.runtime.report import EvaluationReport
 from pqweights.storage import open_store
 from pqweights.targets import exporting, master
+
+if TYPE_CHECKING:
+    from pqweights.planning.sensitivity import Sensitivity
+    from pqweights.publish.card import Card
+    from pqweights.runtime.report import EvaluationReport
 
 
 def options_of(kind: Any, keywords: dict[str, Any]) -> Any:
@@ -69,26 +71,34 @@ def make_card(
     *,
     revision: str | None = None,
     **cards: str | None,
-) -> card.Card:
-    asked = PublishOptions(repository=repository, base_model=base_model, revision=revision)
+) -> Card:
+    from pqweights.publish import card
+
+    asked = card.PublishOptions(repository=repository, base_model=base_model, revision=revision)
     return card.make_card(folder, asked, **cards)
 
 
-def write_card(folder: Path, repository: str | None = None) -> card.Card:
-    return card.write_card(folder, PublishOptions(repository=repository))
+def write_card(folder: Path, repository: str | None = None) -> Card:
+    from pqweights.publish import card
+
+    return card.write_card(folder, card.PublishOptions(repository=repository))
 
 
 def evaluate(models: Sequence[Path], text: str, name: str = "the text", **keywords: Any) -> EvaluationReport:
+    from pqweights.runtime import evaluation
+
     return evaluation.evaluate(models, text, EvaluationOptions(text_name=name, **keywords))
 
 
 def measure_sensitivity(
     source: Path, recipe: Recipe, text: Path, work: Path | None = None, tokens: int = 2048, **keywords: Any
 ) -> Sensitivity:
+    from pqweights.calibrate import sensitivity
+
     asked = Options(calibrate=text, calibration_tokens=tokens)
     with tempfile.TemporaryDirectory() as folder:
         keywords = {"threads": 1, "progress": lambda *_: None, **keywords}
-        return measuring.measured(source, work or Path(folder), recipe, asked, **keywords)
+        return sensitivity.measured(source, work or Path(folder), recipe, asked, **keywords)
 
 
 def learned_scales(path: Path) -> master.Learned:

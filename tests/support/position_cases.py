@@ -88,30 +88,36 @@ def read_by_mlx(folder: Path) -> Any:
     )
 
 
-def logits_of_mlx(config: dict[str, Any], folder: Path, ids: list[int]) -> npt.NDArray[np.float32]:
-    """What mlx-lm computes with the configuration of an export and the weights of the source."""
+def ids(length: int) -> list[int]:
+    return [(7 * n * n + 3) % 128 for n in range(length)]
+
+
+def logits(model: Any, length: int) -> npt.NDArray[np.float32]:
+    """What transformers computes for a text of some length."""
+    with torch.no_grad():
+        found: npt.NDArray[np.float32] = model(torch.tensor([ids(length)])).logits[0].numpy()
+    return found
+
+
+def logits_of_mlx(config: dict[str, Any], folder: Path, *lengths: int) -> list[npt.NDArray[np.float32]]:
+    """What mlx-lm computes for texts of some lengths, with the configuration of an export and the source's weights."""
     from mlx_lm.utils import load_model
 
     from pqweights.targets.mlx_model import CONVERTERS
 
     exported = folder.parent / "exported"
-    if not exported.exists():
-        exported.mkdir()
-        layout = described(json.loads((folder / "config.json").read_text())["model_type"]).mlx.layout
-        weights = mx.load(str(folder / "model.safetensors"))
-        weights = weights if layout is None else CONVERTERS[layout](weights)
-        mx.save_safetensors(str(exported / "model.safetensors"), weights)
-        plain = {key: value for key, value in config.items() if not key.startswith("quantization")}
-        (exported / "config.json").write_text(json.dumps(plain))
+    exported.mkdir(exist_ok=True)
+    layout = described(json.loads((folder / "config.json").read_text())["model_type"]).mlx.layout
+    weights = mx.load(str(folder / "model.safetensors"))
+    mx.save_safetensors(str(exported / "model.safetensors"), weights if layout is None else CONVERTERS[layout](weights))
+    plain = {key: value for key, value in config.items() if not key.startswith("quantization")}
+    (exported / "config.json").write_text(json.dumps(plain))
     with contextlib.redirect_stdout(io.StringIO()):
         model, _ = load_model(exported)
-    return np.array(model(mx.array([ids])))[0]
+    return [np.array(model(mx.array([ids(length)])))[0] for length in lengths]
 
 
 def distance(model: Any, read: Any, folder: Path, length: int) -> float:
     """How far the logits of mlx-lm are from those of transformers, for a text of some length."""
-    ids = [(7 * n * n + 3) % 128 for n in range(length)]
-    with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0].numpy()
-    found = logits_of_mlx(read.config, folder, ids)
+    expected, (found,) = logits(model, length), logits_of_mlx(read.config, folder, length)
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))

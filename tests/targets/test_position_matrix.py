@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,13 +22,13 @@ from closeness import bound, distance
 from gguf_cases import with_gelu_table
 from gguf_files import converted, write_gguf
 from helpers import run_command
-from position_cases import loader, logits_of_mlx, read_by_mlx, saved
+from position_cases import ids, loader, logits, logits_of_mlx, read_by_mlx, saved
 
 from pqweights.checkpoint.positions import stated_once
 from pqweights.errors import ExportError
 from pqweights.runtime.models import open_model
 
-SHORT, LENGTH = 8, 24
+LENGTHS = (8, 24)
 WINDOW = {"sliding_window": 8}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window_pattern": 2}
 FULL = {"layer_types": ["full_attention"] * 2}
@@ -171,23 +172,14 @@ def stated(family: str, variant: str) -> dict[str, Any]:
     return {"model_type": family.partition(",")[0], **settings, **length, **outer, "rope_parameters": rope}
 
 
-def logits(model: Any, length: int) -> npt.NDArray[np.float32]:
-    with torch.no_grad():
-        found: npt.NDArray[np.float32] = model(torch.tensor([ids(length)])).logits[0].numpy()
-    return found
-
-
-def ids(length: int) -> list[int]:
-    return [(7 * n * n + 3) % 128 for n in range(length)]
-
-
-def outcome(model: Any, said: bool, found: dict[int, npt.NDArray[np.float32]]) -> str:
+def outcome(model: Any, said: bool, found: Iterable[npt.NDArray[np.float32]]) -> str:
     """Whether a runtime computes the same for texts of both lengths, in one letter.
 
     s: the same; l: not for long texts, k: not for short ones, w: for neither, and it is said; o: the same here,
     although something is said; x: not the same, and nothing is said
     """
-    same = [distance(found[length], logits(model, length)) < bound("llama.cpp, gelu") for length in (SHORT, LENGTH)]
+    expected = (logits(model, length) for length in LENGTHS)
+    same = [distance(one, other) < bound("llama.cpp, gelu") for one, other in zip(found, expected, strict=True)]
     if not said:
         return "s" if all(same) else "x"
     return {(True, True): "o", (True, False): "l", (False, True): "k", (False, False): "w"}[same[0], same[1]]
@@ -200,8 +192,8 @@ def by_llama_cpp(model: Any, folder: Path) -> str:
         except ExportError:
             return "r"
         path = write_gguf(folder, "F32")
-    found = {length: open_model(path).logits(np.array(ids(length)), length) for length in (SHORT, LENGTH)}
-    return outcome(with_gelu_table(model), said, found)
+    opened = open_model(path)
+    return outcome(with_gelu_table(model), said, [opened.logits(np.array(ids(length)), length) for length in LENGTHS])
 
 
 def by_mlx(model: Any, folder: Path) -> str:
@@ -209,19 +201,20 @@ def by_mlx(model: Any, folder: Path) -> str:
         read = read_by_mlx(folder)
     except ExportError:
         return "r"
-    found = {length: logits_of_mlx(read.config, folder, ids(length)) for length in (SHORT, LENGTH)}
-    return outcome(model, bool(read.warnings), found)
+    return outcome(model, bool(read.warnings), logits_of_mlx(read.config, folder, *LENGTHS))
 
 
 def by_transformers(model: Any, folder: Path) -> str:
-    """What bf16, vllm and torchao exports are read as."""
+    """What bf16, vllm and torchao exports are read as, if their configuration says anything in another way."""
+    config = json.loads((folder / "config.json").read_text())
+    if (stated_again := stated_once(config)) == config:
+        return "s"
     exported = folder.parent / "bf16"
     exported.mkdir()
     shutil.copy(folder / "model.safetensors", exported)
-    config = json.loads((folder / "config.json").read_text())
-    (exported / "config.json").write_text(json.dumps(stated_once(config)))
+    (exported / "config.json").write_text(json.dumps(stated_again))
     again = loader(config).from_pretrained(exported, dtype=torch.float32).eval()
-    return outcome(model, False, {length: logits(again, length) for length in (SHORT, LENGTH)})
+    return outcome(model, False, [logits(again, length) for length in LENGTHS])
 
 
 # By the columns of VARIANTS, what mlx-lm and llama.cpp make of a model, in the letters of `outcome`; r: it is refused;
