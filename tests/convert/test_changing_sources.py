@@ -73,7 +73,7 @@ def test_source_that_changes_during_a_run_ends_it(
         (own_source / file).write_text("{" + " " * 4000 + "}")
     monkeypatch.setattr(file_reader, "MOST_OPEN_FILES", 8 if (CHANGES.index(change) + len(file)) % 2 else 1)
     out, act = tmp_path / "out", once(lambda: change(own_source / file))
-    with pytest.raises(SourceChangedError, match=rf"{file}: the source changed while it was being read \("):
+    with pytest.raises(SourceChangedError, match=file):
         run_command(command(own_source, progress=act), out)
     assert not (out / "pqweights.json").exists()
 
@@ -100,7 +100,7 @@ def test_finished_tensors_stay_for_the_source_as_it_was(
     shutil.copytree(own_source, former)
     with pytest.raises(SourceChangedError):
         run_command(command(own_source, progress=once(lambda: by_rename(own_source / LAST), at=12)), out)
-    with pytest.raises(SourceChangedError, match=rf"{LAST}: the source changed since .*`overwrite`"):
+    with pytest.raises(SourceChangedError, match=f"{LAST}.*`overwrite`"):
         run_command(command(own_source), out)
     shutil.copytree(own_source, changed)
     shutil.copy2(former / LAST, own_source / LAST)
@@ -176,7 +176,7 @@ def test_run_continues_after_a_read_that_failed(
 
     with monkeypatch.context() as patch:
         cut_off = once(lambda: patch.setattr(os, "preadv", read), 12)
-        with pytest.raises(SourceReadError, match="its disk or file server is failing; run the same command again"):
+        with pytest.raises(SourceReadError, match=r"model-0000\d-of-00002\.safetensors"):
             run_command(command(source, progress=cut_off), out, threads=1)
     known = finished(out)
     report, begun = watched(monkeypatch, command(source), out)

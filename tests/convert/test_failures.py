@@ -27,14 +27,9 @@ def test_non_finite_weight_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("number", "message"), [(errno.ENOSPC, "disk is full"), (errno.EIO, "check the disk and run")])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_run_resumes_after_a_write_that_failed(
-    number: int,
-    message: str,
-    source: Path,
-    undisturbed: dict[str, bytes],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    number: int, source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     pwrite, calls = os.pwrite, iter(range(5))
@@ -46,7 +41,7 @@ def test_run_resumes_after_a_write_that_failed(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        with pytest.raises(OutputError, match=message):
+        with pytest.raises(OutputError, match="disk"):
             run_command(command(source), out)
     check_final_names(out, undisturbed)
     assert run_command(command(source), out).resumed > 0
@@ -86,19 +81,16 @@ def test_few_files_are_open_on_a_slow_disk(source: Path, tmp_path: Path, monkeyp
     assert max(opened) < before + 20
 
 
-FAILS = "cannot be written to the disk"
-
-
 @pytest.mark.parametrize(
-    ("file", "number", "message"),
+    ("file", "number"),
     [
-        ("model-00001-of-00004.safetensors.", errno.EIO, FAILS),
-        ("model-00001-of-00004.safetensors.", errno.ENOSPC, "the disk is full"),
-        ("model-00004-of-00004.safetensors.", errno.EIO, FAILS),
-        ("model-00002-of-00004.safetensors.json", errno.EIO, FAILS),
-        ("tokenizer.json", errno.EIO, FAILS),
-        ("pqweights.json", errno.EIO, FAILS),
-        ("/out", errno.EIO, FAILS),
+        ("model-00001-of-00004.safetensors.", errno.EIO),
+        ("model-00001-of-00004.safetensors.", errno.ENOSPC),
+        ("model-00004-of-00004.safetensors.", errno.EIO),
+        ("model-00002-of-00004.safetensors.json", errno.EIO),
+        ("tokenizer.json", errno.EIO),
+        ("pqweights.json", errno.EIO),
+        ("/out", errno.EIO),
     ],
 )
 @pytest.mark.parametrize("replacing", [False, True])
@@ -106,7 +98,6 @@ def test_file_that_could_not_be_flushed_is_made_again(
     replacing: bool,
     file: str,
     number: int,
-    message: str,
     source: Path,
     undisturbed: dict[str, bytes],
     tmp_path: Path,
@@ -130,7 +121,7 @@ def test_file_that_could_not_be_flushed_is_made_again(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", late)
         patch.setattr(shard_file, "FLUSH_BYTES", 1 if "00001." in file else shard_file.FLUSH_BYTES)
-        with pytest.raises(OutputError, match=message):
+        with pytest.raises(OutputError, match="disk is full" if number == errno.ENOSPC else "cannot be written"):
             run_command(command(source, overwrite=replacing), out)
     run_command(command(source, overwrite=True), out)
     assert folder_bytes(out) == undisturbed

@@ -56,19 +56,19 @@ def test_recipe_in_other_words_is_the_same(source: Path, tmp_path: Path, monkeyp
 def test_result_of_a_version_with_other_bytes_does_not_count_as_done(
     source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, others = tmp_path / "out", r"another version of pqweights \(same bytes since "
+    out = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "SAME_BYTES_SINCE", "0.2.0")
         run_command(command(source), out)
         patch.setattr(manifest, "SAME_BYTES_SINCE", "0.9.0")
-        with pytest.raises(OutputError, match=rf"{others}0\.2\.0, this one 0\.9"):
+        with pytest.raises(OutputError, match=r"0\.2\.0.* 0\.9"):
             run_command(command(source), out)
         run_command(command(source, overwrite=True), out)
         assert run_command(command(source), out).already_done
         assert read_manifest(out).same_bytes_since == "0.9.0"
         assert "same_bytes_since" not in read_manifest(out).made_by
         assert verify(out, threads=1).ok
-    with pytest.raises(OutputError, match=rf"{others}0\.9\.0, this one {manifest.SAME_BYTES_SINCE}"):
+    with pytest.raises(OutputError, match=rf"0\.9\.0.* {manifest.SAME_BYTES_SINCE}"):
         run_command(command(source), out)
     run_command(command(source, overwrite=True), out)
     assert folder_bytes(out) == undisturbed

@@ -152,9 +152,9 @@ def test_stores_of_texts_and_paths(tmp_path: Path) -> None:
     store = open_store("s3://bucket/model")
     copy = pickle.loads(pickle.dumps(store))
     assert (str(copy), copy.work) == (str(store), store.work)
-    with pytest.raises(OptionError, match="two slashes as a text"):
+    with pytest.raises(OptionError, match="s3:"):
         open_store(Path("s3://bucket/model"))
-    with pytest.raises(OptionError, match=r"hf://org/name: .* pqweights push"):
+    with pytest.raises(OptionError, match="hf://org/name"):
         open_store("hf://org/name")
 
 
