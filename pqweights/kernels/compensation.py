@@ -12,8 +12,8 @@ one factorization and no inverse. Further passes go over the columns again, each
     target[k] = w[k] + sum over i != k of e[i] A[k, i] / A[k, k]
 
 which is the least of the damped sum over the codes of one column. Scales and offsets are chosen before, with the
-diagonal of A as the weight of each column. R lies above, and A below the diagonal of one K x K array. The only
-implementation is for the CPU.
+diagonal of A as the weight of each column; codes are integers or short floats. R lies above, and A below the diagonal
+of one K x K array. The only implementation is for the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.kernels import native
-from pqweights.kernels.groups import TILE, GroupRule, Groups, Tiles, fit_by_importance
+from pqweights.kernels.groups import TILE, FloatRule, GroupRule, Groups, Tiles, fit_by_importance
 
 Floats = npt.NDArray[np.float32]
 
@@ -90,29 +90,42 @@ def _checked_shape(matrix: Floats) -> tuple[int, int]:
     return size, stride
 
 
-def compensate(values: Floats, start: Groups, rule: GroupRule, factor: MomentsFactor) -> tuple[Groups, Tiles]:
+def compensate(
+    values: Floats, start: Groups, rule: GroupRule | FloatRule, factor: MomentsFactor
+) -> tuple[Groups, Tiles]:
     """Round rows of weights [rows, K] with compensation.
 
-    start: their groups as `rule.quantize` returns them, where the search for scales and offsets begins
+    start: their groups as `rule.quantize` returns them, where the search for scales and offsets of integers begins
 
     Returns their groups, with the squared errors of the codes, and W - Q in the order of the factor.
     """
     weights = Tiles.of(values[:, factor.order])
-    numbers = fit_by_importance(weights, start, rule, factor.diagonal, factor.order)
+    if isinstance(rule, FloatRule):
+        importance = np.empty_like(factor.diagonal)
+        importance[factor.order] = factor.diagonal
+        start = rule.quantize_weighted(values.reshape(-1), importance)
+        scales = Tiles.of(rule.factors(start).reshape(weights.rows, -1), 1.0)
+        numbers, limits, float_bits = (scales, Tiles(np.zeros_like(scales.values), weights.rows)), (0, 0), rule.bits
+    else:
+        numbers = fit_by_importance(weights, start, rule, factor.diagonal, factor.order)
+        limits, float_bits = rule.limits, 0
     errors, codes = round_tiles(
         weights.values,
         (numbers[0].values, numbers[1].values),
         factor.order // rule.group_size,
         factor,
-        codes=rule.limits,
+        codes=limits,
+        float_bits=float_bits,
     )
     ordered = Tiles(codes, weights.rows).rows_of()
     found = np.empty_like(ordered)
     found[:, factor.order] = ordered
+    if isinstance(rule, FloatRule):
+        return rule.measured(values, found, start), Tiles(errors, weights.rows)
     return rule.measured(values, found, numbers, start.energies), Tiles(errors, weights.rows)
 
 
-def errors_of(values: Floats, groups: Groups, rule: GroupRule, factor: MomentsFactor) -> Tiles:
+def errors_of(values: Floats, groups: Groups, rule: GroupRule | FloatRule, factor: MomentsFactor) -> Tiles:
     """Return W - Q of groups, in the order of the factor. values: [rows, K]"""
     return Tiles.of((values - rule.decode(groups).reshape(values.shape))[:, factor.order])
 
@@ -124,6 +137,7 @@ def round_tiles(
     factor: MomentsFactor,
     *,
     codes: tuple[int, int],
+    float_bits: int = 0,
     repeats: int = REPEATS,
 ) -> tuple[Floats, npt.NDArray[np.uint8]]:
     """Round tiles of weights; return the errors and the codes counted from 0, both [tiles, K, 64].
@@ -132,6 +146,7 @@ def round_tiles(
     numbers: the scales and the offsets, [tiles, groups, 64] each
     group_of: the group of each column
     codes: the lowest and the highest code; more than 256 codes do not fit what is returned
+    float_bits: 4 or 8 if codes are E2M1 or E4M3 instead, which are returned with their signs
     repeats: how often all columns are looked at again
 
     Raises ValueError for arrays that do not fit together.
@@ -153,7 +168,7 @@ def round_tiles(
         native.array(panel, np.float32, panel.size, written=True),
     )
     for again in (False, *(True,) * repeats):
-        native.call("compensate", *arrays, size, stride, tiles, groups, again, *codes)
+        native.call("compensate", *arrays, size, stride, tiles, groups, again, *codes, float_bits)
     return errors, found
 
 

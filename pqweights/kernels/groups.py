@@ -289,16 +289,25 @@ class FloatRule:
             best, least = merged(best, found, errors < least), np.fmin(errors, least)
         return best
 
-    def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
-        """The weights that runtimes compute with, in float32, in the shape of the codes."""
+    def measured(self, rows: Floats, codes: npt.NDArray[np.uint8], groups: Groups) -> Groups:
+        """The groups of rows of weights [rows, K] with other codes, with their errors."""
+        found = replace(groups, codes=codes.reshape(groups.codes.shape))
+        return replace(found, errors=sums_of_squares(rows.reshape(found.codes.shape) - self.decode(found)))
+
+    def factors(self, groups: Groups) -> Floats:
+        """What the floats of codes are multiplied by, in the shape of the scales."""
         scales = groups.scales
         if not self.kind.startswith("fp8"):
             scales = float8_table("F8_E4M3" if self.kind == "nvfp4" else "F8_E8M0")[scales.astype(np.uint8)]
-        numbers = self.numbers(groups.codes)
+        return scales if self.rows > 1 else scales * np.float32(self.unit)
+
+    def decode(self, groups: Groups) -> npt.NDArray[np.float32]:
+        """The weights that runtimes compute with, in float32, in the shape of the codes."""
+        numbers, factors = self.numbers(groups.codes), self.factors(groups)
         if self.rows > 1:
-            scales = scales.repeat(self.rows, axis=0)[: len(numbers)].repeat(self.group_size, axis=1)
-            return numbers * scales[:, : self.row_length]
-        return numbers * (scales * np.float32(self.unit))[:, None]
+            factors = factors.repeat(self.rows, axis=0)[: len(numbers)].repeat(self.group_size, axis=1)
+            return numbers * factors[:, : self.row_length]
+        return numbers * factors[:, None]
 
 
 def sums_of_squares(rows: Floats) -> npt.NDArray[np.float64]:

@@ -266,8 +266,10 @@ def _open_compressed_tensors(folder: Folder, device: str, dtype: str) -> Model:
     torch = package("torch", "transformers")
     model = _from_pretrained(folder, dtype).to(device)
     own_dtype = model.dtype
-    with quiet(), Refused(f"{folder.path}: compressed-tensors cannot load this model"), torch.inference_mode():
-        model(torch.zeros(1, 1, dtype=torch.int64, device=device))  # the first call decompresses
+    # The first call decompresses; floats of four bits become BF16 whatever was asked for, which takes autocast.
+    computing = torch.autocast(torch.device(device).type, torch.bfloat16)
+    with quiet(), Refused(f"{folder.path}: compressed-tensors cannot load this model"), torch.no_grad(), computing:
+        model(torch.zeros(1, 1, dtype=torch.int64, device=device))
     # Stacked experts are BF16 whatever dtype was asked for, and transformers refuses model.to(dtype).
     torch.nn.Module.to(model, own_dtype)
     return _in_torch("transformers, compressed-tensors", model)

@@ -106,7 +106,7 @@ class Compensation:
 
     def _sources_of(self, tensor: LogicalTensor, rule: RoundingRule) -> tuple[int | str, ...]:
         count = math.prod(tensor.shape[:-2])
-        if isinstance(rule, FloatRule) and self.rounding == GPTQ:
+        if isinstance(rule, FloatRule) and rule.kind.startswith("fp8") and self.rounding == GPTQ:
             return ("its format has no compensated rounding",) * count
         if rule.rows > 1:
             return ("its scales are those of the largest weights of tiles",) * count
@@ -265,7 +265,7 @@ class CompensatedJob(_InformedJob):
         plain = self._quantized(values)
         if not np.isfinite(plain.errors).all():
             return plain, None
-        assert isinstance(rule, GroupRule)
+        assert isinstance(rule, GroupRule | FloatRule)
         ready = self._compensation.factor(vector)
         if ready is None:
             return plain, (matrix, np.empty(0), np.empty(0), 0, None)

@@ -97,11 +97,6 @@ class LinearFormat:
         """The values of `qparams`: rows and FP8 have no better scale than that of the largest weight, or hardly."""
         return (MINMAX,) if self.is_channel or self.rule.kind == "fp8" else (BEST, MINMAX)
 
-    @property
-    def has_integer_groups(self) -> bool:
-        """Whether weights are integers in groups, so that errors can be compensated."""
-        return isinstance(self.rule, GroupRule) and not self.is_channel
-
     def with_options(self, group_size: int | None, qparams: str) -> LinearFormat:
         """Return the format with what a user asks for. Raises OptionError for a size that it does not have."""
         groups = GroupSize.of(self.groups.target, self.groups.allowed, group_size)

@@ -429,8 +429,7 @@ def read_options(options: Options) -> ExportSettings:
     by_format = FORMATS.get(name or "", ("affine", None)) if name is not None else (options.mode, options.bits)
     mode = one_of(NAME, "mode", by_format[0], allowed=tuple(BITS))
     mix = name if name in MIXES else None
-    why_not = None if mode == "affine" else f"expected integers (`mode` affine), found the float format {mode}"
-    rounding = read_rounding(NAME, options, why_not=why_not)
+    rounding = read_rounding(NAME, options)
     with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
     how = MlxFormat(
         mode=mode,

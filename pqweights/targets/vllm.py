@@ -45,7 +45,7 @@ from pqweights.formats.microscaling import (
     modelopt_configuration,
     modelopt_files,
 )
-from pqweights.kernels.groups import FloatRule, GroupRule
+from pqweights.kernels.groups import BEST, FloatRule, GroupRule
 from pqweights.models import described, has_trait, text_config, text_model
 from pqweights.models.names import renamed, tower_of
 from pqweights.models.traits import Trait
@@ -263,7 +263,7 @@ def read_options(options: Options) -> ExportSettings:
     how = FORMATS[name]
     if options.bits not in (None, how.rule.bits):
         raise OptionError(f"`bits` {options.bits}: the format {name} has {how.rule.bits}")
-    why_not = None if how.has_integer_groups else f"expected integers in groups, found the format {name}"
+    why_not = None if BEST in how.ways else f"expected scales of groups, found the format {name}"
     rounding = read_rounding(NAME, options, why_not=why_not)
     qparams = one_of(NAME, "qparams", options.qparams, allowed=how.ways)
     chosen = how.with_options(options.group_size, qparams)

@@ -35,6 +35,7 @@ EXPORTS: dict[str, tuple[str, dict[str, str], str]] = {
     "torchao int8": ("torchao", {"format": "int8"}, "torch"),
     "torchao fp8": ("torchao", {"format": "fp8"}, "torch"),
     "vllm": ("vllm", {}, "torch"),
+    "vllm nvfp4": ("vllm", {"format": "nvfp4a16"}, "compressed-tensors, E2M1"),
     "mlx": ("mlx", {}, "mlx"),
 }
 RUNTIMES = {
@@ -44,6 +45,7 @@ RUNTIMES = {
     "torchao int8": "torchao's tensors, decoded",
     "torchao fp8": "torchao's tensors, decoded",
     "vllm": "transformers, compressed-tensors",
+    "vllm nvfp4": "transformers, compressed-tensors",
     "mlx": "mlx-lm",
 }
 IDS = np.random.default_rng(3).integers(0, VOCABULARY, 160)
@@ -165,6 +167,7 @@ PARTS = {
     "torchao int8": f"{MODULE}._weight_qdata",
     "torchao fp8": f"{MODULE}._weight_scale",
     "vllm": f"{MODULE}.weight_scale",
+    "vllm nvfp4": f"{MODULE}.weight_scale",
     "mlx": f"{MODULE}.scales",
 }
 

@@ -119,7 +119,7 @@ CASES = [
             VLLM + " --rounding plain --calibrate self": ("--calibrate", "--rounding gptq"),
             TORCHAO + " --rounding nearest": ("--rounding nearest", "plain, gptq"),
             TORCHAO + " --rounding gptq --calibrate self --qparams minmax": ("--rounding gptq", "--qparams best"),
-            MLX + " --mode mxfp4 --rounding gptq --calibrate self": ("--rounding gptq", "--mode affine", "mxfp4"),
+            VLLM + " --format fp8 --rounding gptq --calibrate self": ("--rounding gptq", "fp8"),
             EXPORT + " --rounding gptq --calibrate self": ("--calibrate", "bf16"),
         },
     ),

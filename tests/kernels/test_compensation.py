@@ -18,15 +18,19 @@ from pqweights.kernels.compensation import (
     output_errors,
     round_tiles,
 )
-from pqweights.kernels.groups import BEST, GroupRule, Tiles, sums_of_squares
+from pqweights.kernels.groups import BEST, FloatRule, GroupRule, Groups, Tiles, sums_of_squares
 
 Floats = npt.NDArray[np.float32]
 AFFINE = GroupRule(bits=4, group_size=32, symmetric=False, middle=True, rule=BEST)
-RULES = {
+NVFP4 = FloatRule("nvfp4", 4, 16, BEST, unit=1 / 500)
+RULES: dict[str, GroupRule | FloatRule] = {
     "torchao": AFFINE,
     "mlx": GroupRule(bits=3, group_size=64, symmetric=False, middle=False, rule=BEST),
     "vllm": GroupRule(bits=4, group_size=32, symmetric=True, middle=True, rule=BEST),
     "awq": GroupRule(bits=4, group_size=32, symmetric=False, middle=False, zeros=True, rule=BEST, scale_dtype="F16"),
+    "nvfp4": NVFP4,
+    "mxfp4": FloatRule("mxfp4", 4, 32, BEST),
+    "mxfp8": FloatRule("mxfp8", 8, 32, BEST),
 }
 
 
@@ -97,7 +101,7 @@ def test_errors_are_those_of_the_decoded_weights(kind: str) -> None:
     weights = gaussian(70, size, seed=5)
     groups, left = compensate(weights, rule.quantize(weights.reshape(-1)), rule, factor)
     errors = weights - rule.decode(groups).reshape(weights.shape)
-    assert not rule.zeros or np.isin(groups.offsets, np.arange(2**rule.bits)).all()
+    assert kind != "awq" or np.isin(groups.offsets, np.arange(16)).all()
     assert np.array_equal(left.rows_of(), errors[:, factor.order])
     assert np.array_equal(groups.errors, sums_of_squares(errors.reshape(-1, rule.group_size)))
 
@@ -105,46 +109,75 @@ def test_errors_are_those_of_the_decoded_weights(kind: str) -> None:
 Doubles = npt.NDArray[np.float64]
 
 
-def textbook(weights: Doubles, moments: Doubles, scales: Doubles, offsets: Doubles, codes: tuple[int, int]) -> Doubles:
+def by_passes(
+    weights: Floats, rule: GroupRule | FloatRule, start: Groups, factor: MomentsFactor, repeats: int
+) -> Floats:
+    """W - Q in the order of the factor, [N, K], with the scales and offsets of plain rounding."""
+    if isinstance(rule, FloatRule):
+        scales, offsets, codes, bits = rule.factors(start), np.zeros_like(start.scales), (0, 0), rule.bits
+    else:
+        scales, offsets, codes, bits = start.scales, start.offsets, rule.limits, 0
+        offsets = -offsets * scales if rule.zeros else offsets
+    rows = len(weights)
+    numbers = [Tiles.of(each.reshape(rows, -1), 1.0).values for each in (scales, offsets)]
+    errors, _ = round_tiles(
+        Tiles.of(weights[:, factor.order]).values,
+        (numbers[0], numbers[1]),
+        factor.order // rule.group_size,
+        factor,
+        codes=codes,
+        float_bits=bits,
+        repeats=repeats,
+    )
+    return Tiles(errors, rows).rows_of()
+
+
+def textbook(weights: Doubles, moments: Doubles, scales: Doubles, offsets: Doubles, numbers: Doubles) -> Doubles:
     """GPTQ as in the paper, column by column with the Cholesky factor of the inverse, without blocks: Q, [N, K].
 
     moments: damped, in the order in which columns are rounded
     scales, offsets: of each weight, [N, K]
+    numbers: those that codes stand for
     """
     upper = np.linalg.cholesky(np.linalg.inv(moments)).T
     left, result = weights.copy(), np.empty_like(weights)
     for k in range(weights.shape[1]):
-        code = np.clip(np.rint((left[:, k] - offsets[:, k]) / scales[:, k]), *codes)
-        result[:, k] = code * scales[:, k] + offsets[:, k]
+        wanted = (left[:, k] - offsets[:, k]) / scales[:, k]
+        nearest = numbers[np.abs(wanted[:, None] - numbers).argmin(axis=1)]
+        result[:, k] = nearest * scales[:, k] + offsets[:, k]
         left[:, k:] -= ((left[:, k] - result[:, k]) / upper[k, k])[:, None] * upper[k, k:]
     return result
 
 
-def test_first_pass_gives_the_codes_of_the_textbook_except_for_ties() -> None:
+@pytest.mark.parametrize(
+    ("rule", "numbers"),
+    [
+        (AFFINE, np.arange(-8.0, 8.0)),
+        (NVFP4, np.outer([-1, 1], [0, 0.5, 1, 1.5, 2, 3, 4, 6]).reshape(-1)),
+    ],
+)
+def test_first_pass_gives_the_codes_of_the_textbook_except_for_ties(
+    rule: GroupRule | FloatRule, numbers: Doubles
+) -> None:
     size, rows = 256, 64
     factor, moments = ready(size)
     weights = gaussian(rows, size, seed=6)
-    start = AFFINE.quantize(weights.reshape(-1))
-    scales, offsets = (numbers.reshape(rows, -1) for numbers in (start.scales, start.offsets))
-    _, codes = round_tiles(
-        Tiles.of(weights[:, factor.order]).values,
-        (Tiles.of(scales, 1.0).values, Tiles.of(offsets).values),
-        factor.order // 32,
-        factor,
-        codes=(-8, 7),
-        repeats=0,
-    )
+    start = rule.quantize(weights.reshape(-1))
+    errors = by_passes(weights, rule, start, factor, repeats=0)
     order = factor.order[::-1]
+    scales = rule.factors(start) if isinstance(rule, FloatRule) else start.scales
+    scales, offsets = (
+        np.repeat(each.reshape(rows, -1), rule.group_size, axis=1)[:, order].astype(np.float64)
+        for each in (scales, start.offsets)
+    )
     wanted = textbook(
         weights[:, order].astype(np.float64),
         damped(factor, moments)[::-1, ::-1].astype(np.float64),
-        np.repeat(scales, 32, axis=1)[:, order].astype(np.float64),
-        np.repeat(offsets, 32, axis=1)[:, order].astype(np.float64),
-        (-8, 7),
+        scales,
+        offsets,
+        numbers,
     )
-    found = (Tiles(codes, rows).rows_of()[:, ::-1].astype(np.float64) - 8) * np.repeat(scales, 32, axis=1)[:, order]
-    found += np.repeat(offsets, 32, axis=1)[:, order]
-    same = near(found, wanted, F32_FEW, F32_FEW).all(axis=1)
+    same = near(weights[:, order] - errors[:, ::-1], wanted, F32_FEW, F32_FEW).all(axis=1)
     # A tie that falls to the other side changes all later codes of its row.
     assert same.mean() > 0.9
 
@@ -155,19 +188,9 @@ def test_every_pass_lowers_the_damped_error_of_every_row(kind: str) -> None:
     factor, moments = ready(size)
     weights, wanted = gaussian(64, size, seed=7), damped(factor, moments).astype(np.float64)
     start = rule.quantize(weights.reshape(-1))
-    offsets = -start.offsets * start.scales if rule.zeros else start.offsets
-    lowest = -(2 ** (rule.bits - 1)) if rule.middle else 0
     before = np.full(64, np.inf)
     for repeats in range(4):
-        errors, _ = round_tiles(
-            Tiles.of(weights[:, factor.order]).values,
-            tuple(Tiles.of(each.reshape(64, -1), 1.0).values for each in (start.scales, offsets)),  # type: ignore[arg-type]
-            factor.order // rule.group_size,
-            factor,
-            codes=(lowest, lowest + 2**rule.bits - 1),
-            repeats=repeats,
-        )
-        rows = Tiles(errors, 64).rows_of().astype(np.float64)
+        rows = by_passes(weights, rule, start, factor, repeats).astype(np.float64)
         after = np.einsum("ij,jk,ik->i", rows, wanted, rows)
         assert (after <= before * (1 + F32_SUM)).all()
         before = after

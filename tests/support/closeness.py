@@ -43,6 +43,7 @@ REORDERED = {
 }
 ROUNDED = {
     "torch, BF16": 0.05,
+    "compressed-tensors, E2M1": 0.0047,  # it rounds the decoded weights to BF16
     "8-bit weights": 0.093,
     "mlx, BF16": 0.044,  # it accumulates products in BF16
     "llama.cpp, thresholds": 0.035,  # of Gemma 3n, where the activations above a bound count only

@@ -209,7 +209,7 @@ def export_weight(folder: Path) -> Callable[[str], Floats]:
             return from_torchao(stored, name, tuple(about["_data"]["shape"]), about["_type"] != "Int4Tensor")
         if f"{name}_packed" in stored.tensors:
             (bits,) = {group["weights"]["num_bits"] for group in settings["config_groups"].values()}
-            return from_compressed_tensors(stored, name, bits)
+            return from_vllm_format(stored, name, bits)
         if f"{module}.biases" in stored.tensors:
             own = of_mlx.get(module)
             return from_mlx(stored, module, (own if isinstance(own, dict) else of_mlx)["bits"])

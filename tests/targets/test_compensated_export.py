@@ -28,6 +28,7 @@ COMPENSATED = {
     "tile": {"target": "torchao"},
     "nibbles": {"target": "torchao", "packing": "plain"},
     "vllm": {"target": "vllm"},
+    "nvfp4": {"target": "vllm", "format": "nvfp4a16"},
 }
 NAMES = [f"{LAYER}.{name}.weight" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")]
 
@@ -42,7 +43,9 @@ def calibrated(driven: Path) -> RandomInputs:
     return random_inputs(driven / "src")
 
 
-@pytest.mark.parametrize(("kind", "original"), [("tile", False), ("nibbles", True), ("vllm", False), ("vllm", True)])
+@pytest.mark.parametrize(
+    ("kind", "original"), [("tile", False), ("nibbles", True), ("vllm", False), ("vllm", True), ("nvfp4", True)]
+)
 def test_outputs_on_inputs_held_back_err_less_than_with_plain_rounding(
     kind: str, original: bool, driven: Path, calibrated: RandomInputs, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@
 #include "group_fitting.hpp"
 #include "interface.hpp"
 #include "row_products.hpp"
+#include "short_floats.hpp"
 
 namespace {
 
@@ -90,35 +91,56 @@ void gather_panel(const float* __restrict a, const float* __restrict diagonal, f
     }
 }
 
-// Where the rows of one tile are, and the range of the codes.
+// Where the rows of one tile are.
 struct Rows {
     const float *weights, *scales, *offsets;
     const int64_t* group_of;
     float* errors;
     uint8_t* codes;
+};
+
+// The numbers that codes stand for, nearest to t: each returns one, and writes its code.
+struct Integers {
     float lowest, highest;
+
+    INLINE Floats nearest(Floats t, Bytes& code) const {
+        Floats number = nearest_code_or_nan(t, lowest, highest);
+        code = converted<Bytes>(converted<Ints>(maximum(number - lowest, Floats{})));  // of a NaN: 0
+        return number;
+    }
+};
+
+template <class Element>
+struct ShortFloats {
+    INLINE Floats nearest(Floats t, Bytes& code) const {
+        Unsigned found = Element::code_of(magnitude(t)), sign = choose<Unsigned>(found > 0, Element::sign_bit(t), Unsigned{});
+        code = converted<Bytes>(found | sign);
+        return choose<Floats>(sign > 0, -Element::value_of(found), Element::value_of(found));
+    }
 };
 
 // Round a column for 64 rows; returns by how much their errors change. sum: what is added to the weights.
-INLINE void round_column(const Rows& rows, int64_t column, const Row& sum, Row& change) {
+template <class Numbers>
+INLINE void round_column(const Rows& rows, const Numbers& numbers, int64_t column, const Row& sum, Row& change) {
     each<TILE_VECTORS>([&](auto v) ALWAYS {
         const int64_t at = column * TILE + v * LANES, group = rows.group_of[column] * TILE + v * LANES;
         Floats scale = load<Floats>(rows.scales + group), offset = load<Floats>(rows.offsets + group);
         Floats weight = load<Floats>(rows.weights + at), target = weight + sum[v];
-        Floats code = nearest_code_or_nan((target - offset) / scale, rows.lowest, rows.highest);
-        Floats error = weight - (code * scale + offset);
+        Bytes code;
+        Floats error = weight - (numbers.nearest((target - offset) / scale, code) * scale + offset);
         change[v] = error - load<Floats>(rows.errors + at);
         store(error, rows.errors + at);
-        Floats from_zero = maximum(code - rows.lowest, Floats{});  // of a NaN: 0
-        store(converted<Bytes>(converted<Ints>(from_zero)), rows.codes + at);
+        store(code, rows.codes + at);
     });
 }
 
 // Round the columns of a panel, the last one first, and pass the error of each on to the others.
-void round_panel(const float* panel, int64_t stride, const Rows& rows, int64_t start, int64_t end, Row* sums) {
+template <class Numbers>
+void round_panel(const float* panel, int64_t stride, const Rows& rows, const Numbers& numbers, int64_t start,
+                 int64_t end, Row* sums) {
     for (int64_t q = end - start - 1; q >= 0; q--) {
         Row change;
-        round_column(rows, start + q, sums[q], change);
+        round_column(rows, numbers, start + q, sums[q], change);
         for (int64_t p = 0; p < q; p++) {
             const float factor = panel[p * stride + start + q];
             each<TILE_VECTORS>([&](auto v) ALWAYS { sums[p][v] += factor * change[v]; });
@@ -132,22 +154,28 @@ void round_panel(const float* panel, int64_t stride, const Rows& rows, int64_t s
 // weights: [tiles, size, TILE]. scales, offsets: [tiles, groups, TILE]. group_of: [size], the group of each column.
 // errors: [tiles, size, TILE], zeros unless `again`. codes: u8 [tiles, size, TILE], counted from the lowest. panel:
 // [PANEL, stride], for work. again: whether each column looks at the errors of all others, not only of those before it.
+// float_bits: of codes that are floats, E2M1 or E4M3 with a sign; 0 if they are integers from lowest to highest.
 void pqweights::compensate(const float* matrix, const float* diagonal, const float* weights, const float* scales,
                            const float* offsets, const int64_t* group_of, float* errors, uint8_t* codes, float* panel,
                            int64_t size, int64_t stride, int64_t tiles, int64_t groups, int64_t again, int64_t lowest,
-                           int64_t highest) {
+                           int64_t highest, int64_t float_bits) {
     Row sums[PANEL];
+    const auto round = [&](const Rows& rows, int64_t start, int64_t end) {
+        const auto run = [&](const auto& numbers) { round_panel(panel, stride, rows, numbers, start, end, sums); };
+        if (float_bits == 0) run(Integers{float(lowest), float(highest)});
+        else if (float_bits == 4) run(ShortFloats<E2m1>{});
+        else run(ShortFloats<E4m3>{});
+    };
     for (int64_t end = size; end > 0; end -= PANEL) {
         const int64_t start = end > PANEL ? end - PANEL : 0, since = again ? 0 : start;
         gather_panel(matrix, diagonal, panel, size, stride, start, end, again);
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t at = tile * size * TILE, group = tile * groups * TILE;
-            const Rows rows = {weights + at, scales + group, offsets + group, group_of,
-                               errors + at,  codes + at,     float(lowest),   float(highest)};
+            const Rows rows = {weights + at, scales + group, offsets + group, group_of, errors + at, codes + at};
             std::memset(sums, 0, sizeof sums);
             multiply_quads(panel + since, stride, rows.errors + since * TILE, TILE, size - since, (end - start) / QUAD,
                            (Quad*)sums);
-            round_panel(panel, stride, rows, start, end, sums);
+            round(rows, start, end);
         }
     }
 }

@@ -15,23 +15,7 @@ enum Mode : int64_t { MXFP4 = 4, MXFP8 };
 
 constexpr int MOST_WEIGHTS = 256;
 
-// The floats of a type, and the scales of groups of them. unit: what a scale of 1 is worth.
-struct E2m1 {
-    static constexpr float LARGEST = 6.0f, LEAST_POWER = 1.0f, STEPS = 2.0f;
-
-    INLINE static Unsigned code_of(Floats t) { return e2m1_from_float(t); }
-    INLINE static Floats value_of(Unsigned code) { return float_from_e2m1(code); }
-    INLINE static Unsigned sign_bit(Floats w) { return bits(w) >> 28 & 8; }
-};
-
-struct E4m3 {
-    static constexpr float LARGEST = 448.0f, LEAST_POWER = 0x1p-6f, STEPS = 8.0f;
-
-    INLINE static Unsigned code_of(Floats t) { return e4m3_from_float(t); }
-    INLINE static Floats value_of(Unsigned code) { return float_from_e4m3(code); }
-    INLINE static Unsigned sign_bit(Floats w) { return bits(w) >> 24 & 128; }
-};
-
+// The scales of groups of floats. unit: what a scale of 1 is worth.
 struct ByteScale {
     static constexpr int BELOW = 2, ABOVE = 6, WEIGHTED_BELOW = 9;
     static constexpr int LEAST = 1, MOST = 126;

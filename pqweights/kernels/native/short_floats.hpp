@@ -38,4 +38,21 @@ INLINE Unsigned e8m0_not_below(Floats x) {
 // The byte 0 stands for 2**-127.
 INLINE Floats float_from_e8m0(Unsigned byte) { return floats(choose<Unsigned>(byte > 0, byte << 23, splat(1u << 22))); }
 
+// The floats of a type.
+struct E2m1 {
+    static constexpr float LARGEST = 6.0f, LEAST_POWER = 1.0f, STEPS = 2.0f;
+
+    INLINE static Unsigned code_of(Floats t) { return e2m1_from_float(t); }
+    INLINE static Floats value_of(Unsigned code) { return float_from_e2m1(code); }
+    INLINE static Unsigned sign_bit(Floats w) { return bits(w) >> 28 & 8; }
+};
+
+struct E4m3 {
+    static constexpr float LARGEST = 448.0f, LEAST_POWER = 0x1p-6f, STEPS = 8.0f;
+
+    INLINE static Unsigned code_of(Floats t) { return e4m3_from_float(t); }
+    INLINE static Floats value_of(Unsigned code) { return float_from_e4m3(code); }
+    INLINE static Unsigned sign_bit(Floats w) { return bits(w) >> 24 & 128; }
+};
+
 }  // namespace
