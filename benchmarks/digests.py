@@ -8,7 +8,7 @@ codes, scales or a layout, and for nothing else: it covers tensors alone, and we
 processors and versions of numpy give the same.
 
 Names are those of the command line: `q5`, `trellis` (at several rates, and with all numbers of states), `columns` (the
-codec of calibrated masters), `gptq` (the rounding of calibrated exports), `lossless`, `gguf Q4_K`,
+codec of calibrated masters), `gptq` and `gptq floats` (the rounding of calibrated exports), `lossless`, `gguf Q4_K`,
 `vllm w4a16`, `torchao int4`, `mlx q4`. `kv` is what codes of caches stand for: the codes themselves follow from
 products, which differ between processors.
 """
@@ -100,8 +100,8 @@ def columns() -> Pieces:
         yield from (part.tobytes() for part in (codes.trellis, codes.lengths, codes.row_scales, codes.column_scales))
 
 
-def gptq() -> Pieces:
-    """Integers with the feedback of their errors, as exports with `--rounding gptq` have them."""
+def gptq(*rules: GroupRule | FloatRule) -> Pieces:
+    """Codes with the feedback of their errors, as exports with `--rounding gptq` have them."""
     moments = damped_moments().astype(np.float32)
     order = order_of(np.diagonal(moments))
     ordered, matrix = moments[order][:, order], empty_matrix(COLUMNS)
@@ -109,8 +109,7 @@ def gptq() -> Pieces:
     diagonal = factorize(matrix, np.diagonal(ordered).copy(), 0.01)
     assert diagonal is not None
     factor = MomentsFactor(order=order, matrix=matrix, diagonal=diagonal)
-    for symmetric in (True, False):
-        rule = GroupRule(bits=4, group_size=128, symmetric=symmetric, middle=symmetric, rule="best")
+    for rule in rules:
         groups, _ = compensate(weights(), rule.quantize(weights().reshape(-1)), rule, factor)
         yield from (part.tobytes() for part in (groups.codes, groups.scales, groups.offsets))
 
@@ -164,11 +163,15 @@ def kv() -> Pieces:
     yield repr(LEVELS).encode()
 
 
+INTEGERS = [GroupRule(bits=4, group_size=128, symmetric=way, middle=way, rule="best") for way in (True, False)]
+FLOATS = (FloatRule("nvfp4", 4, 16, "best", unit=2.0**-7), FloatRule("mxfp4", 4, 32, "best"))
+
 CODECS: dict[str, Callable[[], Pieces]] = {
     **{f"q{bits}": functools.partial(master, bits=bits) for bits in range(2, 9)},
     "trellis": trellis,
     "columns": columns,
-    "gptq": gptq,
+    "gptq": functools.partial(gptq, *INTEGERS),
+    "gptq floats": functools.partial(gptq, *FLOATS),
     "lossless": functools.partial(master, lossless=True),
     **{f"gguf {kind}": functools.partial(gguf, kind) for kind in BLOCK_TYPES},
     **{f"vllm {kind}": functools.partial(vllm_format, kind) for kind in vllm.FORMATS},

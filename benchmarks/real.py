@@ -80,6 +80,8 @@ GRIDS = {"Q4_1": ("q4_1", "q5_k_m"), "Q4_K_M": ("q4_k_m",), "Q4_0": ("q4_0",)}
 EXPORTS = (
     ("INT4, symmetric, for vLLM", VLLM, "W4A16"),
     ("INT4, asymmetric, of torchao", TORCHAO, "INT4"),
+    ("NVFP4, for vLLM", VLLM, "NVFP4"),
+    ("MXFP4, for vLLM", VLLM, "MXFP4"),
     ("MLX, 4 bits", MLX, "4 bits"),
     ("MLX, 3 bits", MLX, "3 bits"),
 )
@@ -150,17 +152,20 @@ def rows() -> Iterator[Row]:
         for bits in ("4", "3"):
             arguments, codecs = ("export", "--target", "mlx", "--bits", bits, *more), (f"mlx q{bits}", *gptq)
             yield Row(format=MLX, tool=OURS, name=f"{bits} bits", data=data, arguments=arguments, codecs=codecs)
-        for target, name, codec, options in (
-            (VLLM, "W4A16", "vllm w4a16", ()),
-            (TORCHAO, "INT4", "torchao int4", ("--packing", "plain")),
+        for target, name, codec, fed_back, options in (
+            (VLLM, "W4A16", "vllm w4a16", "gptq", ()),
+            (TORCHAO, "INT4", "torchao int4", "gptq", ("--packing", "plain")),
+            (VLLM, "NVFP4", "vllm nvfp4a16", "gptq floats", ("--format", "nvfp4a16")),
+            (VLLM, "MXFP4", "vllm mxfp4a16", "gptq floats", ("--format", "mxfp4a16")),
         ):
-            arguments = ("export", "--target", target, *options, *more)
-            yield Row(format=target, tool=OURS, name=name, data=data, arguments=arguments, codecs=(codec, *gptq))
+            arguments, codecs = ("export", "--target", target, *options, *more), (codec, *([fed_back] if data else []))
+            yield Row(format=target, tool=OURS, name=name, data=data, arguments=arguments, codecs=codecs)
     for data in (None, TEXT):
         yield from (Row(format=GGUF, tool=IK, name=kind, data=data) for kind in IK_TYPES)
     yield from (Row(format=MLX, tool=MLX_LM, name=f"{bits} bits") for bits in ("4", "3"))
     yield Row(format="transformers", tool="bitsandbytes", name="NF4", method="bitsandbytes")
-    yield Row(format=VLLM, tool="llm-compressor", name="W4A16", method="llmcompressor")
+    for name in ("W4A16", "NVFP4", "MXFP4"):
+        yield Row(format=VLLM, tool="llm-compressor", name=name, method=f"llmcompressor-{name.lower()}")
     yield Row(format=TORCHAO, tool="torchao", name="INT4", method="torchao")
     yield Row(format=TORCHAO, tool="torchao HQQ", name="INT4", method="torchao-hqq")
     yield Row(format=TORCHAO, tool="torchao AWQ", name="INT4", data=TEXT, method="torchao-awq")
@@ -168,14 +173,16 @@ def rows() -> Iterator[Row]:
         ("4", "3"), (("GPTQ", "gptq"), ("AWQ", "awq"), ("DWQ", "dwq-longer"))
     ):
         yield Row(format=MLX, tool=f"{MLX_LM} {tool}", name=f"{bits} bits", data=TEXT, method=f"mlx-{method}")
-    for tool, method in (
-        ("llm-compressor GPTQ", "llmcompressor-gptq"),
-        ("llm-compressor AWQ", "llmcompressor-awq"),
-        ("llm-compressor AWQ and GPTQ", "llmcompressor-awq-gptq"),
-        ("GPTQModel", "gptqmodel"),
-        ("AutoRound", "autoround"),
+    for tool, name, method in (
+        ("llm-compressor GPTQ", "W4A16", "llmcompressor-w4a16-gptq"),
+        ("llm-compressor GPTQ", "NVFP4", "llmcompressor-nvfp4-gptq"),
+        ("llm-compressor GPTQ", "MXFP4", "llmcompressor-mxfp4-gptq"),
+        ("llm-compressor AWQ", "W4A16", "llmcompressor-w4a16-awq"),
+        ("llm-compressor AWQ and GPTQ", "W4A16", "llmcompressor-w4a16-awq-gptq"),
+        ("GPTQModel", "W4A16", "gptqmodel"),
+        ("AutoRound", "W4A16", "autoround"),
     ):
-        yield Row(format=VLLM, tool=tool, name="W4A16", data=TEXT, method=method)
+        yield Row(format=VLLM, tool=tool, name=name, data=TEXT, method=method)
 
 
 class Cost(NamedTuple):

@@ -48,8 +48,8 @@ class Task:
 # llm-compressor: https://github.com/vllm-project/llm-compressor
 
 
-def llmcompressor(task: Task, *methods: str) -> None:
-    """Rounding, AWQ, GPTQ, or AWQ's scales and then GPTQ, stored by compressed-tensors."""
+def llmcompressor(task: Task, scheme: str, *methods: str) -> None:
+    """Rounding, AWQ, GPTQ, or AWQ's scales and then GPTQ, stored by compressed-tensors. scheme: w4a16, nvfp4, mxfp4"""
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
@@ -60,10 +60,10 @@ def llmcompressor(task: Task, *methods: str) -> None:
 
     weights = {"num_bits": task.bits, "type": "int", "symmetric": task.symmetric, "strategy": "group"}
     weights["group_size"] = task.group_size
-    how = {
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head", ROUTERS],
-    }
+    what: dict[str, Any] = {"scheme": f"{scheme.upper()}A16", "targets": ["Linear"]}
+    if scheme == "w4a16":
+        what = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    how = what | {"ignore": ["lm_head", ROUTERS]}
     # AWQModifier pins its cache for a GPU, and fails if there is none.
     IntermediatesCache.pin_memory = lambda self, index, names=None: None
     recipe = [AWQModifier()] if "awq" in methods else []
@@ -298,10 +298,14 @@ def with_padding(model: Path, folder: Path) -> Path:
 
 
 METHODS: dict[str, Callable[[Task], None]] = {
-    "llmcompressor": llmcompressor,
-    "llmcompressor-awq": lambda task: llmcompressor(task, "awq"),
-    "llmcompressor-gptq": lambda task: llmcompressor(task, "gptq"),
-    "llmcompressor-awq-gptq": lambda task: llmcompressor(task, "awq", "gptq"),
+    "llmcompressor-w4a16": lambda task: llmcompressor(task, "w4a16"),
+    "llmcompressor-nvfp4": lambda task: llmcompressor(task, "nvfp4"),
+    "llmcompressor-mxfp4": lambda task: llmcompressor(task, "mxfp4"),
+    "llmcompressor-w4a16-awq": lambda task: llmcompressor(task, "w4a16", "awq"),
+    "llmcompressor-w4a16-gptq": lambda task: llmcompressor(task, "w4a16", "gptq"),
+    "llmcompressor-nvfp4-gptq": lambda task: llmcompressor(task, "nvfp4", "gptq"),
+    "llmcompressor-mxfp4-gptq": lambda task: llmcompressor(task, "mxfp4", "gptq"),
+    "llmcompressor-w4a16-awq-gptq": lambda task: llmcompressor(task, "w4a16", "awq", "gptq"),
     "autoround": autoround,
     "autoround-best": lambda task: autoround(task, iters=1000),
     "gptqmodel": gptqmodel,
