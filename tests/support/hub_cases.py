@@ -265,12 +265,7 @@ CASES = [
     ),
     Case("a shard that is gone", on_shard(GONE), says="is not in the repository", options=LOW_DISK),
     Case("upload cut half-way, once", always(Fault(Cut(5_000), "PUT")), "push"),
-    Case(
-        "upload that dies half-way, always",
-        always(Fault(Cut(5_000), "PUT", times=ALWAYS)),
-        "push",
-        says="cannot be reached",
-    ),
+    Case("upload that dies half-way, always", always(Fault(Cut(5_000), "PUT", times=ALWAYS)), "push", says="network"),
     Case("503 on an upload", always(Fault(Status(503), "PUT")), "push"),
     Case("503 on the commit", always(Fault(Status(503), "POST", r"/commit/")), "push"),
     Case("429 on the commit", always(Fault(SOON, "POST", r"/commit/")), "push"),
