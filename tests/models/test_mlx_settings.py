@@ -62,7 +62,7 @@ def test_what_mlx_lm_would_compute_otherwise_is_refused() -> None:
     check_computed({"model_type": "jamba", "num_experts": 1, "num_experts_per_tok": 1})
     check_computed({"model_type": "jamba", "num_experts": 2, "num_experts_per_tok": 2})
     for experts in ({}, {"num_experts": 4}):
-        with pytest.raises(ExportError, match="weighs the experts of a jamba by a softmax over those that are chosen"):
+        with pytest.raises(ExportError, match="jamba"):
             check_computed({"model_type": "jamba"} | experts)
-    with pytest.raises(ExportError, match="this one attends both ways"):
+    with pytest.raises(ExportError, match="use_bidirectional_attention"):
         check_computed({"model_type": "gemma3_text", "use_bidirectional_attention": True})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,7 +175,7 @@ def test_name_patterns_match_whole_names_and_case() -> None:
         "model.layers.1.mlp.up_proj.weight": 8,
     }
     for pattern in ("mlp.up_proj.weight", "*.MLP.*"):
-        with pytest.raises(RecipeError, match="matches no tensor"):
+        with pytest.raises(RecipeError, match=re.escape(pattern)):
             decisions(f"rules: [{{name: '{pattern}', bits: 8}}]")
 
 
@@ -292,7 +293,7 @@ def test_options_override_the_target_of_the_recipe() -> None:
     recipe = parse_recipe("target_size: 9GB", "a.yaml")
     assert choose_recipe(recipe) == recipe
     assert choose_recipe(recipe, Options(target_bpw=3)).goal == Goal(bits_per_weight=3.0)
-    with pytest.raises(OptionError, match="leave `bits` out"):
+    with pytest.raises(OptionError, match="`bits`"):
         choose_recipe(recipe, Options(bits=4))
 
 

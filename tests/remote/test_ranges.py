@@ -109,7 +109,7 @@ def test_small_files_come_whole_and_once_while_there_is_room(elsewhere: Elsewher
 
 def test_a_range_that_failed_is_requested_again_when_it_is_needed_again(elsewhere: Elsewhere) -> None:
     storage, elsewhere.failing = Storage(elsewhere), 1
-    with pytest.raises(StorageError, match="failing"):
+    with pytest.raises(StorageError):
         is_right(storage, "a.safetensors", 900_000, 200)
     assert is_right(storage, "a.safetensors", 900_000, 200)
 

@@ -78,7 +78,7 @@ def test_missing_permission_is_found_before_the_work(
     method: str, server: ObjectServer, source: Path, scratch: Path
 ) -> None:
     server.fault = lambda request: (403, "AccessDenied") if request["REQUEST_METHOD"] == method else None
-    with pytest.raises(StorageError, match="access denied") as raised:
+    with pytest.raises(StorageError, match="AccessDenied") as raised:
         run_command(command(source), OUT)
     assert not any(secret in str(raised.value) for secret in SECRETS)
     assert not any("model-" in line for line in server.log) and folder_bytes(scratch) == {}

@@ -142,7 +142,6 @@ SLOW = {
     "targets/test_sentence_transformers.py": MODELS,
     "calibrate/test_measuring_commands.py::test_interrupted_run_goes_on_and_gives_the_same_bytes": MODELS,
     "targets/test_source_dtypes.py::test_kept_tensor_of_any_dtype_is_exported_or_named_in_one_line": EXHAUSTIVE,
-    "test_lists.py::test_every_benchmark_can_be_imported": PROCESSES,
     "test_docs.py::test_tables_match_the_benchmark_documents": PROCESSES,
     "test_fuzz_inputs.py::test_damaged_inputs_are_read_or_refused_in_a_line": EXHAUSTIVE,
 }
