@@ -8,12 +8,7 @@ from typing import Any
 
 import gguf
 import pytest
-from gguf_files import (
-    converted,
-    metadata,
-    write_gemma,
-    write_llama,
-)
+from gguf_files import converted, metadata, write_gemma, write_llama
 
 from pqweights.checkpoint.gguf.model import MetadataEntry
 from pqweights.checkpoint.gguf.settings import restated

@@ -8,15 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_files import (
-    CONFIG,
-    all_values,
-    converted,
-    llama_tensors,
-    metadata,
-    named,
-    write_llama,
-)
+from gguf_files import CONFIG, all_values, converted, llama_tensors, metadata, named, write_llama
 from helpers import Array, Tensor, bf16, f32, gaussian, read_all, write_checkpoint
 
 

@@ -9,15 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_files import (
-    CONFIG,
-    GEMMA3,
-    converted,
-    edit_config,
-    llama_tensors,
-    write_gemma,
-    write_llama,
-)
+from gguf_files import CONFIG, GEMMA3, converted, edit_config, llama_tensors, write_gemma, write_llama
 from helpers import bf16, gaussian, write_checkpoint
 
 from pqweights.checkpoint.gguf.settings import read_settings

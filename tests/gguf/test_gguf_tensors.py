@@ -11,17 +11,7 @@ import numpy as np
 import pytest
 from calls import quantize
 from export_decoders import values_of
-from gguf_files import (
-    CONFIG,
-    LAYER,
-    all_values,
-    converted,
-    edit_config,
-    llama_tensors,
-    metadata,
-    named,
-    write_llama,
-)
+from gguf_files import CONFIG, LAYER, all_values, converted, edit_config, llama_tensors, metadata, named, write_llama
 from helpers import Array, Tensor, as_float32, bf16, f32, gaussian, write_checkpoint
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count

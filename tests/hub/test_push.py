@@ -190,8 +190,7 @@ UNCHECKED = "not checked: whether the repository can take this, which of these f
 
 
 @pytest.mark.parametrize(
-    ("why", "says"),
-    [("no token", "token"), ("unreachable", "network"), ("offline", "HF_HUB_OFFLINE")],
+    ("why", "says"), [("no token", "token"), ("unreachable", "network"), ("offline", "HF_HUB_OFFLINE")]
 )
 def test_dry_run_goes_as_far_as_it_can_without_the_hub(
     why: str, says: str, hub: LoopbackHub, client: Client, master: Path

@@ -26,11 +26,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done("quantize", source, folder / "master", "-q")
     done("quantize", source, folder / "sharded", "--max-shard-size", "6kB", "-q")
     done("export", folder / "master", folder / "bf16", "--target", "bf16", "-q")
-    for name, options in (
-        ("q8", ("q8_0",)),
-        ("q4", ("q4_0",)),
-        ("split", ("q8_0", "--max-shard-size", "6kB")),
-    ):
+    for name, options in (("q8", ("q8_0",)), ("q4", ("q4_0",)), ("split", ("q8_0", "--max-shard-size", "6kB"))):
         done("export", folder / "master", folder / name, "--target", "gguf", "--type", *options, "-q")
     return folder
 

@@ -151,10 +151,7 @@ def textbook(weights: Doubles, moments: Doubles, scales: Doubles, offsets: Doubl
 
 @pytest.mark.parametrize(
     ("rule", "numbers"),
-    [
-        (AFFINE, np.arange(-8.0, 8.0)),
-        (NVFP4, np.outer([-1, 1], [0, 0.5, 1, 1.5, 2, 3, 4, 6]).reshape(-1)),
-    ],
+    [(AFFINE, np.arange(-8.0, 8.0)), (NVFP4, np.outer([-1, 1], [0, 0.5, 1, 1.5, 2, 3, 4, 6]).reshape(-1))],
 )
 def test_first_pass_gives_the_codes_of_the_textbook_except_for_ties(
     rule: GroupRule | FloatRule, numbers: Doubles

@@ -58,13 +58,7 @@ def best(kind: str, bits: int, size: int, scale_dtype: str = "BF16") -> GroupRul
 def rule_of(bits: int, size: int, kind: str, rule: str, scale_dtype: str = "BF16") -> GroupRule:
     symmetric, middle, zeros = KINDS[kind]
     return GroupRule(
-        bits=bits,
-        group_size=size,
-        symmetric=symmetric,
-        middle=middle,
-        zeros=zeros,
-        rule=rule,
-        scale_dtype=scale_dtype,
+        bits=bits, group_size=size, symmetric=symmetric, middle=middle, zeros=zeros, rule=rule, scale_dtype=scale_dtype
     )
 
 

@@ -125,9 +125,7 @@ class FaultyApplication:
     def __call__(self, environ: Environment, start: Any) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"].encode("latin-1").decode()
         record = Request(
-            method=method,
-            path=path,
-            authorized=environ.get("HTTP_AUTHORIZATION") == f"Bearer {self.token}",
+            method=method, path=path, authorized=environ.get("HTTP_AUTHORIZATION") == f"Bearer {self.token}"
         )
         action = self._record(record)
         if isinstance(action, Run):

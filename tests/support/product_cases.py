@@ -102,12 +102,7 @@ def computed(case: Case, *, threads: int = 1, factor: float = 1.0) -> Doubles:
     """Return the products of the kernel, [rows, outputs]."""
     rows = len(case.x)
     weight = products.Product(
-        case.codes,
-        case.norms.view(np.uint16),
-        case.coding,
-        outputs=case.outputs,
-        dtype=case.dtype,
-        awq=case.awq,
+        case.codes, case.norms.view(np.uint16), case.coding, outputs=case.outputs, dtype=case.dtype, awq=case.awq
     )
     inputs = products.PreparedInputs()
     inputs.prepare(elements(case.x, case.dtype), dtype=case.dtype, basis=weight.basis)

@@ -81,11 +81,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 # The names of Kimi's published files, which transformers reads and does not write; those of Kimi-VL.
 PUBLISHED = {
-    "kimi_k25": {
-        "model.blocks": "model.layers",
-        "vision_tower.encoder.patch": "vision_tower.patch",
-        "model.mm_": "mm_",
-    },
+    "kimi_k25": {"model.blocks": "model.layers", "vision_tower.encoder.patch": "vision_tower.patch", "model.mm_": "mm_"}
 }
 PUBLISHED["kimi_vl"] = PUBLISHED["kimi_k25"] | {
     "mm_projector": "multi_modal_projector", "proj.0": "linear_1", "proj.2": "linear_2"
