@@ -372,8 +372,8 @@ class LayerwiseCalibration:
         aim = sum(self.wanted_bits[name] for name in self.reached)
         if not aim:
             raise SourceError(
-                "calibration: the sample reaches no linear layer of the model with a weight as the checkpoint has it; "
-                "quantize it without `calibrate`"
+                "calibration: no linear layer that the sample reaches has a weight as the checkpoint stores it; "
+                "quantize the model without `calibrate`"
             )
         goal, slack = (aim * (1 - _TOLERANCE / 2), _TOLERANCE / 2) if self.at_most else (aim, _TOLERANCE)
         attempt = max(0, len(list(self.work.glob("step-*.safetensors"))) - 1)

@@ -140,7 +140,7 @@ class FileInputs:
         tensors = {tensor.name: tensor for tensor in model_tensors(checkpoint)}
         for name in importances:
             if name not in tensors and name not in SHARED:
-                raise SourceError(f"{path}: it is of another model: this one has no {name!r}")
+                raise SourceError(f"{path}: it belongs to another model: this one has no {name!r}")
         vectors, squares = list[InputVector](), list[Floats]()
         reads: dict[str, dict[int, int]] = {}
         is_transposed: dict[str, bool] = {}
@@ -151,7 +151,7 @@ class FileInputs:
             matrices, width = math.prod(tensor.shape[:-2]), tensor.shape[-1]
             if known.size != matrices * width:
                 raise SourceError(
-                    f"{path}: {name!r}: it is of another model: expected {matrices} times {width} inputs, found "
+                    f"{path}: {name!r}: it belongs to another model: expected {matrices} times {width} inputs, found "
                     f"{known.size}"
                 )
             counts = np.broadcast_to(tokens, (matrices,))

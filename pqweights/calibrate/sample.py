@@ -393,7 +393,7 @@ def read_sample(path: Path, folder: Path) -> Windows:
     if ids.dtype != np.int64 or ids.ndim != 2 or not ids.size or ids.min() < 0:
         raise EvaluationError(f"{path}: expected `ids`, int64 [windows, tokens], found {ids.dtype} {list(ids.shape)}")
     if tokenizer != _tokenizer_digest(folder):
-        raise EvaluationError(f"{path}: the sample has the tokens of another tokenizer than that of {folder}")
+        raise EvaluationError(f"{path}: the sample was made with another tokenizer than that of {folder}")
     model = read_folder(folder)
     check_vocabulary(model, ids)
     if model.context is not None and ids.shape[1] > model.context:

@@ -392,7 +392,9 @@ class _Merging:
         for stored in self.adapter.files.stored:
             name = stored.name.removeprefix(PREFIX)
             if stored.dtype not in FLOAT_DTYPES:
-                raise self.adapter.refused(f"tensor {stored.name!r}: expected floating point, found {stored.dtype}")
+                raise self.adapter.refused(
+                    f"tensor {stored.name!r}: expected a floating-point dtype, found {stored.dtype}"
+                )
             if self.of_mlx:
                 if (match := MLX_PARTS.fullmatch(name)) is None:
                     raise self.adapter.refused(f"tensor {stored.name!r}: belongs to a method that cannot be merged")

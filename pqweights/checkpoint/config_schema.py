@@ -249,7 +249,7 @@ def check_layers(config: dict[str, Any], names: Collection[str]) -> None:
         digits, of_layer = match[2], match[1] == "layers"
         if len(digits) > MOST_DIGITS or int(digits) > (most if of_layer else max(MOST_HEADS, tensor_count)):
             raise SourceError(
-                f"tensor '...{match[0][:80]}...': the number is larger than {tensor_count} tensors explain: fetch the "
+                f"tensor '...{match[0][:80]}...': a number so large does not fit {tensor_count} tensors: fetch the "
                 "files of this model"
             )
     for part in (config, *(config[key] for key in PARTS if isinstance(config.get(key), dict))):
@@ -257,8 +257,8 @@ def check_layers(config: dict[str, Any], names: Collection[str]) -> None:
             layers = part.get(key)
             if isinstance(layers, int) and layers > most:
                 raise SourceError(
-                    f"{CONFIG_FILE}: {key}: expected as many layers as {tensor_count} tensors can be, found {layers}: "
-                    "fetch the configuration of this model"
+                    f"{CONFIG_FILE}: {key}: {layers} layers do not fit {tensor_count} tensors: fetch the "
+                    "configuration of this model"
                 )
 
 

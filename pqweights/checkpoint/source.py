@@ -415,8 +415,8 @@ def stored_tensors(storage: Storage, weight_files: tuple[str, ...]) -> tuple[dic
             pair = Pair(PlainTensor.of(storage, first), PlainTensor.of(storage, tensor), False)
             if first.dtype != tensor.dtype or not same_values(pair):
                 raise SourceError(
-                    f"tensor {tensor.name!r} is stored twice, in {first.file} and {file}, with other values; remove "
-                    "the file that is not meant, or fetch both again"
+                    f"tensor {tensor.name!r} is stored twice, in {first.file} and {file}, with different values; "
+                    "remove the wrong file, or fetch both again"
                 )
             copies[f"{tensor.name} in {file}"] = f"it is the same as in {first.file}"
     if not stored:

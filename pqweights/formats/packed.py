@@ -360,7 +360,7 @@ class Source:
         part = self.stored.get(name)
         if part is None:
             raise SourceError(
-                f"{codes.file}: tensor {codes.name!r} is quantized, without all that it is decoded with; expected "
+                f"{codes.file}: tensor {codes.name!r} is quantized, but not all that decodes it is there; expected "
                 f"{name!r} in some shard, found none"
             )
         if part.dtype not in dtypes or (shapes and part.shape not in shapes):

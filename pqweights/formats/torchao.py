@@ -108,7 +108,9 @@ def find(source: Source, name: str, codes: StoredTensor) -> QuantizedTensor | No
         )
     unread = next((n for n in (f"{stem}_act_pre_scale", f"{stem}_act_quant_scale") if n in source.stored), None)
     if unread is not None:
-        raise SourceError(f"{codes.file}: tensor {unread!r}: scaled inputs are not read; give the original checkpoint")
+        raise SourceError(
+            f"{codes.file}: tensor {unread!r}: pqweights does not read scaled inputs; give the original checkpoint"
+        )
     scales, zeros = source.part(codes, f"{stem}_scale", SCALE_DTYPES), source.stored.get(f"{stem}_zero_point")
     rows, lines = codes.shape
     is_int4 = zeros is not None and zeros.dtype in SCALE_DTYPES

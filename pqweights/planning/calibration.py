@@ -53,8 +53,8 @@ def wanted_bits(recipe: Recipe, tensors: Sequence[TensorPlan]) -> dict[str, floa
             wanted[tensor.name] = 8.0 * (tensor.bytes - more)
     if not wanted:
         raise RecipeError(
-            f"recipe {recipe.name!r}: `calibrate` is for matrices with the codec {Trellis.codec}, and it gives "
-            "it to none here; choose a recipe such as t4, or a target, for which bit widths are then chosen"
+            f"recipe {recipe.name!r}: `calibrate` fits matrices with the codec {Trellis.codec}, and this recipe gives "
+            "it to none here; choose a recipe such as t4, or give a target size or rate"
         )
     return wanted
 

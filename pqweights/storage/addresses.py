@@ -214,8 +214,8 @@ def _of_page(text: str, path: str) -> RepositoryName:
         return RepositoryName(id, "/".join(wanted) or None, "/".join(inside))
     if len(inside) > (rest[:1] != ["tree"]):
         raise OptionError(
-            f"{text[:200]}: leads into a folder of the repository, of which models are not read; give {id} if its "
-            "model is at the top, or fetch the folder and give that"
+            f"{text[:200]}: points into a folder of the repository, but only the model at its top can be "
+            f"read; give {id}, or fetch the folder and give that"
         )
     return RepositoryName(id, "/".join(wanted) or None)
 

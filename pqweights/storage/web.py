@@ -60,7 +60,7 @@ class WebFolder(RemoteFolder):
         try:
             return read_range(self._system, address.url, start, end, shown=str(address), check=check)
         except InvalidURL:
-            raise SourceError(f"{address}: expected an address that can be one, as http(s)://SERVER/PATH") from None
+            raise SourceError(f"{address}: expected a valid address, http(s)://SERVER/PATH") from None
 
     def _failed(self, error: Exception, address: Address, action: str) -> StorageError:
         return failed(error, address, action, f"{address.scheme}://{urllib.parse.urlsplit(str(address)).netloc}")

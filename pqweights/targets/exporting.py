@@ -146,8 +146,8 @@ def plan_export(
     place = place_apart(source, checkpoint, out)
     if inputs is not None and settings.rounding == PLAIN and settings.recipe.goal is None:
         raise OptionError(
-            "`calibrate`, `imatrix`: expected `rounding` gptq, `rounding` importance or `target_size` as well, for "
-            "which they are"
+            "`calibrate`, `imatrix`: expected an option that uses them as well: `rounding` gptq, `rounding` importance "
+            "or `target_size`"
         )
     where = str(place.resolve() if isinstance(place, Path) else source)
     model = model_facts(checkpoint.storage) if manifest is None else manifest.model

@@ -376,7 +376,7 @@ def _check_activation(config: dict[str, Any], arguments_class: Any) -> None:
     read = {field.name for field in dataclasses.fields(arguments_class)} & {"hidden_act", "text_config"}
     if usual == "silu" and stated not in (None, "silu", "swish") and not read:
         raise ExportError(
-            f"config.json: mlx-lm computes this model ({config['model_type']}) with hidden_act silu only, found "
+            f"config.json: mlx-lm computes this model ({config['model_type']}) only with hidden_act silu, found "
             f"{stated!r}; {other_targets(MLX, config)}"
         )
 

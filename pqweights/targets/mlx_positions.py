@@ -129,8 +129,8 @@ def _windows_otherwise(model: Any, config: Mapping[str, Any]) -> Iterator[str]:
     model_type = model_type_of(config)
     if pairs and has_trait(model_type, Trait.ROTATES_WINDOWS_ONLY):  # layers with full attention do not know positions
         raise ExportError(
-            f"config.json: mlx-lm does not have the sliding windows of this model ({model_type}) in the same layers, "
-            f"and gives rotary embeddings to others; {other_targets(MLX, config)}"
+            f"config.json: mlx-lm has sliding windows and rotary embeddings in other layers of this model "
+            f"({model_type}) than transformers; {other_targets(MLX, config)}"
         )
     if not sizes:
         return
@@ -216,8 +216,8 @@ def _layer_otherwise(
         )
     elif not as_short:
         raise ExportError(
-            f"config.json: mlx-lm computes the rotary embeddings of this model ({model_type_of(config)}) otherwise "
-            f"than transformers, which has rope_type {kind}, rope_theta {parameters['rope_theta']} and {rotated} "
+            f"config.json: mlx-lm computes the rotary embeddings of this model ({model_type_of(config)}) differently "
+            f"from transformers, which has rope_type {kind}, rope_theta {parameters['rope_theta']} and {rotated} "
             f"rotated channels; {other_targets(MLX, config)}"
         )
 

@@ -31,7 +31,7 @@ def one_by_one(options: Options) -> dict[str, Options]:
     text = str(getattr(options, several[0]))
     values = [value.strip() for value in text.split(",")]
     if len(several) > 1 or len({*values}) < len(values):
-        raise OptionError(f"`{several[0]}` {text}: expected different ones, and several of `format` or of `bits`")
+        raise OptionError(f"`{several[0]}` {text}: expected different formats, listed in either `format` or `bits`")
     if several == ["bits"]:
         return {f"{value}bit/": replace(options, bits=int(value)) for value in values}
     return {f"{value}/": replace(options, format=value) for value in values}
@@ -41,7 +41,9 @@ def together(formats: Mapping[str, ExportSettings]) -> ExportSettings:
     """Return formats of one target, by folder, as one. Raises OptionError for formats that do not go together."""
     first = next(iter(formats.values()))
     if len({of.rounding for of in formats.values()}) > 1:
-        raise OptionError("`calibrate`: is for formats in which codes can be compensated; export the others without it")
+        raise OptionError(
+            "`calibrate`: needs formats with compensated rounding; export the others by themselves, without it"
+        )
     if first.recipe.goal is not None and first.recipe.goal.divergence is not None:
         raise OptionError("`max_kl`: is measured of one result, found several formats; make them one after the other")
     stated = {
@@ -64,8 +66,8 @@ def _assign(
     for folder, part in parts.items():
         if [tensor.name for tensor in part.tensors] != [tensor.name for tensor in first.tensors]:
             raise OptionError(
-                f"`format` {folder.rstrip('/')}: holds other tensors of this model than "
-                f"{next(iter(parts)).rstrip('/')}; export them one after the other"
+                f"`format` {folder.rstrip('/')}: has other tensors than "
+                f"{next(iter(parts)).rstrip('/')}; export the two by themselves"
             )
     return replace(
         first,

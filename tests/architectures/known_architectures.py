@@ -256,7 +256,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         num_experts_per_tok=3, layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense", "sparse"],
         published={r"(layers\.0)\.block_sparse_moe": r"\1.mlp"}
     ),
-    "glm": A("Glm", TEXT, mlx="mlx-lm computes the rotary embeddings of this model .glm. otherwise"),
+    "glm": A("Glm", TEXT, mlx="rotary embeddings of this model .glm."),
     "glm4": A("Glm4", TEXT, mlx=LOADS),
     "glm4_moe": A(
         "Glm4Moe", TEXT, EXPERTS, mlx=LOADS, n_routed_experts=4, first_k_dense_replace=1, n_group=1, topk_group=1

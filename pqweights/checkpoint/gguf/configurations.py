@@ -292,7 +292,7 @@ def _assume_sizes(contents: GgufContents, values: dict[str, Any]) -> None:
     """State what files leave out where it is as llama.cpp assumes."""
     for key in ("hidden_size", "num_attention_heads"):
         if key not in values:
-            raise ExportError(f"the file does not say {key}, or says one for each layer")
+            raise ExportError(f"expected one {key} for all layers, found none or a list")
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     if "head_dim" not in values:
         values["head_dim"] = values["hidden_size"] // max(values["num_attention_heads"], 1)
@@ -439,7 +439,7 @@ def check_configuration(
         )
     for name, values in factors.items():
         if name in {tensor.name for tensor in contents.tensors} and not np.allclose(values_of(name), values, rtol=1e-5):
-            raise ExportError(f"tensor {name!r} has other values than follow from the settings of the model")
+            raise ExportError(f"tensor {name!r} differs from what the settings of the model imply")
 
 
 def same_value(written: Any, stated: Any) -> bool:

@@ -164,7 +164,7 @@ def pieces_of(view: LogicalTensor, held: LogicalTensor) -> Iterator[Piece]:
     elif isinstance(view, RenamedTensor):
         yield from pieces_of(view.source, _unchanged(view, held))
     elif not isinstance(view, ConstantTensor):
-        raise SourceError(f"tensor {view.name!r}: it cannot be turned into that of the original model")
+        raise SourceError(f"tensor {view.name!r}: it cannot be converted back to the tensor of the original model")
 
 
 def _unchanged(view: RenamedTensor, held: LogicalTensor) -> LogicalTensor:
@@ -186,7 +186,7 @@ def _unchanged(view: RenamedTensor, held: LogicalTensor) -> LogicalTensor:
     if isinstance(view, PaddedTensor):
         return _rows(source.name, source.shape, held, [(0, 1, source.shape[0])])
     if type(view) is not RenamedTensor:
-        raise SourceError(f"tensor {view.name!r}: it cannot be turned into that of the original model")
+        raise SourceError(f"tensor {view.name!r}: it cannot be converted back to the tensor of the original model")
     return RenamedTensor.of(source.name, held, shape=source.shape)
 
 

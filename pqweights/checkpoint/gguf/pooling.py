@@ -86,7 +86,7 @@ def dense_tensors(storage: Storage, pooling: Pooling, settings: Settings) -> lis
             raise SourceError(f"{file}: {MODULES} names the module, but its weights are missing")
         stored = read_header(storage, file)[0]
         if len(stored) > 1 or activation not in (None, IDENTITY):
-            raise ExportError(f"{path}: llama.cpp computes a matrix behind the model only, found {activation}")
+            raise ExportError(f"{path}: llama.cpp supports only a plain matrix after the model, found {activation}")
         tensors.append(PlainTensor.of(storage, stored[0])._replace(name=f"dense_{number}.weight"))
     return tensors
 

@@ -53,7 +53,7 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
     rope_type = parameters["rope_type"]
     if rope_type not in rope.kinds:
         taken = ", ".join(sorted(rope.kinds))
-        raise settings.refusal(f"llama.cpp computes it with rope_type {taken} only, found {rope_type!r}")
+        raise settings.refusal(f"llama.cpp supports only rope_type {taken}, found {rope_type!r}")
     whole = settings.number(rope.rotated)
     rotated = int(whole * _number(settings, parameters, "partial_rotary_factor"))
     if whole % 2 or rotated % 2 or rotated < 2:
@@ -187,13 +187,13 @@ def _read_llama3(factors: npt.NDArray[np.float32], base: float, rotated: int) ->
     Raises ExportError if there are none.
     """
     if len(factors) < rotated // 2 or not np.isfinite(factors).all() or factors.min() < 1:
-        raise ExportError("the tensor rope_freqs.weight has other values than those of rope_type llama3")
+        raise ExportError("the tensor rope_freqs.weight differs from the factors of rope_type llama3")
     known: dict[str, Any] = {"rope_type": "llama3", "factor": float(np.round(factors.max(), 4)), "rope_theta": base}
     for low, high, length in _bounds(factors, known["factor"], base, rotated):
         llama3 = known | {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": length}
         if np.allclose(_llama3_values(llama3, rotated), factors[: rotated // 2], rtol=1e-4):
             return {key: value for key, value in llama3.items() if key != "rope_theta"}
-    raise ExportError("the tensor rope_freqs.weight has other values than those of rope_type llama3")
+    raise ExportError("the tensor rope_freqs.weight differs from the factors of rope_type llama3")
 
 
 def _bounds(
@@ -244,14 +244,13 @@ def _add_windowed(settings: Settings, writer: Any) -> None:
     assert windows is not None
     if parameters["rope_type"] != "default" and not windows.scaled:
         raise settings.refusal(
-            f"llama.cpp computes its sliding windows with rope_type default only, found {parameters['rope_type']!r}"
+            "llama.cpp supports only rope_type default in layers with a sliding window, found "
+            f"{parameters['rope_type']!r}"
         )
     local = _number(settings, parameters, "rope_theta")
     base = rope_parameters(settings)["rope_theta"]
     if local != base and not windows.own_base:
-        raise settings.refusal(
-            f"llama.cpp computes all its layers with the rope_theta {base}, but {SLIDING} has {local}"
-        )
+        raise settings.refusal(f"llama.cpp uses in all layers the rope_theta {base}, but {SLIDING} has {local}")
     writer.add_rope_freq_base_swa(float(local))
 
 
@@ -282,7 +281,7 @@ def _add_yarn(settings: Settings, parameters: Mapping[str, Any], rope: Rope, wri
         only = rope.yarn_mscale
         if attention is not None or own is None or own != every or own != (only or own):
             expected = f"mscale and mscale_all_dim {only}" if only else "equal mscale and mscale_all_dim"
-            raise settings.refusal(f"llama.cpp computes its YaRN with {expected} only, found {own} and {every}")
+            raise settings.refusal(f"llama.cpp supports YaRN only with {expected}, found {own} and {every}")
         writer.add_rope_scaling_yarn_log_mul(0.1 * every)  # a tenth, as in the files of DeepSeek V2
         return
     if attention is None and own and every:

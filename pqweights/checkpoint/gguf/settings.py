@@ -97,7 +97,7 @@ def _sizes_of_heads(settings: Settings) -> dict[str, int]:
     if not settings.architecture.free_head_dim and width * heads != settings.number("hidden_size"):
         raise settings.refusal(f"hidden_size {settings.number('hidden_size')} is not a multiple of the {heads} heads")
     if not settings.architecture.free_head_dim and settings.get("head_dim") not in (None, width):
-        raise settings.refusal(f"llama.cpp computes it with head_dim {width} only, found {settings.get('head_dim')}")
+        raise settings.refusal(f"llama.cpp supports only head_dim {width}, found {settings.get('head_dim')}")
     return {key: value for key, value in computed.items() if settings.get(key) is None}
 
 
@@ -148,13 +148,13 @@ def _check_values(settings: Settings, config: Mapping[str, Any]) -> None:
             value = value[0]  # the same for each layer
         if value not in taken:
             expected = " or ".join(repr(value) for value in taken)
-            raise settings.refusal(f"llama.cpp computes it with {key} {expected} only, found {value!r}")
+            raise settings.refusal(f"llama.cpp supports only {key} {expected}, found {value!r}")
     if reason := next(filter(None, (check(settings) for check in architecture.checks)), ""):
         raise settings.refusal(reason)
     for one, other in architecture.equal:
         if settings.number(one) != settings.number(other):
             raise settings.refusal(
-                f"llama.cpp computes it with equal {one} and {other} only, found {settings.number(one)} and "
+                f"llama.cpp supports only equal {one} and {other}, found {settings.number(one)} and "
                 f"{settings.number(other)}"
             )
 

@@ -316,7 +316,7 @@ def _configuration(storage: Storage, contents: GgufContents) -> dict[str, Any]:
             return config
         except ExportError as error:
             refused.append(error)
-    raise _refused(contents, refused[0], f"not read as a model of type {names[0]}") from None
+    raise _refused(contents, refused[0], f"it cannot be read as a model of type {names[0]}") from None
 
 
 def _labels(model: ModelDescription) -> set[str]:
@@ -372,7 +372,7 @@ def _model_tensors(
         has_head = any(tensor.name == "output.weight" for tensor in contents.tensors)
         settings, views = _views(contents, untied(config) if has_head else config, names)
     except ExportError as error:
-        raise _refused(contents, error, f"not read as the model of {CONFIG_FILE}") from None
+        raise _refused(contents, error, f"it cannot be read as the model of {CONFIG_FILE}") from None
     dtype = "F16" if model_dtype(config, ()) == "F16" else "BF16"
     pieces: dict[str, dict[tuple[int, int], Piece]] = {}
     left_out = {}

@@ -169,7 +169,7 @@ def _check_numbers(tensor: LogicalTensor, expected: Sequence[int]) -> None:
     if fitting:
         tensor.read(0, len(expected), "I64", raw)
     if not fitting or raw.view(np.int64).tolist() != [*expected]:
-        raise ExportError(f"tensor {tensor.name!r} has other values than follow from config.json")
+        raise ExportError(f"tensor {tensor.name!r} differs from what config.json implies")
 
 
 def _text_name(name: str) -> tuple[str, bool]:

@@ -102,11 +102,11 @@ def tower_settings(tower: Tower, vision: dict[str, Any], config: dict[str, Any])
     settings = Settings(model_type=str(config.get("model_type")), model=known, architecture=shell, values=values)
     for key, taken in tower.values.items():
         if settings.get(key) not in taken:
-            raise settings.refusal(f"llama.cpp computes its tower with {key} {taken[0]!r} only")
+            raise settings.refusal(f"llama.cpp supports its tower only with {key} {taken[0]!r}")
     for one, other in tower.equal:
         if settings.number(one) != settings.number(other):
             raise settings.refusal(
-                f"llama.cpp computes its tower with equal {' x '.join(keys_of(one))} and {other} only"
+                f"llama.cpp supports its tower only with equal {' x '.join(keys_of(one))} and {other}"
             )
     values["uses_gelu"] = str(settings.get("hidden_act")).startswith("gelu")
     values["uses_silu"] = settings.get("hidden_act") == "silu"
