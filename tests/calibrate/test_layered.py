@@ -110,5 +110,5 @@ def test_a_configuration_without_sizes_is_refused_before_anything_is_computed(
     write_checkpoint(tmp_path / "bare", read_all(folder))
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (tmp_path / "bare" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SourceError, match=r"config.json describes \d{10} weights, and the checkpoint has \d+; "):
+    with pytest.raises(SourceError, match=r"config\.json .*\d{10} weights"):
         opened(tmp_path / "bare")

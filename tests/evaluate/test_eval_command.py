@@ -111,7 +111,7 @@ def test_packed_master_gives_the_same_scores(work):
 )
 def test_window_and_stride_have_defaults(asked, expected, work):
     if expected is None:
-        with pytest.raises(EvaluationError, match=r"`stride` 65: .* at most the window, which has 64 tokens"):
+        with pytest.raises(EvaluationError, match=r"`stride` 65: .*64 tokens"):
             evaluate([work / "source"], TEXT, **asked)
         return
     settings = evaluate([work / "source"], TEXT, **asked).settings
@@ -137,7 +137,7 @@ def test_tokenizer_may_be_read_from_another_folder(work, copy):
     bare = copy("bf16")
     for path in bare.glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(SourceError, match="expected a tokenizer, found none; put its files there"):
+    with pytest.raises(SourceError, match=f"{bare}: .*tokenizer"):
         evaluate([bare], TEXT)
     found, expected = evaluate([bare], TEXT, tokenizer=work / "source"), evaluate([work / "bf16"], TEXT)
     assert found.rows[0].scores == expected.rows[0].scores
@@ -173,7 +173,7 @@ def change_config(folder: Path, **values: Any) -> None:
 
 
 def test_text_that_max_tokens_makes_shorter_than_a_window_is_refused(work):
-    with pytest.raises(EvaluationError, match=r"for 1 window of 128, `max_tokens` 100 leaves fewer; raise it, or"):
+    with pytest.raises(EvaluationError, match="`max_tokens` 100"):
         evaluate([work / "source"], TEXT, max_tokens=100)
 
 
@@ -190,7 +190,7 @@ def test_device_option_is_refused_for_mlx(copy, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     folder = copy("source")
     change_config(folder, quantization={"bits": 4, "group_size": 64})
-    with pytest.raises(EvaluationError, match="mlx-lm chooses its device itself; leave out `device` cuda"):
+    with pytest.raises(EvaluationError, match="`device` cuda"):
         evaluate([folder], TEXT, device="cuda")
     report = evaluate([folder], TEXT, device="auto")
     assert (report.settings.device, report.rows[0].runtime) == ("cpu", "mlx-lm")
@@ -199,7 +199,7 @@ def test_device_option_is_refused_for_mlx(copy, monkeypatch):
 def test_no_models_or_an_unknown_dtype_is_refused(work):
     with pytest.raises(EvaluationError, match="at least one model"):
         evaluate([], TEXT)
-    with pytest.raises(OptionError, match="`dtype`: expected auto or float32 or bfloat16 or float16, found 'int8'"):
+    with pytest.raises(OptionError, match=r"`dtype`: .*'int8'"):
         evaluate([work / "source"], TEXT, dtype="int8")
 
 
@@ -221,7 +221,7 @@ def test_wikitext_is_joined_as_in_the_literature_or_is_one_line_without_network(
     if is_there:
         assert wikitext() == "\n\n = Title = \n\n\nText .\n"
     else:
-        with pytest.raises(EvaluationError, match=r"Couldn't reach 'Salesforce/wikitext' on the Hub; give a file: `te"):
+        with pytest.raises(EvaluationError, match="Couldn't reach 'Salesforce/wikitext' on the Hub; "):
             wikitext()
     assert asked == [(("Salesforce/wikitext", "wikitext-2-raw-v1"), {"split": "test"})]
     assert capfd.readouterr() == ("", "")
@@ -229,9 +229,7 @@ def test_wikitext_is_joined_as_in_the_literature_or_is_one_line_without_network(
 
 def test_wikitext_without_datasets_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        MissingDependencyError, match=r"`dataset` wikitext needs datasets: pip install .*'datasets>=4\.0'"
-    ):
+    with pytest.raises(MissingDependencyError, match=r"pip install .*'datasets>=4\.0'"):
         wikitext()
 
 

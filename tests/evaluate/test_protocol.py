@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 
 from pqweights.errors import EvaluationError
 from pqweights.runtime.models import Floats, Model
-from pqweights.runtime.protocol import (
-    LOGITS_AT_ONCE,
-    Loss,
-    TextWindows,
-    change,
-    compare,
-    perplexity,
-    perplexity_change,
-)
+from pqweights.runtime.protocol import LOGITS_AT_ONCE, Loss, TextWindows, change, compare, perplexity, perplexity_change
 from pqweights.runtime.texts import Ids
 
 VOCABULARY = 37
