@@ -217,15 +217,19 @@ def machine(start: Moment) -> dict[str, Any]:
     }
 
 
+def processor(machine: Document) -> str:
+    """What a machine computes with."""
+    return f"{machine['cpu']}{'' if machine['vectors'] is None else ' with ' + machine['vectors']}"
+
+
 def machine_line(document: Document) -> str:
     """The machine that a document was measured on, in one or two sentences."""
     it = document["machine"]
-    vectors = f" with {it['vectors']}" if it["vectors"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in it["versions"].items() if version)
     others = it["cores_busy_elsewhere"]
     busy = "" if others is None else f" Other processes and the kernel kept {max(0.0, others):.2f} cores busy."
     return (
-        f"{it['cpu']}{vectors}, {it['cores']} cores, {it['memory_bytes'] / 1e9:.0f} GB of memory, {it['system']}; "
+        f"{processor(it)}, {it['cores']} cores, {it['memory_bytes'] / 1e9:.0f} GB of memory, {it['system']}; "
         f"Python {it['python']}, {versions}.{busy}"
     )
 

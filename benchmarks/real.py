@@ -46,6 +46,7 @@ from harness import (
     machine,
     measured_with,
     now,
+    processor,
     publish,
     run_command,
     table,
@@ -130,6 +131,7 @@ def calibrated(data: str) -> tuple[str, ...]:
 def rows() -> Iterator[Row]:
     """All rows, those that take the least time first."""
     arguments: tuple[str, ...]
+    codecs: tuple[str, ...]
     for name in ("q6", "q5", "q4", "q3"):
         arguments = ("quantize", "--recipe", name)
         yield Row(format=MASTER, tool=OURS, name=name, arguments=arguments, codecs=(name,))
@@ -158,7 +160,8 @@ def rows() -> Iterator[Row]:
             (VLLM, "NVFP4", "vllm nvfp4a16", "gptq floats", ("--format", "nvfp4a16")),
             (VLLM, "MXFP4", "vllm mxfp4a16", "gptq floats", ("--format", "mxfp4a16")),
         ):
-            arguments, codecs = ("export", "--target", target, *options, *more), (codec, *([fed_back] if data else []))
+            arguments = ("export", "--target", target, *options, *more)
+            codecs = (codec,) if data is None else (codec, fed_back)
             yield Row(format=target, tool=OURS, name=name, data=data, arguments=arguments, codecs=codecs)
     for data in (None, TEXT):
         yield from (Row(format=GGUF, tool=IK, name=kind, data=data) for kind in IK_TYPES)
@@ -396,7 +399,8 @@ def measured(bench: Bench, document: Document, options: Namespace) -> Iterator[D
         except SystemExit as error:
             document["absent"][f"{name}: {row.title}"] = " ".join(str(error).split())[-200:]
         else:
-            document["rows"].append(about | {"data": row.data} | found)
+            made = {"data": row.data, "processor": processor(machine(now()))}
+            document["rows"].append(about | made | found)
             print(f"{name}: {row.title}: {found['bits_per_parameter']:.3f} bits, KL {found['kl']:.4f}", flush=True)
         yield document
 
@@ -463,7 +467,7 @@ def model_table(document: Document, model: str) -> str:
     found = sorted(
         (row for row in document["rows"] if row["model"] == model), key=lambda row: -float(row["bits_per_parameter"])
     )
-    alike = GRIDS.get(about["grid"], ())
+    alike, processors = GRIDS.get(about["grid"], ()), list(dict.fromkeys(row["processor"] for row in found))
     lines = [
         (
             f"{row['tool']} {row['format']} {row['name']}{' (grid of the source)' if row['name'] in alike else ''}",
@@ -472,13 +476,14 @@ def model_table(document: Document, model: str) -> str:
             f"{row['kl']:.4f} ± {row['kl_error']:.4f}",
             f"{row['top1']:.1%}",
             f"{row['change']:+.3f} ± {row['change_error']:.3f}",
-            f"{row['cpu_seconds']:.0f}",
+            f"{row['cpu_seconds']:.0f}{'*' * processors.index(row['processor'])}",
         )
         for row in found
     ]
+    seconds = ", ".join(f"{'*' * number}{each}" for number, each in enumerate(processors))
     of = f", decoded from {about['grid']}" if about["grid"] else ""
     title = f"{model}{of}: {about['parameters'] / 1e6:.0f} M parameters, {about['scored']} tokens of English"
-    return f"{title}; perplexity {about['perplexity']:.2f}\n\n{table(header, lines)}"
+    return f"{title}; perplexity {about['perplexity']:.2f}; seconds of {seconds}\n\n{table(header, lines)}"
 
 
 def main() -> None:
