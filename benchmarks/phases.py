@@ -45,7 +45,7 @@ PHASES = {
     "decode": ("pqweights.kernels.cpu", None, ("decode",)),
     "hash": ("pqweights.checkpoint.digests", "PieceHasher", ("add",)),
     "sums of errors": ("pqweights.convert.jobs", "EncodeJob", ("collect",)),
-    "write to the disk": ("pqweights.checkpoint.shard_file", "ShardFile", ("write", "finish")),
+    "write to the disk": ("pqweights.checkpoint.shard_file", "ShardFile", ("_write_at", "finish")),
 }
 
 

@@ -1,4 +1,6 @@
-"""A shard while it is written: in any order, from any thread, around the page cache.
+"""A shard while it is written: its stored tensors, in any order, from any thread, around the page cache.
+
+Bytes are hashed as they come, so that what the manifest states is what was made, and not what a disk gives back.
 
 The page cache would copy every byte once more, and evict what others keep there, for files that are flushed to the disk
 in the end. Direct access asks for whole pages of memory at whole pages of the file, so each thread makes its output in
@@ -14,11 +16,16 @@ import contextlib
 import errno
 import os
 import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.column_spool import ColumnSpool
+from pqweights.checkpoint.digests import PieceHasher
+from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.writer import disk_errors
 from pqweights.kernels.workers import scratch
 
@@ -44,14 +51,32 @@ def memory_for(purpose: str, offset: int, byte_count: int) -> Bytes:
 
 
 class ShardFile:
-    """One output file while it is being filled."""
+    """One output file while it is being filled.
 
-    def __init__(self, path: Path, header: bytes, file_bytes: int, *, shown: Path) -> None:
-        """Create the file with its header and its full size.
+    A tensor is begun, written, by all of its bytes and from any thread, and finished; if it takes several passes, it is
+    begun again for each.
+    """
 
+    def __init__(
+        self,
+        path: Path,
+        header: bytes,
+        stored: Sequence[StoredTensor],
+        file_bytes: int,
+        *,
+        shown: Path,
+        waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """Create the file with its header, its full size, and zeros between its tensors.
+
+        stored: its tensors, in their order
         shown: what messages call it
+        waiting: entered while a thread waits for the disk, so that another may compute
         """
-        self.path, self._shown = path, shown
+        self.path, self._shown, self._waiting = path, shown, waiting
+        self._stored = {tensor.name: tensor for tensor in stored}
+        self._hashers: dict[str, PieceHasher] = {}  # of tensors that are begun, by name
+        self._columns: dict[str, ColumnSpool] = {}
         self._lock = threading.Lock()
         self._unflushed_bytes = 0
         # Pages that are gathered: the bytes of each, and which of them were given; those of which all were.
@@ -61,21 +86,68 @@ class ShardFile:
         self._descriptor = self._direct = -1
         is_open = False
         try:
-            with disk_errors(shown):
-                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-                _allocate(self._descriptor, file_bytes)
-            if hasattr(os, "O_DIRECT"):  # macOS has none
-                with contextlib.suppress(OSError):  # nor have some file systems
-                    self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-            self._takes_direct = self._direct >= 0
-            self.write(0, np.frombuffer(header, dtype=np.uint8))
+            self._create(file_bytes)
+            self._write_at(0, np.frombuffer(header, dtype=np.uint8))
+            starts = [*(tensor.offset for tensor in stored[1:]), file_bytes]
+            for tensor, following in zip(stored, starts, strict=False):
+                if gap := following - (end := tensor.offset + tensor.byte_count):
+                    self._write_at(end, np.zeros(gap, dtype=np.uint8))
             is_open = True
         finally:
             if not is_open:
                 self.close()
 
-    def write(self, offset: int, data: Bytes) -> None:
-        """Write data at `offset`; the caller may change it afterwards."""
+    def _create(self, file_bytes: int) -> None:
+        with disk_errors(self._shown):
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            _allocate(self._descriptor, file_bytes)
+        if hasattr(os, "O_DIRECT"):  # macOS has none
+            with contextlib.suppress(OSError):  # nor have some file systems
+                self._direct = os.open(self.path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        self._takes_direct = self._direct >= 0
+
+    def begin(self, names: Iterable[str]) -> None:
+        """Begin stored tensors, or begin them again."""
+        for name in names:
+            self._columns.pop(name, None)
+            self._hashers[name] = PieceHasher(self._stored[name].byte_count)
+
+    def memory(self, purpose: str, name: str, offset: int, byte_count: int) -> Bytes:
+        """Return memory from which `write` of the same bytes of a tensor makes no copy, contents undefined.
+
+        It is valid until the thread asks for the same purpose again.
+        """
+        return memory_for(purpose, self._stored[name].offset + offset, byte_count)
+
+    def write(self, name: str, offset: int, data: Bytes) -> None:
+        """Write data at `offset` bytes from the start of a stored tensor.
+
+        Each byte is written once. The caller may change `data` afterwards.
+        """
+        tensor = self._stored[name]
+        assert offset + len(data) <= tensor.byte_count, name
+        self._hashers[name].add(offset, data)
+        with self._waiting():  # also for few bytes: a file system lets one writer wait for another
+            self._write_at(tensor.offset + offset, data)
+
+    def write_columns(self, name: str, offset: int, data: Bytes) -> None:
+        """Write columns of a stored tensor, [its rows, bytes], at `offset` bytes from the start of each row.
+
+        They are put together to rows when the tensor is finished.
+        """
+        with self._waiting():
+            self._columns.setdefault(name, ColumnSpool(self.path.parent)).add(offset, data)
+
+    def finish_tensors(self, names: Sequence[str]) -> dict[str, str]:
+        """Write the rows of what came by columns; return the hash of each stored tensor, all of which are complete."""
+        for name in names:
+            if (spool := self._columns.pop(name, None)) is not None:
+                for offset, rows in spool.take_rows():
+                    self.write(name, offset, rows)
+        return {name: self._hashers.pop(name).hexdigest() for name in names}
+
+    def _write_at(self, offset: int, data: Bytes) -> None:
+        """Write data at `offset` of the file."""
         with disk_errors(self._shown):
             if self._direct < 0:
                 self._write_cached(offset, data)

@@ -15,11 +15,11 @@ from pqweights.checkpoint.gguf.views import reading_of
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import awq_name
 from pqweights.checkpoint.readers import LogicalTensor, element_count, multiply_scales, whole_blocks
+from pqweights.checkpoint.shard_file import ShardFile
 from pqweights.checkpoint.source import find_non_finite
 from pqweights.common.dtypes import DTYPE_BITS, item_bytes, to_float32
 from pqweights.common.strict_json import rounded
 from pqweights.convert.records import TensorRecord
-from pqweights.convert.sink import Sink
 from pqweights.errors import SourceError
 from pqweights.formats.master import VALUE_DTYPES, BlockFormat, Bytes, Part, Pass
 from pqweights.formats.weight import block_count, encode_chunk
@@ -45,11 +45,11 @@ class Job(Protocol):
         """What jobs have in common that read the same chunks of the same tensor; None for one that reads alone."""
         ...
 
-    def read(self, chunk: int, sink: Sink) -> Any:
+    def read(self, chunk: int, file: ShardFile) -> Any:
         """Return the values of one chunk, valid until the thread reads the next one. Called in any thread."""
         ...
 
-    def write(self, chunk: int, values: Any, sink: Sink) -> Any:
+    def write(self, chunk: int, values: Any, file: ShardFile) -> Any:
         """Transform and write one chunk, given its values, which it does not change. Called in the same thread."""
         ...
 
@@ -82,22 +82,22 @@ class CopyJob:
         sources = zip(planned.stored, tensors, strict=True)
         self.reads: object = tuple((reading_of(tensor), spec.dtype, spec.shape) for spec, tensor in sources)
 
-    def read(self, chunk: int, sink: Sink) -> Bytes:
+    def read(self, chunk: int, file: ShardFile) -> Bytes:
         """Read one chunk into memory from which it is written."""
         spec, tensor, start, count = self._ranges[chunk]
         bits = DTYPE_BITS[spec.dtype]
         byte_count = count * bits // 8
         # A few more bytes than needed, in which encoded tensors can decode whole blocks.
-        buffer = sink.memory("copied", spec.name, start * bits // 8, byte_count + COPY_MARGIN)
+        buffer = file.memory("copied", spec.name, start * bits // 8, byte_count + COPY_MARGIN)
         tensor.read(start, count, spec.dtype, buffer)
         if spec.dtype != tensor.plain_dtype and (spec.dtype == "F16" or tensor.plain_dtype == "F64"):
             _check_range(tensor, start, buffer[:byte_count], spec)
         return buffer[:byte_count]
 
-    def write(self, chunk: int, values: Bytes, sink: Sink) -> None:
+    def write(self, chunk: int, values: Bytes, file: ShardFile) -> None:
         """Write one chunk."""
         spec, _, start, _ = self._ranges[chunk]
-        sink.write(spec.name, start * DTYPE_BITS[spec.dtype] // 8, values)
+        file.write(spec.name, start * DTYPE_BITS[spec.dtype] // 8, values)
 
     def collect(self, result: None) -> None:
         """Do nothing: a copy has no errors."""
@@ -156,7 +156,7 @@ class EncodeJob:
         self._chunk_weights = max(1, CHUNK_WEIGHTS // block_size) * block_size
         self.chunks = -(-self._weights // self._chunk_weights)
 
-    def read(self, chunk: int, sink: Sink) -> Bytes:
+    def read(self, chunk: int, file: ShardFile) -> Bytes:
         """Read one chunk, scaled if the weight is; the padding to whole blocks is undefined."""
         start, count = self._range(chunk)
         whole = block_count(count, self._format.block_size) * self._format.block_size
@@ -173,28 +173,28 @@ class EncodeJob:
         start = chunk * self._chunk_weights
         return start, min(self._chunk_weights, self._weights - start)
 
-    def write(self, chunk: int, values: Bytes, sink: Sink) -> Measures:
+    def write(self, chunk: int, values: Bytes, file: ShardFile) -> Measures:
         """Encode one chunk, and write its parts.
 
         Raises SourceError if a weight is not finite.
         """
         start, count = self._range(chunk)
         if chunk == 0 and self._awq is not None:
-            sink.write(awq_name(self._planned.name), 0, self._awq)
+            file.write(awq_name(self._planned.name), 0, self._awq)
         first_block = start // self._format.block_size
         blocks = block_count(count, self._format.block_size)
-        parts = tuple(self._memory(part, sink, first_block, blocks) for part in self._format.parts)
+        parts = tuple(self._memory(part, file, first_block, blocks) for part in self._format.parts)
         measures = encode_chunk(self._format, values, count, dtype=self._dtype, parts=parts)
         if measures.first_bad_block >= 0:
             self._refuse_non_finite(start, count)
         for part, data in zip(self._format.parts, parts, strict=True):
-            sink.write(self._planned.name + part.suffix, first_block * part.bytes_per_block, data.reshape(-1))
+            file.write(self._planned.name + part.suffix, first_block * part.bytes_per_block, data.reshape(-1))
         return measures
 
-    def _memory(self, part: Part, sink: Sink, first_block: int, blocks: int) -> Bytes:
+    def _memory(self, part: Part, file: ShardFile, first_block: int, blocks: int) -> Bytes:
         """Return memory for a part of some blocks: [blocks, bytes per block]."""
         offset, byte_count = first_block * part.bytes_per_block, blocks * part.bytes_per_block
-        memory = sink.memory(f"encoded{part.suffix}", self._planned.name + part.suffix, offset, byte_count)
+        memory = file.memory(f"encoded{part.suffix}", self._planned.name + part.suffix, offset, byte_count)
         return memory.reshape(blocks, part.bytes_per_block)
 
     def _refuse_non_finite(self, start: int, count: int) -> None:

@@ -14,8 +14,9 @@ import contextlib
 import glob
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -132,11 +133,11 @@ class Run:
                 path.unlink(missing_ok=True)
         return self.folder / f"{shard}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
 
-    def begin(self, shard: ShardPlan) -> ShardFile:
-        """Begin the file of a shard."""
+    def begin(self, shard: ShardPlan, waiting: Callable[[], AbstractContextManager[None]]) -> ShardFile:
+        """Begin the file of a shard. waiting: see ShardFile"""
         assert shard.header is not None
-        path = self.new_path(shard.file)
-        return ShardFile(path, shard.header, shard.file_bytes, shown=self.folder / shard.file)
+        path, shown = self.new_path(shard.file), self.folder / shard.file
+        return ShardFile(path, shard.header, shard.stored, shard.file_bytes, shown=shown, waiting=waiting)
 
     def add(self, shard: str, path: Path, mark: ShardMark, stop: Stop) -> None:
         """Take over the complete file of a shard, then mark it. stop: see Store.put"""

@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pqweights.checkpoint.readers import FileUse, file_uses
 from pqweights.checkpoint.shard_file import ShardFile
 from pqweights.common.threads import Progress
@@ -27,7 +25,6 @@ from pqweights.convert.conversion import Conversion
 from pqweights.convert.jobs import Job
 from pqweights.convert.records import TensorRecord
 from pqweights.convert.run import Run, ShardMark
-from pqweights.convert.sink import Sink
 from pqweights.planning.plan import ShardPlan, in_groups, in_making_order, indices_together
 
 # Beside the threads that compute: those that wait for the disk meanwhile.
@@ -77,8 +74,8 @@ def make_shards(
                             if tensor.collected < tensor.chunks:
                                 tell(tensor.index, tensor.collected / tensor.chunks)
                             continue
-                        for index, job, sink in tensor.parts:
-                            records[index] = _finished(conversion, workers, index, job, sink)
+                        for index, job, file in tensor.parts:
+                            records[index] = _finished(conversion, workers, index, job, file)
                             tell(index, 1)
                             fingerprints |= sources.release(index)
                 for file in files:
@@ -108,17 +105,16 @@ def _under_way(
     """
     under_way: deque[tuple[_Pass, Future[None] | None]] = deque()
     left = sum(map(conversion.source_bytes, in_making_order(group)))
-    stored = [{tensor.name: tensor for tensor in shard.stored} for shard in group]
     try:
         for indices in indices_together(group):
             if any(sources.needs_room(index) for index in indices):
                 while under_way:
                     yield under_way.popleft()
             parts = []
-            for index, file, at in zip(indices, files, stored, strict=True):
+            for index, file in zip(indices, files, strict=True):
                 planned = conversion.plan.tensors[index]
-                job = conversion.encode(planned, conversion.checkpoint.tensors[index])
-                parts.append((index, job, Sink(file, tuple(at[of.name] for of in planned.stored), workers.waiting)))
+                file.begin(of.name for of in planned.stored)
+                parts.append((index, conversion.encode(planned, conversion.checkpoint.tensors[index]), file))
             for tensor in _reading_alike(parts):
                 for batch in workers.batches(tensor.chunks, left):
                     under_way.append((tensor, workers.pool.submit(tensor.make, batch, workers)))
@@ -138,21 +134,21 @@ class _Pass:
     """A pass over a tensor, for one file or for several whose jobs read the same.
 
     index: of the first of them in the plan
-    parts: the place, the job and the sink of each
+    parts: the place, the job and the file of each
     collected: how many chunks were collected
     """
 
-    def __init__(self, parts: Sequence[tuple[int, Job, Sink]]) -> None:
+    def __init__(self, parts: Sequence[tuple[int, Job, ShardFile]]) -> None:
         self.index, self.parts, self.chunks, self.collected = parts[0][0], parts, parts[0][1].chunks, 0
         self._results: dict[int, list[Any]] = {}  # by chunk
         self._collecting = threading.Lock()
 
     def make(self, batch: range, workers: Workers) -> None:
         """Make some chunks, each read once and written for all, and collect those whose turn it is, also of others."""
-        _, job, sink = self.parts[0]
+        _, job, file = self.parts[0]
         with workers.computing():
             for chunk in batch:
-                values, results = job.read(chunk, sink), []
+                values, results = job.read(chunk, file), []
                 for _, own, to in self.parts:
                     results.append(own.write(chunk, values, to))
                 with self._collecting:
@@ -163,23 +159,25 @@ class _Pass:
                         self.collected += 1
 
 
-def _reading_alike(parts: Iterable[tuple[int, Job, Sink]]) -> Iterator[_Pass]:
+def _reading_alike(parts: Iterable[tuple[int, Job, ShardFile]]) -> Iterator[_Pass]:
     """Yield passes, one for all jobs that read the same chunks of the same tensor."""
-    alike: dict[object, list[tuple[int, Job, Sink]]] = {}
+    alike: dict[object, list[tuple[int, Job, ShardFile]]] = {}
     for part in parts:
         index, job, _ = part
         alike.setdefault(index if job.reads is None else job.reads, []).append(part)
     return map(_Pass, alike.values())
 
 
-def _finished(conversion: Conversion, workers: Workers, index: int, job: Job, sink: Sink) -> TensorRecord:
+def _finished(conversion: Conversion, workers: Workers, index: int, job: Job, file: ShardFile) -> TensorRecord:
     """Make the further passes that a job asks for, and return what was measured of the tensor."""
+    stored = [of.name for of in conversion.plan.tensors[index].stored]
     while not isinstance(outcome := job.finish(), TensorRecord):
-        job, sink = outcome, sink.again()
-        again = _Pass([(index, job, sink)])
+        job = outcome
+        file.begin(stored)
+        again = _Pass([(index, job, file)])
         for chunks in [workers.pool.submit(again.make, batch, workers) for batch in workers.batches(again.chunks)]:
             chunks.result()
-    record = replace(outcome, digests=sink.finish())
+    record = replace(outcome, digests=file.finish_tensors(stored))
     conversion.accept(conversion.plan.tensors[index], record)
     return record
 
@@ -195,13 +193,10 @@ def _check_sources(conversion: Conversion, group: Sequence[ShardPlan], workers: 
 
 @contextlib.contextmanager
 def _files_of(group: Sequence[ShardPlan], run: Run, workers: Workers) -> Iterator[list[ShardFile]]:
-    """Begin the files of a group, with zeros in their gaps; they go if they are not finished."""
-    files = [run.begin(shard) for shard in group]
+    """Begin the files of a group; they go if they are not finished."""
+    files = [run.begin(shard, workers.waiting) for shard in group]
     is_whole = False
     try:
-        for shard, file in zip(group, files, strict=True):
-            for offset, count in shard.gaps:
-                file.write(offset, np.zeros(count, dtype=np.uint8))
         yield files
         is_whole = True
     finally:

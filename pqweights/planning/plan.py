@@ -155,14 +155,6 @@ class ShardPlan:
         """Where the data of each tensor go; computed on demand, because a dry run does not need it."""
         return stored_tensors(self.file, self.header_bytes, self.specs, alignment=self.alignment)
 
-    @property
-    def gaps(self) -> Iterator[tuple[int, int]]:
-        """The places of the zeros behind tensors, each with its length."""
-        for tensor in self.stored:
-            end = tensor.offset + tensor.byte_count
-            if gap := -tensor.byte_count % self.alignment:
-                yield end, gap
-
 
 def in_groups(shards: Iterable[ShardPlan]) -> list[list[ShardPlan]]:
     """Return files in the groups in which they are made, in the order of the groups."""

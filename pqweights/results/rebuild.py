@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -231,22 +232,22 @@ def unkept_store() -> Iterator[Store]:
 class _Unkept(Run):
     """A run that keeps no shard."""
 
-    def begin(self, shard: ShardPlan) -> ShardFile:
+    def begin(self, shard: ShardPlan, waiting: Callable[[], AbstractContextManager[None]]) -> ShardFile:
         """Return a file that takes bytes and keeps none."""
-        return _Hashed(self.folder / Path(shard.file).name)
+        path = self.folder / Path(shard.file).name  # columns are gathered beside it
+        return _Hashed(path, b"", shard.stored, shard.file_bytes, shown=path, waiting=waiting)
 
     def add(self, shard: str, path: Path, mark: ShardMark, stop: Stop) -> None:
         """Keep nothing: the mark says what was made."""
 
 
 class _Hashed(ShardFile):
-    """A file of which nothing is written: a sink hashes what comes before it is."""
+    """A file of which nothing is written, and all is hashed."""
 
-    def __init__(self, path: Path) -> None:
-        """Name it: columns are gathered beside it."""
-        self.path = path
+    def _create(self, file_bytes: int) -> None:
+        """Create nothing."""
 
-    def write(self, offset: int, data: Bytes) -> None:
+    def _write_at(self, offset: int, data: Bytes) -> None:
         """Write nothing."""
 
     def finish(self) -> None:

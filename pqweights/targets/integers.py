@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.gguf.views import reading_of
 from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.shard_file import ShardFile
 from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.common.strict_json import rounded
 from pqweights.convert import jobs
 from pqweights.convert.conversion import SmallFiles
 from pqweights.convert.jobs import Job
 from pqweights.convert.records import TensorRecord
-from pqweights.convert.sink import Sink
 from pqweights.errors import SourceError
 from pqweights.formats.packing import PackedFormat, RoundingRule
 from pqweights.kernels import Doubles, load_backend
@@ -119,7 +119,7 @@ class IntegerJob:
         """The tensor of which it reads so many rows at a time."""
         return reading_of(self._tensor), min(self._rows_per_chunk, self._rows)
 
-    def read(self, chunk: int, sink: Sink) -> npt.NDArray[np.float32]:
+    def read(self, chunk: int, file: ShardFile) -> npt.NDArray[np.float32]:
         """Read one chunk of whole rows as float32."""
         first, rows = self._rows_of(chunk)
         count = rows * self._columns
@@ -133,7 +133,7 @@ class IntegerJob:
         count = min(self._rows_per_chunk, self._rows - part * self._rows_per_chunk)
         return matrix * self._rows + part * self._rows_per_chunk, count
 
-    def write(self, chunk: int, values: npt.NDArray[np.float32], sink: Sink) -> tuple[Doubles, Doubles, bool, Any]:
+    def write(self, chunk: int, values: npt.NDArray[np.float32], file: ShardFile) -> tuple[Doubles, Doubles, bool, Any]:
         """Round the values of one chunk, and write its pieces.
 
         Returns the sums of squares by group, of the values and of their errors, whether codes are those of the source,
@@ -154,7 +154,7 @@ class IntegerJob:
             )
         name, shape = self._planned.name, self._planned.shape
         for stored_name, offset, data in self._rounding.pieces(name, shape, first_row=first, groups=groups):
-            (sink.write if data.ndim == 1 else sink.write_columns)(stored_name, offset, data)
+            (file.write if data.ndim == 1 else file.write_columns)(stored_name, offset, data)
         return groups.energies, groups.errors, is_carried, about
 
     def _carried_or_rounded(self, matrix: int, first: int, values: npt.NDArray[np.float32]) -> tuple[Groups, bool, Any]:

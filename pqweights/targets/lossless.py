@@ -24,6 +24,7 @@ from pqweights.checkpoint.header import ByteReads, StoredTensor, TensorSpec
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.native import SourceTensor, coded_specs
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
+from pqweights.checkpoint.shard_file import ShardFile
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.dtypes import from_float32, item_bytes, to_float32
 from pqweights.common.threads import Progress
@@ -31,7 +32,6 @@ from pqweights.convert.conversion import MASTER, Conversion, make_plan
 from pqweights.convert.jobs import CopyJob, Job
 from pqweights.convert.master_config import master_config
 from pqweights.convert.records import TensorRecord
-from pqweights.convert.sink import Sink
 from pqweights.convert.task import RunOptions
 from pqweights.errors import SourceChangedError, SourceError
 from pqweights.formats.gguf_blocks import BlockRule
@@ -287,23 +287,23 @@ class LosslessJob:
         )
         self.chunks = len(self._runs) + self._copied.chunks  # runs of chunks, and chunks of what is copied
 
-    def read(self, chunk: int, sink: Sink) -> Any:
+    def read(self, chunk: int, file: ShardFile) -> Any:
         """Read and code one, or read what is copied."""
         copied = chunk - len(self._runs)
-        return self._runs[chunk].code() if copied < 0 else self._copied.read(copied, sink)
+        return self._runs[chunk].code() if copied < 0 else self._copied.read(copied, file)
 
-    def write(self, chunk: int, values: Any, sink: Sink) -> None:
+    def write(self, chunk: int, values: Any, file: ShardFile) -> None:
         """Write one. Raises SourceChangedError if chunks are not as they were when they were measured."""
         if (copied := chunk - len(self._runs)) >= 0:
-            self._copied.write(copied, values, sink)
+            self._copied.write(copied, values, file)
             return
         run, (coded, lengths) = self._runs[chunk], values
         name, first, last = run.stored.name, run.first, run.first + len(lengths)
         if not np.array_equal(lengths, self._lengths[name][first:last]):
             raise SourceChangedError(f"{run.stored.file}: tensor {name!r} changed while it was read; run it again")
         stream, table = (spec.name for spec in coded_specs(TensorSpec(*run.stored[:3]), 0))
-        sink.write(stream, int(self._ends[name][first]), coded)
-        sink.write(table, 4 * first, lengths.view(np.uint8))
+        file.write(stream, int(self._ends[name][first]), coded)
+        file.write(table, 4 * first, lengths.view(np.uint8))
 
     def collect(self, result: None) -> None:
         """Do nothing: nothing is measured."""

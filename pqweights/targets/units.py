@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count, whole_blocks
+from pqweights.checkpoint.shard_file import ShardFile
 from pqweights.checkpoint.views import ReadTogether
 from pqweights.convert import jobs
 from pqweights.convert.jobs import Job
-from pqweights.convert.sink import Sink
 from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.groups import FloatRule
 from pqweights.kernels.workers import scratch
@@ -92,14 +92,14 @@ class UnitJob:
         """The number of chunks."""
         return len(self._ranges)
 
-    def read(self, chunk: int, sink: Sink) -> npt.NDArray[np.float32]:
+    def read(self, chunk: int, file: ShardFile) -> npt.NDArray[np.float32]:
         """Read one chunk as float32."""
         tensor, start, count = self._ranges[chunk]
         raw = scratch("values", count * 4)
         tensor.read(start, count, "F32", raw)
         return raw.view(np.float32)
 
-    def write(self, chunk: int, values: npt.NDArray[np.float32], sink: Sink) -> float:
+    def write(self, chunk: int, values: npt.NDArray[np.float32], file: ShardFile) -> float:
         """Return the largest magnitude of one chunk."""
         return float(max(values.max(), -values.min()))
 

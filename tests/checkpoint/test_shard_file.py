@@ -11,21 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pqweights.checkpoint.shard_file import DIRECT_BYTES, ShardFile, memory_for
+from pqweights.checkpoint.header import TensorSpec, stored_tensors
+from pqweights.checkpoint.shard_file import DIRECT_BYTES, ShardFile
 
 HEADER = b"header"
 
 
 def written(path: Path, pieces: list[bytes], *, aligned: bool, order: list[int]) -> bytes:
     """What a file holds to which pieces were written, each behind the one before it, by four threads."""
-    ends = np.cumsum([len(HEADER), *map(len, pieces)]).tolist()
-    file = ShardFile(path, HEADER, ends[-1], shown=path)
+    specs = [TensorSpec(str(number), "U8", (len(piece),)) for number, piece in enumerate(pieces)]
+    stored = stored_tensors("shard", len(HEADER), specs)
+    file = ShardFile(path, HEADER, stored, len(HEADER) + sum(map(len, pieces)), shown=path)
+    file.begin(spec.name for spec in specs)
 
     def write(number: int) -> None:
-        offset, piece = ends[number], np.frombuffer(pieces[number], np.uint8)
-        memory = memory_for("test", offset, len(piece)) if aligned else np.empty(len(piece) + 1, np.uint8)[1:]
+        name, piece = str(number), np.frombuffer(pieces[number], np.uint8)
+        memory = file.memory("test", name, 0, len(piece)) if aligned else np.empty(len(piece) + 1, np.uint8)[1:]
         memory[:] = piece
-        file.write(offset, memory)
+        file.write(name, 0, memory)
         memory[:] = 0  # the caller may change it
 
     with ThreadPoolExecutor(4) as pool:

@@ -28,8 +28,8 @@ from hub_cases import CASES, NOT_NEEDED, SOURCE, Case, Client, files_of, stalled
 from loopback_faults import Fault, Request, Run, Stall
 from loopback_hub import LoopbackHub
 
+from pqweights.checkpoint.shard_file import ShardFile
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.convert.sink import Sink
 from pqweights.targets.master import EncodeJob
 
 # The official client's upload of large files.
@@ -462,8 +462,8 @@ def test_fetched_file_that_changes_while_it_is_read_ends_the_run(
         asked.set()
         ended.wait()
 
-    def changing(job: EncodeJob, chunk: int, values: Any, sink: Sink) -> Any:
-        done = write(job, chunk, values, sink)
+    def changing(job: EncodeJob, chunk: int, values: Any, file: ShardFile) -> Any:
+        done = write(job, chunk, values, file)
         if not changed:
             assert not low_disk or asked.wait(20)  # the next file is being fetched
             (path,) = (path for path in folder.glob(f"{files}/{first[:15]}*") if path.suffix != ".partial")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pqweights.convert import sink
-from pqweights.convert.sink import ColumnSpool
+from pqweights.checkpoint import column_spool
+from pqweights.checkpoint.column_spool import ColumnSpool
 from pqweights.errors import OutputError
 
 
@@ -28,8 +28,8 @@ def test_columns_become_rows(
     rows: int, spooled: int, strip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In memory or in a file, which is gone when they are taken; many rows at a time, or one."""
-    monkeypatch.setattr(sink, "SPOOLED_BYTES", spooled)
-    monkeypatch.setattr(sink, "STRIP_BYTES", strip)
+    monkeypatch.setattr(column_spool, "SPOOLED_BYTES", spooled)
+    monkeypatch.setattr(column_spool, "STRIP_BYTES", strip)
     tensor = np.random.default_rng(rows).integers(0, 256, (rows, 61)).astype(np.uint8)
     ends, spool = [0, 5, 6, 30, 61], ColumnSpool(tmp_path)
     with ThreadPoolExecutor(4) as pool:
@@ -44,6 +44,6 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("tempfile.TemporaryFile", full)
-    monkeypatch.setattr(sink, "SPOOLED_BYTES", 10)
+    monkeypatch.setattr(column_spool, "SPOOLED_BYTES", 10)
     with pytest.raises(OutputError, match=tmp_path.name):
         ColumnSpool(tmp_path).add(0, np.zeros((3, 8), dtype=np.uint8))
