@@ -40,7 +40,7 @@ from harness import (
 SMALL = "8MB"  # the checkpoint that shows start-up
 # phase -> module, class (or none), functions
 PHASES = {
-    "read the source": ("pqweights.checkpoint.file_reader", "FileReader", ("read_into",)),
+    "read the source": ("pqweights.checkpoint.file_reader", "OpenFile", ("read_into",)),
     "encode": ("pqweights.kernels.cpu", None, ("encode",)),
     "decode": ("pqweights.kernels.cpu", None, ("decode",)),
     "hash": ("pqweights.checkpoint.digests", "PieceHasher", ("add",)),

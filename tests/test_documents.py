@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from pqweights.common.documents import (
     ClosedDocument,
     Count,
-    Document,
     Number,
     Size,
     as_document,
@@ -23,7 +23,7 @@ from pqweights.common.strict_json import LIST_ITEM, JsonText, json_bytes, json_p
 from pqweights.errors import MasterError
 
 
-class Entry(Document, frozen=True):
+class Entry(msgspec.Struct, frozen=True):
     weight: Number
     shape: tuple[Size, ...] = ()
 

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from pqweights.checkpoint.names import CONFIG_FILE, QUANT_METHOD
 from pqweights.checkpoint.storage import Storage, read_json_object
-from pqweights.common.documents import Document, as_document
+from pqweights.common.documents import as_document
 from pqweights.errors import SourceError
 from pqweights.models.conventions import PARTS
 
@@ -171,14 +171,14 @@ _MODEL = {
 }  # fmt: skip
 
 
-class _QuantizedWeights(Document, frozen=True):
+class _QuantizedWeights(msgspec.Struct, frozen=True):
     """What compressed-tensors says of the weights of a group."""
 
     num_bits: Annotated[int, Meta(ge=0, le=64)] | None = None
     group_size: GroupSize | None = None
 
 
-class _QuantizedGroup(Document, frozen=True):
+class _QuantizedGroup(msgspec.Struct, frozen=True):
     weights: _QuantizedWeights | None = None
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
-import threading
 import weakref
-from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,72 +87,38 @@ def _time(modified: int) -> str:
 # Before reads of at least so many bytes, the system is asked to fetch so many behind them.
 LARGE_READ_BYTES = 1 << 18
 BYTES_AHEAD = 4 << 20
-# A checkpoint may have more files than a process may hold open.
-MOST_OPEN_FILES = 8
 
 
-class FileReader:
-    """Reads files, from any thread, which stay open for a while."""
+class OpenFile:
+    """An open file, closed when it is no longer referred to. state: what it was when it was opened"""
 
-    def __init__(self) -> None:
-        self._files: OrderedDict[Path, _OpenFile] = OrderedDict()  # the least recently used first
-        self._lock = threading.Lock()
+    def __init__(self, path: Path) -> None:
+        self._path, self._descriptor = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.state = FileState.of(os.fstat(self._descriptor))
 
-    def read_into(
-        self, path: Path, file: str, offset: int, buffer: npt.NDArray[np.uint8], *, expected: FileState
-    ) -> None:
-        """Fill the buffer with bytes of a file from `offset` on.
+    def read_into(self, file: str, offset: int, buffer: npt.NDArray[np.uint8]) -> None:
+        """Fill the buffer with bytes from `offset` on, from any thread. file: what messages call it
 
-        file: what messages call it
-        expected: what it was when it was listed
-
-        Raises SourceChangedError if it is not, or no longer, what it was, SourceReadError if its disk fails.
+        Raises SourceChangedError if the file is no longer what it was, SourceReadError if its disk fails.
         """
-        opened, view = self._opened(path, file, expected), buffer.data
+        view = buffer.data
         if len(view) >= LARGE_READ_BYTES and hasattr(os, "posix_fadvise"):  # macOS has none
-            os.posix_fadvise(opened.descriptor, offset + len(view), BYTES_AHEAD, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._descriptor, offset + len(view), BYTES_AHEAD, os.POSIX_FADV_WILLNEED)
         done = 0
         while done < len(view):
             try:
-                count = os.preadv(opened.descriptor, [view[done:]], offset + done)
+                count = os.preadv(self._descriptor, [view[done:]], offset + done)
             except OSError as error:
                 raise SourceReadError(
                     f"{file}: cannot be read ({error.strerror}): its disk or file server is failing; run the same "
                     "command again"
                 ) from None
             if count == 0:
-                opened.state.check(file, state_at(path, surely=True))
+                self.state.check(file, state_at(self._path, surely=True))
                 raise SourceReadError(
                     f"{file}: expected {len(view)} bytes at offset {offset}, found the end of the file after {done}, "
-                    f"although it has {opened.state.byte_count}: its disk or file server is failing; run the same "
+                    f"although it has {self.state.byte_count}: its disk or file server is failing; run the same "
                     "command again"
                 )
             done += count
-
-    def forget(self, path: Path) -> None:
-        """Close a file once nobody reads it any more."""
-        with self._lock:
-            self._files.pop(path, None)
-
-    def _opened(self, path: Path, file: str, expected: FileState) -> _OpenFile:
-        with self._lock:
-            if path not in self._files:
-                try:
-                    self._files[path] = _OpenFile(path)
-                except FileNotFoundError:
-                    expected.check(file, None)
-                if len(self._files) > MOST_OPEN_FILES:
-                    self._files.popitem(last=False)
-            self._files.move_to_end(path)
-            opened = self._files[path]
-        expected.check(file, opened.state)
-        return opened
-
-
-class _OpenFile:
-    """An open file, closed when it is no longer referred to. state: what it was when it was opened."""
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.state = FileState.of(os.fstat(self.descriptor))
-        weakref.finalize(self, os.close, self.descriptor)

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from pqweights.checkpoint import quantized
 from pqweights.checkpoint.blocks import BlocksTensor, grid_of_stored, grid_spec
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
@@ -27,7 +29,7 @@ from pqweights.checkpoint.readers import (
 )
 from pqweights.checkpoint.storage import Storage
 from pqweights.common.advice import instead
-from pqweights.common.documents import Document, Number, Size, as_document
+from pqweights.common.documents import Number, Size, as_document
 from pqweights.common.dtypes import DTYPE_BITS, FLOAT_DTYPES, PACKED_DTYPES
 from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.errors import MasterError, RecipeError, SourceError
@@ -203,7 +205,7 @@ def logical_tensors(storage: Storage, stored: dict[str, StoredTensor], config: d
     return [*encoded, *(PlainTensor.of(storage, tensor) for name, tensor in stored.items() if name not in taken)]
 
 
-class _Settings(Document, frozen=True, kw_only=True):
+class _Settings(msgspec.Struct, frozen=True, kw_only=True):
     """A quantization_config. It has the stated defaults of settings as well (stated_defaults)."""
 
     quant_method: str
@@ -219,14 +221,14 @@ class _Settings(Document, frozen=True, kw_only=True):
     coded: dict[str, _CodedPart] | None = None
 
 
-class _CodedPart(Document, frozen=True, kw_only=True):
+class _CodedPart(msgspec.Struct, frozen=True, kw_only=True):
     """What a configuration states of a stored tensor that is coded."""
 
     dtype: str
     shape: tuple[Size, ...]
 
 
-class _WeightSettings(Document, frozen=True, kw_only=True):
+class _WeightSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a configuration states of one weight, besides the settings of its format."""
 
     codec: str | None = None

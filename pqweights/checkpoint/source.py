@@ -44,6 +44,7 @@ from pqweights.checkpoint.weight_files import (
     check_tensors,
     find_weight_files,
     holds_weights,
+    index_of,
     indexed_files,
     pickled_tensors,
 )
@@ -294,11 +295,10 @@ def open_checkpoint(
     config = model_config(storage)
     # Before pickles are refused for what they are.
     check_adapter_files(storage, [name for name in files if name.endswith(WEIGHT_SUFFIXES) and holds_weights(name)])
-    weights = find_weight_files(storage, allow_pickle=allow_pickle, single_file=single_file)
-    weight_files = weights.names
+    weight_files, weight_map, unlike = find_weight_files(storage, allow_pickle=allow_pickle, single_file=single_file)
     check_adapter_files(storage, weight_files)
     stored, copies = stored_tensors(storage, weight_files)
-    misplaced = {} if weights.index is None else check_tensors(weights.index, weights.weight_map, stored)
+    misplaced = check_tensors(index_of(weight_files), weight_map, stored)
     check_layers(config or {}, stored)
     is_master, remarks = config is not None and master.is_master(config), list[str]()
     if not is_master:
@@ -326,7 +326,7 @@ def open_checkpoint(
         tensors=tuple(sorted(tensors, key=place)),
         weight_files=weight_files,
         companions=copied,
-        left_out=left_out | weights.unlike | misplaced | copies,
+        left_out=left_out | unlike | misplaced | copies,
         is_master=is_master,
         left_out_tensors=no_weights,
         weights=coded if is_master else frozenset(),
@@ -363,9 +363,8 @@ def needed_files(storage: Storage) -> tuple[str, ...]:
     listed, gguf = _listed_files(storage) if MANIFEST_FILE in files else (None, ())
     if gguf and listed is not None:
         return tuple(name for name in (MANIFEST_FILE, *listed, *gguf) if name in files)
-    weights = find_weight_files(storage, allow_pickle=False, single_file=False)
-    weight_files = weights.names
-    others = (CONFIG_FILE, MANIFEST_FILE, *([] if weights.index is None else [weights.index]))
+    weight_files, weight_map, _ = find_weight_files(storage, allow_pickle=False, single_file=False)
+    others = (CONFIG_FILE, MANIFEST_FILE, *([INDEX_FILE] if weight_map else []))
     copied = companions(files, weight_files)[0] if listed is None else listed
     wanted = [name for name in dict.fromkeys((*others, *copied)) if name in files and name not in weight_files]
     return (*wanted, *weight_files)

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import weakref
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.ahead import FileFetcher, RangeCache, Stop
 from pqweights.checkpoint.companions import PARSED, leads_outside
-from pqweights.checkpoint.file_reader import FileReader, FileState, state_at
+from pqweights.checkpoint.file_reader import FileState, OpenFile, state_at
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.unfinished import describe_interrupted, journal_line
 from pqweights.checkpoint.writer import DiskNeed, free_bytes
@@ -40,9 +41,11 @@ from pqweights.errors import MasterError, SourceError
 
 LOW_DISK_FILES = 2
 DOWNLOADS_AT_ONCE = 2
+# A checkpoint may have more files than a process may hold open.
+MOST_OPEN_FILES = 8
 # What a Storage holds open, which is not pickled with it.
 OPENED = {
-    *("_lock", "_reader", "_mapped", "_read", "_unchecked", "_ranges", "_fetcher", "_folder", "_fetched"),
+    *("_lock", "_open_files", "_mapped", "_read", "_unchecked", "_ranges", "_fetcher", "_folder", "_fetched"),
     "_described",
 }
 
@@ -152,7 +155,7 @@ class Storage:
     def _open(self) -> None:
         """Begin with nothing open, held or read."""
         self._lock = threading.Lock()
-        self._reader = FileReader()
+        self._open_files: OrderedDict[Path, OpenFile] = OrderedDict()  # the least recently used first
         self._mapped: dict[str, npt.NDArray[np.uint8]] = {}
         self._read: set[str] = set()
         self._unchecked: set[str] = set()  # those that were read since `check_read`
@@ -214,7 +217,7 @@ class Storage:
         """
         here, left = self._here(file), max(0, self._size_of(file) - offset)
         if here is not None:
-            self._reader.read_into(here[0], file, offset, buffer, expected=here[1])
+            self._opened(file, *here).read_into(file, offset, buffer)
         elif buffer.nbytes > left:
             raise SourceError(
                 f"{file}: expected {buffer.nbytes} bytes at offset {offset}, found {left}: the file is too short"
@@ -229,6 +232,20 @@ class Storage:
             self.bytes_read += buffer.nbytes
             self._read.add(file)
             self._unchecked.add(file)
+
+    def _opened(self, file: str, path: Path, expected: FileState) -> OpenFile:
+        """Return a file that stays open for a while. Raises SourceChangedError if it is not what it was."""
+        with self._lock:
+            opened = self._open_files.pop(path, None)
+            try:
+                opened = self._open_files[path] = opened or OpenFile(path)
+            except FileNotFoundError:
+                expected.check(file, None)
+                raise
+            if len(self._open_files) > MOST_OPEN_FILES:
+                self._open_files.popitem(last=False)
+        expected.check(file, opened.state)
+        return opened
 
     def _here(self, file: str) -> tuple[Path, FileState] | None:
         """Return where a file lies on this machine as a whole, and what it was when it was listed or fetched."""
@@ -374,9 +391,9 @@ class Storage:
         own = self._own_path(file) if self.frees and self._on_hub.path(file) is None else None
         path = own if own is not None and own.exists() else None
         path = path or self._on_hub.fetch(file, own, stop=stop, show=lambda count: None)
-        self._reader.forget(path)  # of a damaged file that was there before
         self._check_ranges(file, path)
         with self._lock:
+            self._open_files.pop(path, None)  # of a damaged file that was there before
             self._fetched[file] = path, FileState.of(path.stat())
         return path
 
@@ -401,10 +418,10 @@ class Storage:
     def release(self, file: str) -> None:
         """Note that a file is no longer needed."""
         if self._fetcher is not None and self.frees:
+            path = self._own_path(file)
             with self._lock:
                 self._fetched.pop(file, None)
-            path = self._own_path(file)
-            self._reader.forget(path)
+                self._open_files.pop(path, None)
             path.unlink(missing_ok=True)  # even if an earlier run fetched it
             self._fetcher.release(file)
 

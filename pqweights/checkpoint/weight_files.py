@@ -14,8 +14,7 @@ import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -91,19 +90,9 @@ OTHER_FORMATS = {
 _SETTINGS = "model_index.json"  # of diffusers: a pipeline of several models
 
 
-@dataclass(frozen=True)
-class WeightFiles:
-    """The files that hold the weights.
-
-    names: of these files
-    index, weight_map: the index that names them, if one does, and for each tensor the file that holds it by that
-    unlike: what lies beside them and does not fit them, each with the reason
-    """
-
-    names: tuple[str, ...]
-    index: str | None = None
-    weight_map: dict[str, str] = field(default_factory=dict)
-    unlike: dict[str, str] = field(default_factory=dict)
+# The names of the files that hold the weights; for each tensor the file that holds it, by the index that names them, if
+# one does; and what lies beside them and does not fit them, each with the reason.
+WeightFiles = tuple[tuple[str, ...], dict[str, str], dict[str, str]]
 
 
 def find_weight_files(storage: Storage, *, allow_pickle: bool, single_file: bool) -> WeightFiles:
@@ -117,9 +106,9 @@ def find_weight_files(storage: Storage, *, allow_pickle: bool, single_file: bool
             raise SourceError(f"{only}: expected a safetensors file, {instead}")
         if only.endswith(PICKLE_SUFFIXES) and not allow_pickle:
             raise _pickle_refused(only)
-        return WeightFiles((only,))
+        return (only,), {}, {}
     if SINGLE_FILE in files:
-        return WeightFiles((SINGLE_FILE,))
+        return (SINGLE_FILE,), {}, {}
     if INDEX_FILE in files:
         return _named_files(storage, INDEX_FILE, (".safetensors",))
     here = [name for name in files if "/" not in name]
@@ -136,7 +125,7 @@ def find_weight_files(storage: Storage, *, allow_pickle: bool, single_file: bool
     if not allow_pickle:
         raise _pickle_refused(pickles[0])
     if PICKLE_FILE in pickles and PICKLE_INDEX_FILE not in files:
-        return WeightFiles((PICKLE_FILE,))
+        return (PICKLE_FILE,), {}, {}
     if PICKLE_INDEX_FILE in files:
         return _named_files(storage, PICKLE_INDEX_FILE, PICKLE_SUFFIXES)
     return _complete_files(pickles, PICKLE_INDEX_FILE)
@@ -157,14 +146,14 @@ def _named_files(storage: Storage, index: str, suffixes: tuple[str, ...]) -> Wei
     files, weight_map = read_index(storage, index, suffixes)
     absent = [name for name in files if name not in storage.files()]
     if not absent:
-        return WeightFiles(files, index, weight_map)
+        return files, weight_map, {}
     here = [name for name in storage.files() if "/" not in name and name.endswith(suffixes)]
     complete = [of for of in numbered_sets(here) if of.is_of_model and of.absent is None]
     if not complete:
         raise _missing(index, weight_map, absent[0])
     only = _only(complete, index)
     stale = f"it names {absent[0]}, which is not there; all {len(only.files)} parts of {only.name} were read"
-    return WeightFiles(only.files, unlike={index: stale})
+    return only.files, {}, {index: stale}
 
 
 def _complete_files(names: list[str], index: str) -> WeightFiles:
@@ -184,8 +173,8 @@ def _complete_files(names: list[str], index: str) -> WeightFiles:
         complete = [of for of in complete if not of.name.startswith("consolidated")] or complete
     only = _only(complete, index)
     if len(only.files) == 1:
-        return WeightFiles(only.files)
-    return WeightFiles(only.files, unlike={index: f"there is none; all parts of {only.name} were read"})
+        return only.files, {}, {}
+    return only.files, {}, {index: f"there is none; all parts of {only.name} were read"}
 
 
 class NumberedSet(NamedTuple):
@@ -287,6 +276,11 @@ def check_index(folder: Path, stored: dict[str, StoredTensor]) -> None:
     if SINGLE_FILE not in files and (folder / INDEX_FILE).is_file():
         storage = Storage(folder, only=[INDEX_FILE, *files])
         check_tensors(INDEX_FILE, indexed_files(storage, INDEX_FILE, (".safetensors",))[1], stored)
+
+
+def index_of(weight_files: Sequence[str]) -> str:
+    """Return the name of the index that may name these files."""
+    return PICKLE_INDEX_FILE if weight_files[0].endswith(PICKLE_SUFFIXES) else INDEX_FILE
 
 
 def check_tensors(index: str, weight_map: dict[str, str], stored: dict[str, StoredTensor]) -> dict[str, str]:

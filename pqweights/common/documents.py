@@ -1,6 +1,6 @@
 """JSON documents as typed structs (msgspec): read whole and strictly, or refused in one clear line.
 
-A document is a class derived from Document, or from ClosedDocument if unknown keys are refused. A field without a
+A document is a msgspec.Struct, which ignores unknown keys, or a ClosedDocument, which refuses them. A field without a
 default must be there; one with a default may be missing. Values are never converted: "1" is not a number, 1.0 is not a
 whole number, and true is neither. A subclass repeats frozen=True, and kw_only=True for more than three fields.
 """
@@ -47,10 +47,6 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 _TYPES = {dict: "object", list: "array", str: "str", bool: "bool", int: "int", float: "float", type(None): "null"}
 
 
-class Document(msgspec.Struct, frozen=True):
-    """A JSON object with the fields of its class; other keys are ignored."""
-
-
 class ClosedDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A JSON object with the fields of its class, and no other key."""
 
@@ -59,7 +55,7 @@ def read_document(data: bytes, document: type[Type], damaged: Damaged, *, max_by
     """Parse a JSON text as a value of a type.
 
     data: the text
-    document: a Document, or any other type that msgspec knows
+    document: a class of documents, or any other type that msgspec knows
     damaged: returns the error for what is wrong
     max_bytes: how long the text may be
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 
+import msgspec
+
 from pqweights.checkpoint.names import JOURNAL_FILE, WORK_FOLDER
 from pqweights.checkpoint.storage import Origin
 from pqweights.checkpoint.unfinished import command_of
-from pqweights.common.documents import Document, as_json, read_document
+from pqweights.common.documents import as_json, read_document
 from pqweights.errors import OutputError, SourceChangedError
 from pqweights.storage import Store
 
@@ -21,7 +23,7 @@ from pqweights.storage import Store
 JOURNAL = f"{WORK_FOLDER}/{JOURNAL_FILE}"
 
 
-class Journal(Document, frozen=True, kw_only=True, omit_defaults=True):
+class Journal(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a run states in its work folder until it is finished.
 
     work: the digest of all that decides its bytes, see Manifest.digest

@@ -25,7 +25,7 @@ from pqweights.checkpoint.header import ONLY_GGUF_READERS
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE, is_inside
 from pqweights.checkpoint.storage import Origin, Storage, read_file
 from pqweights.checkpoint.unfinished import describe_interrupted
-from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_document
+from pqweights.common.documents import ClosedDocument, Count, Number, as_document
 from pqweights.common.strict_json import json_pieces, parse_json
 from pqweights.convert.manifest_entries import TensorEntry, damaged, parse_tensor, tensor_json
 from pqweights.convert.records import TensorRecord, error_totals, exceeds
@@ -50,14 +50,14 @@ MOST_BYTES = 4_000_000_000
 KINDS = {"recipe": "master", "target": "export"}
 
 
-class _Source(Document, frozen=True, kw_only=True):
+class _Source(msgspec.Struct, frozen=True, kw_only=True):
     id: str | None
     revision: str | None = None
     bytes: Count
     fingerprint: str
 
 
-class _GgufFile(Document, frozen=True, kw_only=True):
+class _GgufFile(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     tensors: Count
     group: Count
@@ -65,7 +65,7 @@ class _GgufFile(Document, frozen=True, kw_only=True):
     header_sha256: str
 
 
-class _Container(Document, frozen=True, kw_only=True):
+class _Container(msgspec.Struct, frozen=True, kw_only=True):
     """The format of files that are not safetensors."""
 
     format: Literal["gguf"]

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+import msgspec
+
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.names import MANIFEST_FILE
-from pqweights.common.documents import Damaged, Document, Number, Size, as_document
+from pqweights.common.documents import Damaged, Number, Size, as_document
 from pqweights.common.dtypes import DTYPE_BITS
 from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.convert.records import TensorRecord
@@ -19,7 +21,7 @@ from pqweights.formats.native import Native
 from pqweights.planning.plan import DECODE, INTEGER, KEEP, QUANTIZE, TensorPlan, format_of, stored_bytes
 
 
-class _StoredTensor(Document, frozen=True, kw_only=True):
+class _StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
     """A stored tensor, with its hash of pieces (checkpoint/digests.py)."""
 
     name: str
@@ -28,7 +30,7 @@ class _StoredTensor(Document, frozen=True, kw_only=True):
     blake3_of_pieces: str
 
 
-class TensorEntry(Document, frozen=True, kw_only=True):
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a tensor. Its entry also has the fields of TensorRecord, and the state of a quantized one."""
 
     name: str

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,7 +27,7 @@ from pqweights.checkpoint.readers import PlainTensor
 from pqweights.checkpoint.source import Checkpoint, read_header
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import write_whole
-from pqweights.common.documents import Document, Number, as_json, read_document
+from pqweights.common.documents import Number, as_json, read_document
 from pqweights.common.strict_json import rounded
 from pqweights.convert.jobs import CopyJob
 from pqweights.convert.records import TensorRecord
@@ -43,7 +44,7 @@ KEY = "pqweights_codes"
 SUFFIX = ".safetensors"
 
 
-class CodeMeasures(Document, frozen=True, kw_only=True):
+class CodeMeasures(msgspec.Struct, frozen=True, kw_only=True):
     """What a calibration measured of a weight; see TensorRecord."""
 
     relative_mse: Number

@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pqweights.checkpoint.readers import FileUse, file_uses
+from pqweights.checkpoint.readers import file_uses
 from pqweights.checkpoint.shard_file import ShardFile
+from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.threads import Progress
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.jobs import Job
@@ -56,17 +57,18 @@ def make_shards(
     Raises SourceError if the source cannot deliver the tensors or is not what it was, StrictError if the result is not
     to be accepted, OutputError for a disk error.
     """
-    sources, tell = SourceFiles(conversion, shards), _telling(conversion, made, progress)
+    storage, tell = conversion.checkpoint.storage, _telling(conversion, made, progress)
+    needed, first_uses, last_uses = _uses_of_files(conversion, in_making_order(shards))
     marks: dict[str, ShardMark] = {}
     with (
         contextlib.closing(Workers(threads)) as workers,
         # It ends before the threads do: none then waits for a file that is still to come.
-        conversion.checkpoint.storage.fetching(fetched or run.fetched, sources.needed),
+        storage.fetching(fetched or run.fetched, needed),
     ):
         for group in in_groups(shards):
             records, fingerprints = dict[int, TensorRecord](), dict[str, str]()
             with _files_of(group, run, workers) as files:
-                with contextlib.closing(_under_way(conversion, group, files, sources, workers)) as under_way:
+                with contextlib.closing(_under_way(conversion, group, files, first_uses, workers)) as under_way:
                     for tensor, chunks in under_way:
                         workers.check_sent()
                         if chunks is not None:
@@ -77,7 +79,7 @@ def make_shards(
                         for index, job, file in tensor.parts:
                             records[index] = _finished(conversion, workers, index, job, file)
                             tell(index, 1)
-                            fingerprints |= sources.release(index)
+                            fingerprints |= _released(conversion.checkpoint, last_uses.pop(index, ()))
                 for file in files:
                     file.finish()
                 _check_sources(conversion, group, workers)
@@ -96,18 +98,20 @@ def _under_way(
     conversion: Conversion,
     group: Sequence[ShardPlan],
     files: Sequence[ShardFile],
-    sources: SourceFiles,
+    first_uses: Container[int],
     workers: Workers,
 ) -> Generator[tuple[_Pass, Future[None] | None]]:
     """Give the chunks of the tensors of a group to the threads, and yield what is to be waited for, the oldest first.
 
     Each batch of chunks is a pass and its future; after the last batch of a tensor comes the pass alone.
+
+    first_uses: the tensors that may have to wait until earlier ones have let go of files
     """
     under_way: deque[tuple[_Pass, Future[None] | None]] = deque()
     left = sum(map(conversion.source_bytes, in_making_order(group)))
     try:
         for indices in indices_together(group):
-            if any(sources.needs_room(index) for index in indices):
+            if any(index in first_uses for index in indices):
                 while under_way:
                     yield under_way.popleft()
             parts = []
@@ -276,44 +280,35 @@ class Workers:
             file.close()
 
 
-class SourceFiles:
-    """When fetched files of a source are begun and let go of, while tensors are read in the order of the plan."""
+def _uses_of_files(
+    conversion: Conversion, indices: Sequence[int]
+) -> tuple[dict[str, int], set[int], dict[int, list[str]]]:
+    """Return when the fetched files of a source are used while tensors are read in this order.
 
-    def __init__(self, conversion: Conversion, shards: Iterable[ShardPlan]) -> None:
-        """Look ahead. shards: the files that are made"""
-        self._checkpoint = conversion.checkpoint
-        storage, indices = conversion.checkpoint.storage, in_making_order(shards)
-        self._order = {index: number for number, index in enumerate(indices)}
-        read = [conversion.checkpoint.tensors[index] for index in indices] if storage.origin is not None else []
-        self._uses: dict[str, FileUse] = file_uses(read)
-        self._first_uses = {use.first for use in self._uses.values()} if storage.frees else set()
-        self._last_uses: dict[int, list[str]] = {}
-        for file, use in self._uses.items():
-            self._last_uses.setdefault(use.last, []).append(file)
+    Returns how many files are needed together when each is first read, in the order of reading; the tensors for which
+    one is first read, if earlier ones are let go of; and the files that are let go of after a tensor.
+    """
+    storage = conversion.checkpoint.storage
+    uses = {} if storage.origin is None else file_uses([conversion.checkpoint.tensors[index] for index in indices])
+    last_uses: dict[int, list[str]] = {}
+    for file, use in uses.items():
+        last_uses.setdefault(indices[use.last], []).append(file)
+    first_uses = {indices[use.first] for use in uses.values()} if storage.frees else set[int]()
+    return {file: use.together for file, use in uses.items()}, first_uses, last_uses
 
-    @property
-    def needed(self) -> dict[str, int]:
-        """How many files are needed together when each file is first read, in the order of reading."""
-        return {file: use.together for file, use in self._uses.items()}
 
-    def needs_room(self, index: int) -> bool:
-        """Whether a file is first read for a tensor, which may have to wait until earlier ones are let go of."""
-        return self._order[index] in self._first_uses
+def _released(checkpoint: Checkpoint, files: Sequence[str]) -> dict[str, str]:
+    """Let go of files that no tensor reads any more, and return their fingerprints.
 
-    def release(self, index: int) -> dict[str, str]:
-        """Let go of the files that no tensor after this one reads, and return their fingerprints.
-
-        Raises MasterError if what was read of them is damaged, SourceChangedError if they were changed meanwhile.
-        """
-        files = self._last_uses.pop(self._order[index], [])
-        if not files:
-            return {}
-        self._checkpoint.finish_checks(part for part in self._checkpoint.stored if part.file in files)
-        self._checkpoint.storage.check_read()
-        fingerprints = {file: self._checkpoint.file_fingerprint(file) for file in files}
-        for file in files:
-            self._checkpoint.storage.release(file)
-        return fingerprints
+    Raises MasterError if what was read of them is damaged, SourceChangedError if they were changed meanwhile.
+    """
+    if files:
+        checkpoint.finish_checks(part for part in checkpoint.stored if part.file in files)
+        checkpoint.storage.check_read()
+    fingerprints = {file: checkpoint.file_fingerprint(file) for file in files}
+    for file in files:
+        checkpoint.storage.release(file)
+    return fingerprints
 
 
 def _telling(conversion: Conversion, made: Container[str], progress: Progress) -> Callable[[int, float], None]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from pqweights.checkpoint.header import StoredTensor
-from pqweights.common.documents import Document, Number, Size, read_document
+from pqweights.common.documents import Number, Size, read_document
 from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.errors import SourceError
 from pqweights.formats.packed import QuantizedTensor, Source, unlike, weight_of
@@ -37,7 +38,7 @@ NESTED_LAYOUT = (
 Positive = Annotated[int, Meta(ge=1, le=MAX_ELEMENTS)]
 
 
-class _QuantState(Document, frozen=True, kw_only=True):
+class _QuantState(msgspec.Struct, frozen=True, kw_only=True):
     """What bitsandbytes states of a weight in 4 bits (functional.QuantState.as_dict)."""
 
     blocksize: Positive

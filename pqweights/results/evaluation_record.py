@@ -9,12 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 from msgspec import structs
 
 from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE
 from pqweights.checkpoint.storage import Storage, read_file
 from pqweights.checkpoint.writer import sha256_of_file, write_whole
-from pqweights.common.documents import ClosedDocument, Count, Document, Number, as_json, read_document
+from pqweights.common.documents import ClosedDocument, Count, Number, as_json, read_document
 from pqweights.common.strict_json import json_bytes
 from pqweights.convert.manifest import read_manifest, shards_of
 from pqweights.errors import MasterError, OutputError
@@ -105,7 +106,7 @@ class EvaluationRecord(ClosedDocument, frozen=True, kw_only=True, omit_defaults=
         return self.scored_tokens >= FEWEST_TOKENS_FOR_CARD
 
 
-class _EvaluationFile(Document, frozen=True, kw_only=True):
+class _EvaluationFile(msgspec.Struct, frozen=True, kw_only=True):
     """What the file holds."""
 
     evaluation_version: Literal[1]

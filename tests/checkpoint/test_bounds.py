@@ -11,6 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from helpers import bf16, gaussian, write_checkpoint
 from hostile.case import entry, raw
@@ -21,7 +22,7 @@ from pqweights.checkpoint.header import MAX_NAME, MOST_OF_NOTHING, StoredTensor
 from pqweights.checkpoint.master import logical_tensors
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import Storage
-from pqweights.common.documents import Document, as_document
+from pqweights.common.documents import as_document
 from pqweights.errors import MasterError, PqweightsError, SourceError
 from pqweights.formats.columns import MOST_STORED_COLUMNS, ColumnCut
 from pqweights.formats.mlx import with_single_experts
@@ -82,7 +83,7 @@ def test_numbers_in_names_are_those_that_the_tensors_explain(name: str, fits: bo
         open_local(tmp_path)
 
 
-class _Numbers(Document, frozen=True):
+class _Numbers(msgspec.Struct, frozen=True):
     numbers: list[int]
 
 
