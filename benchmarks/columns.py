@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 from harness import Document, argument_parser, machine, now, publish, table
 
-from pqweights.convert.task import usable_cores
+from pqweights.common.threads import usable_cores
 from pqweights.formats import get_codec
 from pqweights.formats.column_encoding import ColumnMeasures, InputFactors, encode_columns, moment_blocks
 from pqweights.formats.columns import ColumnCodes

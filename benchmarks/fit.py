@@ -29,8 +29,8 @@ from quality import remembering
 
 from pqweights.calibrate.sensitivity import measured
 from pqweights.common.options import DEFAULT_SAMPLE_TOKENS, SELF, EvaluationOptions, Options
+from pqweights.common.threads import usable_cores
 from pqweights.convert.convert import convert
-from pqweights.convert.task import RunOptions, usable_cores
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.plan import QUANTIZE, TensorPlan, block_format_of
 from pqweights.planning.recipe import Goal, Recipe, Rule, load_recipe
@@ -141,8 +141,8 @@ class Bench:
 
     def _measure(self, recipe: Recipe, learned: Learned) -> dict[str, Any]:
         out = self.work / "master"
-        store, run = open_store(out), RunOptions(overwrite=True)
-        convert(plan_quantize(self.model, recipe, learned=learned, out=store, run=run), store, run)
+        store, options = open_store(out), Options(overwrite=True)
+        convert(plan_quantize(self.model, recipe, options, learned, out=store), store, options)
         scores = compare(open_model(out), self.base, ids=self.ids, windows=self.windows)
         assert scores.change is not None and scores.divergence is not None
         assert scores.reference_losses is not None

@@ -41,7 +41,7 @@ from pqweights.checkpoint.gguf.model import gguf_model
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.views import View
 from pqweights.common.options import Options
-from pqweights.convert.task import usable_cores
+from pqweights.common.threads import usable_cores
 from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.runtime.models import Model, open_model

@@ -53,7 +53,7 @@ from harness import (
 )
 from safetensors.numpy import load_file
 
-from pqweights.convert.task import usable_cores
+from pqweights.common.threads import usable_cores
 from pqweights.formats import get_codec
 from pqweights.formats.master import BlockFormat, Bytes, Pass
 from pqweights.formats.trellis import Trellis

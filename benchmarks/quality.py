@@ -42,7 +42,7 @@ from pqweights.calibrate.sample import WINDOW
 from pqweights.calibrate.scale_search import FEWEST_WINDOWS
 from pqweights.checkpoint.source import open_local
 from pqweights.common.options import SELF, EvaluationOptions, Options
-from pqweights.convert.task import usable_cores
+from pqweights.common.threads import usable_cores
 from pqweights.errors import ExportError, MissingDependencyError
 from pqweights.formats.lloyd_max import LloydMax
 from pqweights.formats.trellis import Trellis

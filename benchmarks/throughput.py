@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from harness import Document, argument_parser, machine, now, publish, table
 
-from pqweights.convert.task import usable_cores
+from pqweights.common.threads import usable_cores
 from pqweights.formats import get_codec
 from pqweights.formats.lloyd_max import codebook
 from pqweights.formats.master import BlockFormat

@@ -106,13 +106,11 @@ def show_plan(
     json: whether to print JSON
     """
     from pqweights.api import planned
-    from pqweights.convert.task import thread_count
 
     asked = Options.of(given)
-    count = thread_count(given.get("threads"))
     with output.progress("measuring", unit="steps") as progress:
         progress.status("reading the weights" if asked.lossless else "reading the headers")
-        made = planned(given["source"], asked, count, out, progress=progress)
+        made = planned(given["source"], asked, out, progress=progress)
     warn_if_nothing_is_quantized(made.plan.totals)
     for warning in (*made.plan.remarks, *(() if made.memory is None else made.memory.warnings)):
         output.warn(warning)

@@ -32,7 +32,7 @@ from pqweights.convert.conversion import MASTER, Conversion
 from pqweights.convert.convert import convert, unmeasured
 from pqweights.convert.distributed.engine import engine_of
 from pqweights.convert.manifest import Manifest, parse_manifest, read_manifest
-from pqweights.convert.task import RewriteReport, RunOptions, thread_count
+from pqweights.convert.task import RewriteReport
 from pqweights.errors import OptionError
 from pqweights.planning.calibration import check_calibration, measures
 from pqweights.planning.choice import choose_recipe
@@ -101,13 +101,10 @@ def plan(
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
-    options, count, show = Options.of(locals()), thread_count(threads), calibration_progress or no_progress
-    return planned(located("source", source), options, count, progress=show)
+    return planned(located("source", source), Options.of(locals()), progress=calibration_progress or no_progress)
 
 
-def planned(
-    source: str | Path, options: Options, threads: int, out: Store | None = None, *, progress: Progress
-) -> PlanReport:
+def planned(source: str | Path, options: Options, out: Store | None = None, *, progress: Progress) -> PlanReport:
     """Plan what quantizing a source would do, with sensitivities that are measured if it depends on them.
 
     out: where the result is to be written; by default a local folder
@@ -118,8 +115,8 @@ def planned(
         from pqweights.calibrate.learning import learned_for_plan
 
         check_calibration(options)
-        known = learned_for_plan(source, recipe, options, threads, progress)
-    return report_plan(source, recipe, options, threads, out, learned=known)
+        known = learned_for_plan(source, recipe, options, progress)
+    return report_plan(source, recipe, options, out, learned=known)
 
 
 def quantize(
@@ -201,16 +198,16 @@ def quantize(
     options = Options.of(locals())
     store, show = open_store(located("out", out)), calibration_progress or no_progress
     with (
-        _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run,
-        _quantized(located("source", source), store, options, run, show) as (conversion, checked),
+        _with_engine(options, ray) as engaged,
+        _quantized(located("source", source), store, engaged, show) as (conversion, checked),
     ):
         return convert(conversion, store, checked)
 
 
 @contextlib.contextmanager
 def _quantized(
-    source: str | Path, store: Store, options: Options, run: RunOptions, show: Progress
-) -> Iterator[tuple[Conversion, RunOptions]]:
+    source: str | Path, store: Store, options: Options, show: Progress
+) -> Iterator[tuple[Conversion, Options]]:
     """Learn what options ask for, and yield what is to be made of it. show: called with the steps of what is learned"""
     chosen, known = choose_recipe(options.recipe, options), Learned()
     learns = options.calibrate is not None or options.awq is not None
@@ -220,9 +217,9 @@ def _quantized(
         if learns:
             from pqweights.calibrate.learning import learned
 
-            folder, options = _fetched(source, options, run)
-            known, run = kept.enter_context(learned(folder, store, chosen, options, run=run, progress=show))
-        yield plan_quantize(source, chosen, options, known, out=store, run=run), run
+            folder, options = _fetched(source, options)
+            known, options = kept.enter_context(learned(folder, store, chosen, options, progress=show))
+        yield plan_quantize(source, chosen, options, known, out=store), options
 
 
 def export(
@@ -322,33 +319,29 @@ def export(
     if push is not None and store.is_elsewhere:
         raise OptionError("`push`: expected a folder on this machine as OUT")
     with (
-        _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run,
-        _exported(given, store, target, options, run) as (conversion, checked),
+        _with_engine(options, ray) as engaged,
+        _exported(given, store, target, engaged) as (conversion, checked),
     ):
         if push is None:
             return convert(conversion, store, checked)
-        return _sent(push, conversion, store, checked, Options(token=token, tell=tell), private=private)
+        return _sent(push, conversion, store, checked, private=private)
 
 
-def _sent(
-    repository: str, conversion: Conversion, store: Store, run: RunOptions, hub: Options, *, private: bool
-) -> RewriteReport:
+def _sent(repository: str, conversion: Conversion, store: Store, options: Options, *, private: bool) -> RewriteReport:
     """Make a result, and send each of its files to a repository once it is whole. private: see `export`"""
     from pqweights.publish.card import PublishOptions
     from pqweights.publish.push import begin_sending, push
 
-    read = conversion.checkpoint.storage
+    hub, read = Options(token=options.token, tell=options.tell), conversion.checkpoint.storage
     read.frees = min(1, read.frees)
     sending = begin_sending(repository, hub, conversion.manifest, private=private)
-    report = convert(conversion, replace(store, sending=sending), run)
-    options = PublishOptions(threads=run.threads, private=private)
-    return replace(report, pushed=push(store.path, repository, hub, options=options, sent=sending.files))
+    report = convert(conversion, replace(store, sending=sending), options)
+    how = PublishOptions(threads=options.thread_count, private=private)
+    return replace(report, pushed=push(store.path, repository, hub, options=how, sent=sending.files))
 
 
 @contextlib.contextmanager
-def _exported(
-    source: str | Path, store: Store, target: str, options: Options, run: RunOptions
-) -> Iterator[tuple[Conversion, RunOptions]]:
+def _exported(source: str | Path, store: Store, target: str, options: Options) -> Iterator[tuple[Conversion, Options]]:
     """Learn what options ask for, and yield what is to be made of it."""
     to = get_target(target)
     options = to.with_recipe(options)
@@ -358,32 +351,31 @@ def _exported(
         if options.calibrate is not None:
             from pqweights.calibrate.sampled_inputs import inputs_of
 
-            folder, options = _fetched(source, options, run)
+            folder, options = _fetched(source, options)
             store.check_apart(folder)
             local = replace(options, revision=None, include_files=(), low_disk=False)
             checkpoint, wanted = open_exported(folder, local)[0], None if goal is None else goal.divergence
-            known = kept.enter_context(inputs_of(folder, checkpoint, store, options, run.threads, wanted))
-            run = replace(run, check=known.check_source)
+            known = kept.enter_context(inputs_of(folder, checkpoint, store, options, options.thread_count, wanted))
+            options = replace(options, check=known.check_source)
         opened = open_exported(source, options)
         inputs: KnownInputs | None = known
 
         def exported_by(sensitivity: Sensitivity, tried: Store) -> Checkpoint:
-            own, again = replace(readable(to, options), sensitivity=sensitivity), replace(run, overwrite=True)
-            trial = plan_export(source, opened, tried, target, options=own, run=again, inputs=inputs)
-            convert(trial, tried, again)
+            own = replace(readable(to, options), sensitivity=sensitivity, overwrite=True)
+            convert(plan_export(source, opened, tried, target, options=own, inputs=inputs), tried, own)
             return open_exported(tried.path)[0]
 
         if known is not None and goal is not None:
-            options = replace(options, sensitivity=known.sensitivity(store, exported_by, overwrite=run.overwrite))
+            options = replace(options, sensitivity=known.sensitivity(store, exported_by, overwrite=options.overwrite))
         elif known is None and (file := path_of(options.imatrix)) is not None:
             from pqweights.calibrate.imatrix import FileInputs
 
             inputs = FileInputs.of(file, opened[0])
-        yield plan_export(source, opened, store, target, options=options, run=run, inputs=inputs), run
+        yield plan_export(source, opened, store, target, options=options, inputs=inputs), options
         if known is not None and (file := path_of(options.save_imatrix)) is not None:
             from pqweights.calibrate.imatrix import write_imatrix
 
-            known.prepare(run.progress)
+            known.prepare(options.progress)
             write_imatrix(file, known, opened[0], str(options.calibrate))
 
 
@@ -392,9 +384,9 @@ def _has_goal(target: str, options: Options) -> bool:
     return settings_of(get_target(target), options).recipe.goal is not None
 
 
-def _fetched(source: str | Path, options: Options, run: RunOptions) -> tuple[Path, Options]:
+def _fetched(source: str | Path, options: Options) -> tuple[Path, Options]:
     """Fetch a model that is to be run, and return its folder, and the options with the commit that was fetched."""
-    fetched = local_folder(source, options, progress=run.progress)
+    fetched = local_folder(source, options, progress=options.progress)
     if fetched.origin is None:
         return fetched.path, options
     return fetched.path, replace(options, revision=fetched.origin.revision)  # the branch may move meanwhile
@@ -431,19 +423,18 @@ def verify(
     Raises MasterError if the folder has no readable manifest, SourceError or HubError; every other problem is a line
     of the result.
     """
-    options = Options.of(locals() | {"revision": None})
-    show, count = progress or no_progress, thread_count(threads)
+    options = Options.of(locals() | {"revision": None, "progress": making_progress})
+    show = progress or no_progress
     access = Options(revision=revision, token=token, tell=tell)
     result = find_result(located("folder", folder), access, ours=True, progress=show)
-    verified = verify_folder(result.where, threads=count, beside=result.not_fetched, progress=show)
+    verified = verify_folder(result.where, threads=options.thread_count, beside=result.not_fetched, progress=show)
     if source is None:
         return verified
     manifest = read_manifest(result.where)
     learning = calibration_progress or no_progress
     with (
-        _run(None, count, overwrite=False, progress=making_progress, tell=tell) as run,
         unkept_store() as store,
-        _as_stated(manifest, located("source", source), store, options, run, learning) as (conversion, checked),
+        _as_stated(manifest, located("source", source), store, options, learning) as (conversion, checked),
     ):
         again = made_again(conversion, store, checked)
     return replace(verified, problems=(*verified.problems, *differences(manifest, again)))
@@ -489,8 +480,8 @@ def rebuild(
     stated = _read_manifest(located("manifest", manifest), Options(token=token, tell=tell))
     store, learning = open_store(located("out", out)), calibration_progress or no_progress
     with (
-        _run(ray, threads, overwrite=overwrite, progress=progress, tell=tell) as run,
-        _as_stated(stated, located("source", source), store, options, run, learning) as (conversion, checked),
+        _with_engine(options, ray) as engaged,
+        _as_stated(stated, located("source", source), store, engaged, learning) as (conversion, checked),
     ):
         report = convert(conversion, store, checked)
     made = parse_manifest(store.read(MANIFEST_FILE) or b"")
@@ -504,13 +495,13 @@ def _read_manifest(given: str | Path, access: Options) -> Manifest:
 
 
 def _as_stated(
-    manifest: Manifest, source: str | Path, store: Store, given: Options, run: RunOptions, show: Progress
-) -> contextlib.AbstractContextManager[tuple[Conversion, RunOptions]]:
+    manifest: Manifest, source: str | Path, store: Store, given: Options, show: Progress
+) -> contextlib.AbstractContextManager[tuple[Conversion, Options]]:
     """Return what makes a result as its manifest states it."""
     options = options_of(manifest, source, given)
     if manifest.kind == MASTER:
-        return _quantized(source, store, options, run, show)
-    return _exported(source, store, str(manifest.made_by["target"]), options, run)
+        return _quantized(source, store, options, show)
+    return _exported(source, store, str(manifest.made_by["target"]), options)
 
 
 def inspect(
@@ -586,10 +577,7 @@ def _say_nothing(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _run(
-    ray: str | None, threads: int | None, *, overwrite: bool, progress: Progress | None, tell: Tell | None
-) -> Iterator[RunOptions]:
-    """Yield how a task is carried out."""
-    count = thread_count(threads)
-    with engine_of(ray, threads, tell or _say_nothing) as engine:
-        yield RunOptions(threads=count, overwrite=overwrite, progress=progress or no_progress, engine=engine)
+def _with_engine(options: Options, ray: str | None) -> Iterator[Options]:
+    """Yield options with the engine that makes shards on a Ray cluster, if there is an address of one."""
+    with engine_of(ray, options.threads, options.tell or _say_nothing) as engine:
+        yield replace(options, engine=engine)

@@ -32,7 +32,6 @@ from pqweights.common.strict_json import rounded
 from pqweights.common.threads import Progress
 from pqweights.convert.distributed.engine import local_files
 from pqweights.convert.ready import ReadyWeights
-from pqweights.convert.task import RunOptions
 from pqweights.formats.trellis import Trellis
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
 from pqweights.planning.plan import Plan
@@ -48,12 +47,11 @@ LOST = 0.3
 
 @contextlib.contextmanager
 def calibrated_codes(
-    source: Path, out: Store, recipe: Recipe, options: Options, *, run: RunOptions, progress: Progress
-) -> Iterator[tuple[Learned, RunOptions]]:
+    source: Path, out: Store, recipe: Recipe, options: Options, *, progress: Progress
+) -> Iterator[tuple[Learned, Options]]:
     """Calibrate a checkpoint, and yield the codes; see `learned`.
 
     recipe: which weights are calibrated, those of the trellis, and about how many bits they take together
-    run: the threads that compute, and what has layers encoded
     """
     conversion = plan_quantize(source, recipe, replace(options, revision=None))
     checkpoint, plan = conversion.checkpoint, conversion.plan
@@ -65,12 +63,12 @@ def calibrated_codes(
     planned = [(tensor.name, tensor.bytes) for tensor in plan.tensors]
     stated = [*sample.stated, recipe.to_json(), planned, states, options.rate]
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
-    if stated_by_result(out, "calibrated", key, overwrite=run.overwrite) is not None:
-        yield Learned(finished=finished_manifest(out, overwrite=False)), run
+    if stated_by_result(out, "calibrated", key, overwrite=options.overwrite) is not None:
+        yield Learned(finished=finished_manifest(out, overwrite=False)), options
         return
     model = LayeredModel(checkpoint, source, remedy="quantize it without `calibrate`")
-    with worked_on_in(folder_beside(out), out, key, run.threads, sample.contents.is_same) as work:
-        ids = sample.ids(work, run.threads)
+    with worked_on_in(folder_beside(out), out, key, options.thread_count, sample.contents.is_same) as work:
+        ids = sample.ids(work, options.thread_count)
         needed = work_bytes(checkpoint.config, ids.numel(), wanted)
         check_space(work, needed, {} if out.is_elsewhere else {out.work: plan.output_bytes})
         weights = _weights(model, wanted)
@@ -83,11 +81,13 @@ def calibrated_codes(
             states=states,
             at_most=goal != Goal(),
             most_divergence=goal.divergence,
-            diverged=_divergence_of(model, ids, sample, recipe, options, work, run.threads) if is_checked else None,
+            diverged=_divergence_of(model, ids, sample, recipe, options, work, options.thread_count)
+            if is_checked
+            else None,
             by_tensor=options.rate == BY_TENSOR,
-            threads=run.threads,
+            threads=options.thread_count,
             seed=SEED,
-            engine=run.engine,
+            engine=options.engine,
             files=tuple(local_files(checkpoint.storage, checkpoint.weight_files)),
             progress=progress,
             check=sample.check_source,
@@ -102,7 +102,7 @@ def calibrated_codes(
         warnings = (*_missed(encoded, goal), *_warnings(left, wanted, weights, ready))
         pooled = _pooled(calibration.hardly_reached, ready)
         learned = Learned(ready=replace(ready, warnings=(*warnings, *pooled)))
-        yield learned, replace(run, check=sample.check_source)
+        yield learned, replace(options, check=sample.check_source)
 
 
 def _divergence_of(

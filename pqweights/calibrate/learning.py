@@ -13,7 +13,6 @@ from pqweights.calibrate.sensitivity import measured, sensitivity_for
 from pqweights.checkpoint.gguf.file import is_gguf
 from pqweights.common.options import Options
 from pqweights.common.threads import Progress
-from pqweights.convert.task import RunOptions
 from pqweights.errors import OptionError, SourceError
 from pqweights.planning.calibration import measures
 from pqweights.planning.recipe import Recipe
@@ -24,11 +23,11 @@ from pqweights.targets.master import Learned
 
 @contextlib.contextmanager
 def learned(
-    source: Path, out: Store, recipe: Recipe, options: Options, *, run: RunOptions, progress: Progress
-) -> Iterator[tuple[Learned, RunOptions]]:
+    source: Path, out: Store, recipe: Recipe, options: Options, *, progress: Progress
+) -> Iterator[tuple[Learned, Options]]:
     """Yield what is learned of a checkpoint, continuing what was interrupted.
 
-    With it come the options of the run that uses it: it must find the source as it was.
+    With it come the options with which it is used: the source must then be as it was.
 
     source: the local folder of the original checkpoint
     out: where the result is made; what a finished result says of itself is not learned again
@@ -41,23 +40,23 @@ def learned(
     name = "calibrate" if options.awq is None else "awq"
     if not source.is_dir() and not is_gguf(source):
         raise SourceError(f"{source}: expected the folder of a model for `{name}`, found a file")
-    if run.engine is not None and out.is_elsewhere:
+    if options.engine is not None and out.is_elsewhere:
         raise OptionError(f"`ray`: expected a folder that all nodes share for a calibrated master, found {out}")
     out.check_apart(source)
     if options.awq is not None:
-        with found_scales(source, out, recipe, options, run=run, progress=progress) as (scales, checked):
+        with found_scales(source, out, recipe, options, progress=progress) as (scales, checked):
             yield Learned(awq=scales), checked
     elif measures(recipe, options):
-        with sensitivity_for(source, out, recipe, options, run=run, progress=progress) as (sensitivity, checked):
+        with sensitivity_for(source, out, recipe, options, progress=progress) as (sensitivity, checked):
             yield Learned(sensitivity=sensitivity), checked
     else:
-        with calibrated_codes(source, out, recipe, options, run=run, progress=progress) as (codes, checked):
+        with calibrated_codes(source, out, recipe, options, progress=progress) as (codes, checked):
             yield codes, checked
 
 
-def learned_for_plan(source: str | Path, recipe: Recipe, options: Options, threads: int, show: Progress) -> Learned:
+def learned_for_plan(source: str | Path, recipe: Recipe, options: Options, show: Progress) -> Learned:
     """Return the sensitivities by which a plan chooses bit widths. show: called with steps, as progress is"""
     fetched = local_folder(source, options)
     with TemporaryDirectory() as work:
-        sensitivity = measured(fetched.path, Path(work), recipe, options, threads=threads, progress=show)
+        sensitivity = measured(fetched.path, Path(work), recipe, options, threads=options.thread_count, progress=show)
     return Learned(sensitivity=sensitivity)

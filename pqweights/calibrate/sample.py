@@ -33,7 +33,6 @@ from pqweights.checkpoint.writer import write_whole
 from pqweights.common.options import MIXTURE, SELF, Options, path_of
 from pqweights.common.threads import slow_step
 from pqweights.convert.convert import convert
-from pqweights.convert.task import RunOptions
 from pqweights.errors import EvaluationError, SourceError
 from pqweights.planning.recipe import load_recipe
 from pqweights.runtime.folders import read_folder
@@ -274,10 +273,15 @@ class SampleOf:
         with slow_step(DRAWING):
             if with_draft:
                 adapters = [adapter.given for adapter in self.checkpoint.adapters]
-                opened = Options(allow_pickle=self.allow_pickle, leave_out=self.leave_out, adapter=adapters)
-                run = RunOptions(threads=threads, overwrite=True)  # what lies there is of this content
+                made = Options(
+                    allow_pickle=self.allow_pickle,
+                    leave_out=self.leave_out,
+                    adapter=adapters,
+                    threads=threads,
+                    overwrite=True,  # what lies there is of this content
+                )
                 recipe, out = load_recipe(DRAFT_RECIPE), open_store(folder)
-                convert(plan_quantize(self.source, recipe, opened, out=out, run=run), out, run)
+                convert(plan_quantize(self.source, recipe, made, out=out), out, made)
             with Refused(f"{self.source}: transformers cannot run this model"), quiet():
                 loaded = load(folder, **options)
             model = loaded.model.eval()

@@ -31,7 +31,6 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.options import Options
 from pqweights.common.threads import Progress, slow_step
 from pqweights.convert.scales import AwqScales, write_scales
-from pqweights.convert.task import RunOptions
 from pqweights.errors import RecipeError
 from pqweights.planning.calibration import states_bytes
 from pqweights.planning.plan import QUANTIZE, TensorPlan
@@ -49,8 +48,8 @@ KIND = "scales"  # of what is kept of a layer
 
 @contextlib.contextmanager
 def found_scales(
-    source: Path, out: Store, recipe: Recipe, options: Options, *, run: RunOptions, progress: Progress
-) -> Iterator[tuple[AwqScales, RunOptions]]:
+    source: Path, out: Store, recipe: Recipe, options: Options, *, progress: Progress
+) -> Iterator[tuple[AwqScales, Options]]:
     """Search the scales of a checkpoint's weights on the sample of `awq`, continuing an interrupted search.
 
     See calibrated_codes.
@@ -65,20 +64,23 @@ def found_scales(
         check_windows(*sample.shape)
     codecs = [(tensor.name, tensor.codec, tensor.bits) for tensor in planned]
     key = hashlib.sha256(json.dumps([*sample.stated, recipe.to_json(), codecs, KIND]).encode()).hexdigest()
-    if (stated := stated_by_result(out, "awq", key, overwrite=run.overwrite)) is not None:
+    if (stated := stated_by_result(out, "awq", key, overwrite=options.overwrite)) is not None:
         scaled = frozenset(name for name, told in stated["weights"].items() if "gain" in told)
-        yield AwqScales(about=stated, scaled=scaled), run
+        yield AwqScales(about=stated, scaled=scaled), options
         return
     with slow_step("loading transformers"):
         model = LayeredModel(checkpoint, source, remedy="quantize it without `awq`")
-    with worked_on_in(folder_beside(out), out, key, run.threads, sample.contents.is_same) as work:
-        ids = sample.ids(work, run.threads)
+    with worked_on_in(folder_beside(out), out, key, options.thread_count, sample.contents.is_same) as work:
+        ids = sample.ids(work, options.thread_count)
         check_windows(*ids.shape)
         check_space(work, states_bytes(checkpoint.config, ids.numel()), {})
         passes = LayerPasses(model=model, ids=ids, work=work, batch_tokens=ids.shape[1], check=sample.check_source)
-        files = _searched(passes, checkpoint, planned, run.threads, progress)
+        files = _searched(passes, checkpoint, planned, options.thread_count, progress)
         sample.check_source()
-        yield AwqScales.open(files, _about(sample, ids) | {"identity": key}), replace(run, check=sample.check_source)
+        yield (
+            AwqScales.open(files, _about(sample, ids) | {"identity": key}),
+            replace(options, check=sample.check_source),
+        )
 
 
 def _without_scales(tensor: TensorPlan) -> TensorPlan:

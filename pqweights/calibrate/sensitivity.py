@@ -33,9 +33,8 @@ from pqweights.calibrate.work_folder import check_space, folder_beside, stated_b
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.options import Options
 from pqweights.common.strict_json import rounded
-from pqweights.common.threads import Progress, slow_step
+from pqweights.common.threads import Progress, no_progress, slow_step
 from pqweights.convert.convert import convert
-from pqweights.convert.task import RunOptions
 from pqweights.errors import RecipeError, SourceError
 from pqweights.formats import CODECS
 from pqweights.models import text_model
@@ -101,18 +100,18 @@ def _squares(values: Tensor, block_size: int) -> Tensor:
 
 @contextlib.contextmanager
 def sensitivity_for(
-    source: Path, out: Store, recipe: Recipe, options: Options, *, run: RunOptions, progress: Progress
-) -> Iterator[tuple[Sensitivity, RunOptions]]:
+    source: Path, out: Store, recipe: Recipe, options: Options, *, progress: Progress
+) -> Iterator[tuple[Sensitivity, Options]]:
     """Measure the sensitivities by which the bit widths of a master are chosen; see `learned`."""
     sample, key = _sample(source, recipe, options)
-    if (stated := stated_by_result(out, "fit", key, overwrite=run.overwrite)) is not None:
-        yield Sensitivity.read(stated), run
+    if (stated := stated_by_result(out, "fit", key, overwrite=options.overwrite)) is not None:
+        yield Sensitivity.read(stated), options
         return
-    with worked_on_in(folder_beside(out), out, key, run.threads, sample.contents.is_same) as work:
-        sensitivity = _measured(sample, work, recipe, options, threads=run.threads, progress=progress)
+    with worked_on_in(folder_beside(out), out, key, options.thread_count, sample.contents.is_same) as work:
+        sensitivity = _measured(sample, work, recipe, options, threads=options.thread_count, progress=progress)
         yield (
             replace(sensitivity, method=sensitivity.method | {"identity": key}),
-            replace(run, check=sample.check_source),
+            replace(options, check=sample.check_source),
         )
 
 
@@ -157,8 +156,9 @@ def model_of_trial(
     sample: SampleOf, recipe: Recipe, options: Options, work: Path, threads: int, learned: Learned
 ) -> LayeredModel:
     """Make a master in a folder for work, and return its model."""
-    tried, run = open_store(work / "tried"), RunOptions(threads=threads, overwrite=True)
-    convert(plan_quantize(sample.source, recipe, options, learned, out=tried, run=run), tried, run)
+    tried = open_store(work / "tried")
+    again = replace(options, threads=threads, overwrite=True, progress=no_progress, engine=None)
+    convert(plan_quantize(sample.source, recipe, again, learned, out=tried), tried, again)
     return LayeredModel(open_exported(tried.path)[0], sample.described, remedy=REMEDY)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar, dataclass_transform
 
+from pqweights.common.threads import Progress, no_progress, usable_cores
 from pqweights.common.units import parse_size
 from pqweights.errors import OptionError, RecipeError
 
@@ -111,8 +112,8 @@ class Checked:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Return the options whose names are among those of arguments, such as the `locals()` of a function."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
+        """Return the options among arguments, such as the `locals()` of a function; None stands for the default."""
+        return cls(**{of.name: arguments[of.name] for of in fields(cls) if arguments.get(of.name) is not None})
 
     @property
     def given(self) -> set[str]:
@@ -322,11 +323,25 @@ class Options(Checked):
     memory: int | str | None = option(size, default=None)
     context: int | str | None = option(_tokens, needs=(("memory",), "into which it has to fit"), default=None)
     runtime: str | None = option(choices=RUNTIMES, needs=(("memory",), "which it shares out"), default=None)
+    # How a result is made. None of it changes a byte of that.
+    threads: int | None = option(least=1, most=MOST_THREADS, default=None)
+    overwrite: bool = False
+    progress: Progress = option(anything, repr=False, default=no_progress)
+    engine: Any = option(anything, default=None)  # the RayEngine that makes shards; None for this process
+    check: Callable[[], None] = option(
+        anything, repr=False, default=lambda: None
+    )  # whether what was learned still holds
+
+    @property
+    def thread_count(self) -> int:
+        """How many threads compute: as many as are asked for, by default one for each core."""
+        return self.threads or usable_cores()
 
 
-# How a source is opened, whatever is made of it; and what every export takes.
+# How a source is opened, whatever is made of it; how that is made; and what every export takes.
 OPENING = ("revision", "token", "tell", "adapter", "leave_out", "allow_pickle", "include_files", "low_disk")
-OF_ALL_TARGETS = {*OPENING, "max_shard_size"}
+MAKING = ("threads", "overwrite", "progress", "engine", "check")
+OF_ALL_TARGETS = {*OPENING, *MAKING, "max_shard_size"}
 
 
 def located(name: str, given: StrPath) -> str | Path:

@@ -6,6 +6,7 @@ Of a slow step, such as looking at a Ray cluster first, only the library knows; 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,12 @@ Progress = Callable[[int, int, str], None]
 
 def no_progress(done: int, total: int, name: str) -> None:
     """Show no progress."""
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    # macOS has no affinity.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # How often a listener is told how far a slow step is.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pqweights.checkpoint.writer import check_room
+from pqweights.common.options import Options
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.finished import finished_result
 from pqweights.convert.journal import is_under_way
@@ -20,13 +21,13 @@ from pqweights.convert.needs import result_need
 from pqweights.convert.records import TensorRecord
 from pqweights.convert.run import Run, ShardMark, open_run
 from pqweights.convert.shard import make_shards
-from pqweights.convert.task import RewriteReport, RunOptions
+from pqweights.convert.task import RewriteReport
 from pqweights.errors import ClusterError, MasterError, OutputError, SourceChangedError, SourceError, SourceReadError
 from pqweights.planning.plan import ShardPlan
 from pqweights.storage import Store
 
 
-def convert(conversion: Conversion, store: Store, options: RunOptions = RunOptions()) -> RewriteReport:
+def convert(conversion: Conversion, store: Store, options: Options = Options()) -> RewriteReport:
     """Make a result in a store, continuing what an interrupted run of the same conversion left there.
 
     Raises SourceError, OutputError or HubError; after any of them every file under a final name is complete.
@@ -50,7 +51,7 @@ def convert(conversion: Conversion, store: Store, options: RunOptions = RunOptio
             else:
                 for shards in _together(missing, run.store):
                     marks |= make_shards(
-                        conversion, run, shards, threads=options.threads, progress=options.progress, made=marks
+                        conversion, run, shards, threads=options.thread_count, progress=options.progress, made=marks
                     )
             conversion.finish_checks()
         conversion.check_sources()

@@ -1,47 +1,14 @@
-"""A conversion from the outside: how it is carried out, and the report."""
+"""The report of a conversion."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from pqweights.common.options import MOST_THREADS, checked_value, whole
-from pqweights.common.threads import Progress, no_progress
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.listed_files import UNCHECKED
 from pqweights.convert.records import TensorRecord, TensorReport, error_totals, tensor_reports, total_relative_mse
 from pqweights.planning.plan import Plan, TensorPlan, Totals
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    # macOS has no affinity.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def thread_count(threads: int | None) -> int:
-    """Return how many threads compute: as many as are asked for, by default one for each core. Raises OptionError."""
-    return checked_value("threads", threads, check=whole, least=1, most=MOST_THREADS) or usable_cores()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """How a conversion is carried out. None of it changes a byte of the result.
-
-    threads: how many threads compute; by default one for each core
-    overwrite: replace another result of pqweights in the output folder
-    progress: called with the source bytes done, the source bytes in all, and the name of a tensor
-    engine: the cluster on whose nodes the shards are made; None for this process
-    check: called before a result is published; raises an error if what was learned for it holds no longer
-    """
-
-    threads: int = field(default_factory=usable_cores)
-    overwrite: bool = False
-    progress: Progress = no_progress
-    engine: Any = None  # a RayEngine; modules of this layer know no Ray
-    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -18,9 +18,9 @@ from typing import Any
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.names import CARD_FILE, EVALUATION_FILE, MANIFEST_FILE, PICTURE_FILE
 from pqweights.common.options import Options
+from pqweights.common.threads import usable_cores
 from pqweights.common.units import counted
 from pqweights.convert.manifest import Manifest, evaluations_of, manifest_beside, read_manifest, shards_of
-from pqweights.convert.task import usable_cores
 from pqweights.errors import HubError, HubUnavailableError, MasterError
 from pqweights.publish.card import MAIN, Card, PublishOptions, make_card, read_card
 from pqweights.publish.destination import (

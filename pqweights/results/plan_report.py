@@ -14,7 +14,6 @@ from pqweights.checkpoint.storage import LOW_DISK_FILES
 from pqweights.common.options import Options
 from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
 from pqweights.convert.needs import ResourceNeeds, resource_needs
-from pqweights.convert.task import RunOptions
 from pqweights.planning.calibration import PlannedCalibration, check_calibration, planned_calibration
 from pqweights.planning.expected import Measured, expected, expected_json
 from pqweights.planning.fit import Fit
@@ -114,20 +113,19 @@ def report_plan(
     source: str | Path,
     recipe: Recipe,
     options: Options,
-    threads: int,
     out: Store | None = None,
     *,
     learned: Learned = Learned(),
 ) -> PlanReport:
     """Plan what quantizing a source would do, from its headers alone, and say on which grids a few of its numbers lie.
 
-    threads: the number of threads for which the memory is estimated
+    options: `threads` of which the memory is estimated
     out: where the result is to be written; by default a local folder
     learned: the sensitivities that were measured, if the plan depends on any
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
-    conversion = plan_quantize(source, recipe, options, learned, run=RunOptions(threads=threads))
+    conversion = plan_quantize(source, recipe, options, learned)
     checkpoint, plan = conversion.checkpoint, conversion.plan
     calibration = None
     if options.calibrate is not None or options.awq is not None:
@@ -139,7 +137,7 @@ def report_plan(
         advice = advise(checkpoint, plan.tensors, exports, options)
     needs = resource_needs(
         plan,
-        threads,
+        options.thread_count,
         storages=[checkpoint.storage],
         is_elsewhere=is_elsewhere,
         calibration_bytes=0 if calibration is None else calibration.disk_bytes,

@@ -14,13 +14,13 @@ from typing import Any
 from pqweights.checkpoint.ahead import Stop
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.shard_file import Bytes, ShardFile
-from pqweights.common.options import BY_MODEL, IMATRIX, OPENING, Options
+from pqweights.common.options import BY_MODEL, IMATRIX, MAKING, OPENING, Options
 from pqweights.convert.conversion import MASTER, Conversion
 from pqweights.convert.convert import stated
 from pqweights.convert.manifest import Manifest, shards_of
 from pqweights.convert.run import Run, ShardMark
 from pqweights.convert.shard import make_shards
-from pqweights.convert.task import RewriteReport, RunOptions
+from pqweights.convert.task import RewriteReport
 from pqweights.errors import MasterError, OptionError
 from pqweights.formats.native import Native
 from pqweights.planning.plan import ShardPlan
@@ -66,7 +66,7 @@ def options_of(manifest: Manifest, source: str | Path, given: Options) -> Option
 
 
 def _options_of(manifest: Manifest, source: str | Path, given: Options) -> Options:
-    opening: dict[str, Any] = {name: getattr(given, name) for name in OPENING}
+    opening: dict[str, Any] = {name: getattr(given, name) for name in (*OPENING, *MAKING)}
     if given.revision is None and manifest.origin is not None and repository_id(str(source)) == manifest.origin.id:
         opening["revision"] = manifest.origin.revision
     mark = "--leave-out "
@@ -200,7 +200,7 @@ def _stated_sample(option: str, about: dict[str, Any], given: Options) -> dict[s
     return {option: given.calibrate or about["sample"], "calibration_tokens": tokens, "eval": given.eval}
 
 
-def made_again(conversion: Conversion, store: Store, options: RunOptions) -> Manifest:
+def made_again(conversion: Conversion, store: Store, options: Options) -> Manifest:
     """Make every tensor and every file of a result, hash them, and return the manifest of that result.
 
     store: a folder on this machine for what waits on the disk meanwhile, which the caller removes: fetched files of the
@@ -212,7 +212,7 @@ def made_again(conversion: Conversion, store: Store, options: RunOptions) -> Man
     run.folder.mkdir(parents=True, exist_ok=True)
     conversion.learn(options.progress)
     shards = conversion.plan.shards
-    marks = make_shards(conversion, run, shards, threads=options.threads, progress=options.progress)
+    marks = make_shards(conversion, run, shards, threads=options.thread_count, progress=options.progress)
     conversion.finish_checks()
     records = tuple(record for shard in shards for record in marks[shard.file].records)
     manifest = stated(conversion, run, records)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.gguf.contents import GgufContents
 from pqweights.checkpoint.gguf.rope import YARN_BETAS
-from pqweights.convert.task import usable_cores
+from pqweights.common.threads import usable_cores
 from pqweights.errors import MemoryShortageError, SourceError
 from pqweights.models.settings import is_positive
 from pqweights.runtime.llama_library import library, load

@@ -31,7 +31,6 @@ from pqweights.convert.jobs import CopyJob, Job
 from pqweights.convert.listed_files import open_result
 from pqweights.convert.manifest import Manifest, find_manifest
 from pqweights.convert.records import TensorRecord, master_part, mean_error, total_relative_mse
-from pqweights.convert.task import RunOptions
 from pqweights.errors import OptionError
 from pqweights.formats.packing import PackedFormat
 from pqweights.models import text_model
@@ -127,7 +126,6 @@ def plan_export(
     target: str,
     *,
     options: Options = Options(),
-    run: RunOptions = RunOptions(),
     inputs: KnownInputs | None = None,
 ) -> Conversion:
     """Plan what a target loads, of a checkpoint or a master.
@@ -135,14 +133,13 @@ def plan_export(
     source: where it lies
     opened: see open_exported
     target: a key of EXPORTS, or of ALIASES
-    run: how to show progress of what is read before
     inputs: what is known of the inputs of its weights
 
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, StorageError or MissingDependencyError.
     """
     to = get_target(target)
     settings = settings_of(to, options)
-    checkpoint, manifest = with_weights(proven(opened[0], run.progress)), opened[1]
+    checkpoint, manifest = with_weights(proven(opened[0], options.progress)), opened[1]
     place = place_apart(source, checkpoint, out)
     if inputs is not None and settings.rounding == PLAIN and settings.recipe.goal is None:
         raise OptionError(

@@ -27,12 +27,12 @@ from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.shard_file import ShardFile
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.dtypes import from_float32, item_bytes, to_float32
+from pqweights.common.options import Options
 from pqweights.common.threads import Progress
 from pqweights.convert.conversion import MASTER, Conversion, make_plan
 from pqweights.convert.jobs import CopyJob, Job
 from pqweights.convert.master_config import master_config
 from pqweights.convert.records import TensorRecord
-from pqweights.convert.task import RunOptions
 from pqweights.errors import SourceChangedError, SourceError
 from pqweights.formats.gguf_blocks import BlockRule
 from pqweights.formats.native import Native, bits_of, item_width
@@ -217,15 +217,15 @@ def _in_order(pool: ThreadPoolExecutor, runs: Sequence[ChunkRun], most: int) -> 
     yield from (future.result() for future in under_way)
 
 
-def plan_lossless(checkpoint: Checkpoint, max_shard_bytes: int, run: RunOptions) -> Conversion:
+def plan_lossless(checkpoint: Checkpoint, max_shard_bytes: int, options: Options) -> Conversion:
     """Plan a master of the codec `native` by coding every weight once.
 
-    run: with how many threads, and how to show progress
+    options: with how many threads, and how to show progress
 
     Raises SourceError for a source that would be decoded.
     """
-    checkpoint.storage.keep(checkpoint.weight_files, run.progress)
-    measured, model = measure(checkpoint, run.threads, run.progress), text_model(checkpoint.config)
+    checkpoint.storage.keep(checkpoint.weight_files, options.progress)
+    measured, model = measure(checkpoint, options.thread_count, options.progress), text_model(checkpoint.config)
     tensors = [_planned(tensor, model, measured) for tensor in checkpoint.tensors]
     return Conversion(
         kind=MASTER,

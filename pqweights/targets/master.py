@@ -22,7 +22,6 @@ from pqweights.convert.master_config import master_config
 from pqweights.convert.ready import ReadyWeights
 from pqweights.convert.records import TensorRecord, exceeds
 from pqweights.convert.scales import AwqScales
-from pqweights.convert.task import RunOptions
 from pqweights.errors import OutputError, SourceError, StrictError
 from pqweights.formats import get_codec, nearest_rate
 from pqweights.formats.columns import TrellisColumns
@@ -61,7 +60,6 @@ def plan_quantize(
     learned: Learned = Learned(),
     *,
     out: Store | None = None,
-    run: RunOptions = RunOptions(),
 ) -> Conversion:
     """Open a source, and decide what quantizing it does: from its headers alone, but for `lossless`.
 
@@ -70,13 +68,12 @@ def plan_quantize(
     recipe: which codec encodes which tensor
     learned: what was learned of the source; without scales, all matrices are planned with them if `awq` asks for some
     out: where the result is made; all values that decide are then read, as what is done with them cannot be undone
-    run: with how many threads to find out how small weights become without loss, and how to show progress
 
     Raises SourceError, RecipeError, OptionError or HubError; OutputError for an output that overlaps the source.
     """
     checkpoint = open_planned(source, options)
     if out is not None:
-        checkpoint = proven(checkpoint, run.progress)
+        checkpoint = proven(checkpoint, options.progress)
     if checkpoint.is_master:
         raise SourceError("the source is already a pqweights master; give the original, or export it to BF16 first")
     model: dict[str, Any] = {}
@@ -85,7 +82,7 @@ def plan_quantize(
         model = model_facts(checkpoint.storage)
     most = options.max_shard_size or DEFAULT_MAX_SHARD_BYTES
     if options.lossless:
-        return replace(plan_lossless(checkpoint, most, run), model=model)
+        return replace(plan_lossless(checkpoint, most, options), model=model)
     ready, awq, fitted = learned.ready, learned.awq, None
     # A size leaves room for scales of all matrices: the search is for the widths that are chosen.
     matrices = frozenset(tensor.name for tensor in checkpoint.tensors if len(tensor.shape) in (2, 3))

@@ -22,7 +22,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.common.options import Options
 from pqweights.convert.manifest import read_manifest
 from pqweights.convert.ready import ReadyWeights
-from pqweights.convert.task import RewriteReport, RunOptions
+from pqweights.convert.task import RewriteReport
 from pqweights.errors import MasterError, OutputError, SourceChangedError
 from pqweights.planning.recipe import load_recipe
 from pqweights.results.inspect import inspect
@@ -57,8 +57,7 @@ def run(folder: Path, out: str = "master", **options: Any) -> RewriteReport:
         folder / "src",
         folder / out,
         load_recipe("q5"),
-        options=Options(max_shard_size=20_000),
-        run=RunOptions(threads=2, **options),
+        options=Options(max_shard_size=20_000, threads=2, **options),
         learned=Learned(ready=ready),
     )
 

@@ -25,7 +25,6 @@ from pqweights.convert.conversion import Conversion
 from pqweights.convert.convert import convert
 from pqweights.convert.distributed import cluster as clusters
 from pqweights.convert.distributed.engine import engine_of
-from pqweights.convert.task import RunOptions
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError, StorageError
 from pqweights.planning.recipe import load_recipe
 from pqweights.storage import open_store
@@ -85,7 +84,7 @@ def test_a_worker_that_is_killed_costs_its_task_alone(
 ) -> None:
     planned = faulty_run(source, tmp_path / "marker", "kill")
     with engine_of(cluster.address) as engine:
-        convert(planned, open_store(tmp_path / "out"), RunOptions(engine=engine))
+        convert(planned, open_store(tmp_path / "out"), Options(engine=engine))
     assert (tmp_path / "marker").exists()
     assert folder_bytes(tmp_path / "out") == plain
 
@@ -102,7 +101,7 @@ def test_the_task_of_a_node_that_is_killed_goes_to_another(
             cluster.kill(node)
 
     with engine_of(cluster.address) as engine:
-        convert(planned, open_store(tmp_path / "out"), RunOptions(engine=engine, progress=progress))
+        convert(planned, open_store(tmp_path / "out"), Options(engine=engine, progress=progress))
     assert len(cluster.nodes) == 1
     assert folder_bytes(tmp_path / "out") == plain
 
@@ -116,7 +115,7 @@ from pathlib import Path
 from test_ray import faulty_run
 from pqweights.convert.distributed.engine import engine_of
 from pqweights.convert.convert import convert
-from pqweights.convert.task import RunOptions
+from pqweights.common.options import Options
 from pqweights.storage import open_store
 marker = Path({str(tmp_path / "marker")!r})
 conversion = faulty_run(Path({str(source)!r}), marker, "hang")
@@ -124,7 +123,7 @@ def progress(done, total, name):
     if name == "{LAYERS - 1} of {LAYERS} files":
         (marker.parent / "ALMOST").touch()
 with engine_of({cluster.address!r}) as engine:
-    convert(conversion, open_store(Path({str(tmp_path / "out")!r})), RunOptions(engine=engine, progress=progress))
+    convert(conversion, open_store(Path({str(tmp_path / "out")!r})), Options(engine=engine, progress=progress))
 """
     here = Path(__file__).parent
     paths = [str(here), str(here.parent), str(here.parent / "support"), *filter(None, sys.path)]
@@ -257,7 +256,7 @@ def test_a_run_between_buckets_survives_a_lost_worker(
     address, marker = server.put(source, "model"), tmp_path / "marker"
     planned = faulty_run(address, marker, "kill")
     with engine_of(session_cluster.address) as engine:
-        convert(planned, open_store("s3://models/master"), RunOptions(engine=engine))
+        convert(planned, open_store("s3://models/master"), Options(engine=engine))
     assert marker.exists()
     assert server.contents("master") == plain
     assert folder_bytes(tmp_path / "scratch") == {}

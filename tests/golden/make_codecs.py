@@ -32,7 +32,6 @@ from golden.make import HERE, mixed_scales, weights, write_by_command, write_gol
 from independent_reader import Stored, Tensor
 
 from pqweights.convert.ready import CodeMeasures, ReadyWeights, write_ready
-from pqweights.convert.task import RunOptions
 from pqweights.formats.lloyd_max import LloydMax
 from pqweights.formats.trellis import Trellis
 from pqweights.planning.recipe import parse_recipe
@@ -202,7 +201,7 @@ class GoldenOfReadyCodes(Golden):
             measured = CodeMeasures(relative_mse=0.1, energy=float((exact.astype(np.float64) ** 2).sum()))
             write_ready(folder / f"{short}.safetensors", {name: (codes, measured)})
         recipe, ready = parse_recipe(self.recipe, "golden"), ReadyWeights.open(folder)
-        quantize(source, out, recipe, run=RunOptions(threads=threads), learned=Learned(ready=ready))
+        quantize(source, out, recipe, threads=threads, learned=Learned(ready=ready))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pqweights.common.options import EvaluationOptions, Options
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.convert import convert
 from pqweights.convert.scales import AwqScales
-from pqweights.convert.task import RewriteReport, RunOptions
+from pqweights.convert.task import RewriteReport
 from pqweights.planning.recipe import Recipe
 from pqweights.storage import open_store
 from pqweights.targets import exporting, master
@@ -40,10 +40,9 @@ def quantize_options(keywords: dict[str, Any]) -> Options:
 
 def quantize(source: str | Path, out: str | Path, recipe: Recipe, **keywords: Any) -> RewriteReport:
     learned, options = keywords.pop("learned", master.Learned()), keywords.pop("options", None)
-    run = keywords.pop("run", None) or options_of(RunOptions, keywords)
     options, store = options or quantize_options(keywords), open_store(out)
     assert not keywords, keywords
-    return convert(master.plan_quantize(source, recipe, options, learned, out=store, run=run), store, run)
+    return convert(master.plan_quantize(source, recipe, options, learned, out=store), store, options)
 
 
 def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> Conversion:
@@ -54,14 +53,14 @@ def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> Conver
 
 
 def export(source: Path, out: str | Path, target: str, options: Options = Options(), **keywords: Any) -> RewriteReport:
-    run, store = options_of(RunOptions, keywords), open_store(out)
+    store = open_store(out)
     if "max_shard_bytes" in keywords:
         keywords["max_shard_size"] = keywords.pop("max_shard_bytes")
     inputs = keywords.pop("inputs", None)
     options = replace(options, **keywords)
     opened = exporting.open_exported(source, options)
-    planned = exporting.plan_export(source, opened, store, target, options=options, run=run, inputs=inputs)
-    return convert(planned, store, run)
+    planned = exporting.plan_export(source, opened, store, target, options=options, inputs=inputs)
+    return convert(planned, store, options)
 
 
 def make_card(

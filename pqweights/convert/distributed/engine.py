@@ -18,7 +18,7 @@ from typing import Any
 
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import check_room, disk_errors
-from pqweights.common.threads import Progress
+from pqweights.common.threads import Progress, usable_cores
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.distributed.cluster import (
     MOST_RETRIES,
@@ -32,7 +32,6 @@ from pqweights.convert.distributed.cluster import (
 from pqweights.convert.distributed.worker import MAKE, TIDY, VERSIONS, ClusterWork, Done, ShardWork, remote_call
 from pqweights.convert.needs import fetched_bytes_of, resource_needs, result_need, room_for_shards
 from pqweights.convert.run import Run, ShardMark, unlocked
-from pqweights.convert.task import usable_cores
 from pqweights.errors import ClusterError, MasterError, PqweightsError, SourceError
 from pqweights.planning.plan import ShardPlan, in_groups
 
