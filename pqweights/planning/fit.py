@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
@@ -31,34 +31,12 @@ FINER_STEPS = (0.01, 0.001)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FittedGroup:
-    """A group of weights with its bit width.
-
-    name: the name of the group
-    weights: the names of its weights
-    bits: their bit width; None if they are kept
-    bytes: their size in the result
-    parameters: number of elements
-    alpha: sensitivity, in nats per token for a relative squared error of 1
-    rise: the predicted rise of the loss, in nats per token
-    """
-
-    name: str
-    weights: tuple[str, ...]
-    bits: float | None
-    bytes: int
-    parameters: int
-    alpha: float
-    rise: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Fit:
     """Bit widths for all groups of weights.
 
     goal: what the bit widths were chosen to meet
     sensitivity: where the sensitivities come from; None for the rule of thumb
-    groups: every group with its bit width
+    groups: every group with the bit width that was chosen, as its only option
     output_bytes: size of the safetensors files
     bits_per_weight: mean over all weights that the recipe would quantize; those that are kept count as they are
     bits_per_parameter: mean over all parameters of the checkpoint, with all bytes of the safetensors files
@@ -69,7 +47,7 @@ class Fit:
 
     goal: Goal
     sensitivity: Sensitivity | None
-    groups: tuple[FittedGroup, ...]
+    groups: tuple[WeightGroup, ...]
     output_bytes: int
     bits_per_weight: float
     bits_per_parameter: float
@@ -103,7 +81,7 @@ class Fit:
             "bits_per_parameter": self.bits_per_parameter,
             "smallest_bytes": self.smallest_bytes,
             "unknown_groups": list(self.unknown),
-            "groups": [asdict(group) | {"weights": list(group.weights)} for group in self.groups],
+            "groups": [group.to_json() for group in self.groups],
         }
 
 
@@ -147,32 +125,29 @@ def fit(
         bits = rounding(80_000 * solution.cost / parameters) / 10_000
         return f"{bits:.4f} bits per weight ({size(solution)} bytes)"
 
-    def solved() -> Solution:
-        choices = [group.choices(with_headers=counts_files) for group in groups]
-        if goal.divergence is None:
-            return best_within(choices, limit, measured)
-        found = least_cost(choices, goal.divergence)
-        assert found is not None  # as kept weights lose nothing
-        return found
-
     choices = [group.choices(with_headers=counts_files) for group in groups]
     smallest = solve(choices, cheapest(choices))
     assert smallest is not None
-    if goal.divergence is None and measured(smallest) > limit:
-        raise RecipeError(f"target: {goal}: below the smallest possible, {figure(smallest, math.ceil)}")
+    smallest_bytes = size(smallest)
     kept = Solution(tuple(len(of) - 1 for of in choices), sum(of[-1].cost for of in choices), 0.0)
-    if goal.divergence is None and measured(kept) <= limit:
+    if goal.divergence is not None:
+        solution = least_cost(choices, goal.divergence) or kept  # as kept weights lose nothing
+    elif measured(smallest) > limit:
+        raise RecipeError(f"target: {goal}: below the smallest possible, {figure(smallest, math.ceil)}")
+    elif measured(kept) <= limit:
         most = figure(kept, math.floor)
         raise RecipeError(f"target: {goal}: leaves nothing to quantize; expected less than {most}")
-    smallest_bytes, solution = size(smallest), solved()
+    else:
+        solution = best_within(choices, limit, measured)
     if solution.choices == kept.choices:
         raise RecipeError(f"target: {goal}: leaves nothing to quantize; expected more")
     for step in FINER_STEPS if goal.divergence is None else ():
         if limit - measured(solution) <= MOST_UNUSED * limit:
             break
         groups = [g.with_finer_rates(at, step, planner) for g, at in zip(groups, solution.choices, strict=True)]
-        solution = solved()
-    fitted = tuple(_fitted(group, chosen) for group, chosen in zip(groups, solution.choices, strict=True))
+        solution = best_within([group.choices(with_headers=counts_files) for group in groups], limit, measured)
+    chosen = zip(groups, solution.choices, strict=True)
+    fitted = tuple(replace(group, options=(group.options[at],)) for group, at in chosen)
     output_bytes = size(solution)
     return Fit(
         goal=goal,
@@ -184,20 +159,6 @@ def fit(
         smallest_bytes=smallest_bytes,
         unknown=tuple(unknown),
         free=planner.free,
-    )
-
-
-def _fitted(group: FreeGroup, chosen: int) -> FittedGroup:
-    """Return a group with the chosen bit width."""
-    option = group.options[chosen]
-    return FittedGroup(
-        name=group.name,
-        weights=group.weights,
-        bits=option.bits,
-        bytes=option.bytes,
-        parameters=group.parameters,
-        alpha=group.alpha,
-        rise=group.alpha * option.error,
     )
 
 
@@ -222,8 +183,8 @@ _Alike = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreeGroup:
-    """Weights that get one bit width together, with all bit widths that they may get.
+class WeightGroup:
+    """Weights that get one bit width together, with all that they may get; once it is chosen, with that alone.
 
     name, weights: its name, and those of its weights
     parameters: number of elements
@@ -241,11 +202,31 @@ class FreeGroup:
     any_rate: bool
     options: tuple[RateOption, ...]
 
+    @property
+    def bits(self) -> float | None:
+        """The bit width that was chosen; None if the weights are kept."""
+        return self.options[0].bits
+
+    @property
+    def bytes(self) -> int:
+        """Their size in the result."""
+        return self.options[0].bytes
+
+    @property
+    def rise(self) -> float:
+        """The predicted rise of the loss, in nats per token."""
+        return self.alpha * self.options[0].error
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of `plan --json`, once a bit width is chosen."""
+        keys = ("name", "weights", "bits", "bytes", "parameters", "alpha", "rise")
+        return {key: getattr(self, key) for key in keys} | {"weights": list(self.weights)}
+
     def choices(self, *, with_headers: bool) -> list[Choice]:
         """Return the options as those of a knapsack. with_headers: whether entries in headers cost something."""
         return [Choice(o.bytes + with_headers * o.header_bytes, self.alpha * o.error) for o in self.options]
 
-    def with_finer_rates(self, chosen: int, step: float, planner: RatePlanner) -> FreeGroup:
+    def with_finer_rates(self, chosen: int, step: float, planner: RatePlanner) -> WeightGroup:
         """Return the group with multiples of `step` between a chosen option and the next, and with no others.
 
         A group without such rates has the chosen option alone.
@@ -262,7 +243,7 @@ class FreeGroup:
 
 def free_groups(
     checkpoint: Checkpoint, *, sensitivity: Sensitivity | None, planner: RatePlanner
-) -> tuple[list[FreeGroup], list[str]]:
+) -> tuple[list[WeightGroup], list[str]]:
     """Return every group with its options, and the names of the groups that were not measured."""
     # Weights whose bit width a rule fixes are included: they contribute to the loss, and belong to groups.
     by_name = {t.name: t for t in planner.planned({}) if t.name in planner.free or t.action == QUANTIZE}
@@ -276,7 +257,7 @@ def free_groups(
     result = []
     for name, names in groups.items():
         members = _alike(names, planner)
-        group = FreeGroup(
+        group = WeightGroup(
             name=name,
             weights=tuple(names),
             parameters=sum(by_name[weight].weights for weight in names),
