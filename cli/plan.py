@@ -13,6 +13,7 @@ from pqweights.common.options import (
     DEFAULT_MAX_SHARD_SIZE,
     DEFAULT_SAMPLE_TOKENS,
     Options,
+    options_in,
 )
 from pqweights.common.units import counted, first_names, size_text
 
@@ -107,7 +108,7 @@ def show_plan(
     """
     from pqweights.api import planned
 
-    asked = Options.of(given)
+    asked = options_in(Options, given)
     with output.progress("measuring", unit="steps") as progress:
         progress.status("reading the weights" if asked.lossless else "reading the headers")
         made = planned(given["source"], asked, out, progress=progress)

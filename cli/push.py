@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from pqweights.common.options import options_in
 from pqweights.common.units import counted, size_text
 
 from . import options, output
@@ -42,7 +43,7 @@ def command(
             output.progress("pushing") as pushing,
         ):
             shown = {"verifying": verifying, "comparing": comparing, "progress": pushing}
-            pushed = PublishOptions.of(ctx.params | shown)
+            pushed = options_in(PublishOptions, ctx.params | shown)
             done = push(folder, repository, options.hub(revision, token), options=pushed)
         _show(done, dry_run=dry_run, json=json)
 

@@ -24,6 +24,7 @@ from pqweights.common.options import (
     StrPath,
     Tell,
     located,
+    options_in,
     path_of,
     text,
 )
@@ -101,7 +102,8 @@ def plan(
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
-    return planned(located("source", source), Options.of(locals()), progress=calibration_progress or no_progress)
+    options = options_in(Options, locals())
+    return planned(located("source", source), options, progress=calibration_progress or no_progress)
 
 
 def planned(source: str | Path, options: Options, out: Store | None = None, *, progress: Progress) -> PlanReport:
@@ -195,7 +197,7 @@ def quantize(
 
     Raises SourceError, RecipeError, OptionError, OutputError or HubError.
     """
-    options = Options.of(locals())
+    options = options_in(Options, locals())
     store, show = open_store(located("out", out)), calibration_progress or no_progress
     with (
         _with_engine(options, ray) as engaged,
@@ -302,7 +304,7 @@ def export(
 
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
-    options = Options.of(locals())
+    options = options_in(Options, locals())
     settings_of(get_target(target), options)  # refuses wrong values before anything is fetched
     if ray is not None and calibrate is not None:
         raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
@@ -423,7 +425,7 @@ def verify(
     Raises MasterError if the folder has no readable manifest, SourceError or HubError; every other problem is a line
     of the result.
     """
-    options = Options.of(locals() | {"revision": None, "progress": making_progress})
+    options = options_in(Options, locals() | {"revision": None, "progress": making_progress})
     show = progress or no_progress
     access = Options(revision=revision, token=token, tell=tell)
     result = find_result(located("folder", folder), access, ours=True, progress=show)
@@ -476,7 +478,7 @@ def rebuild(
 
     Raises MasterError for what is no manifest; and what `quantize` and `export` raise.
     """
-    options = Options.of(locals())
+    options = options_in(Options, locals())
     stated = _read_manifest(located("manifest", manifest), Options(token=token, tell=tell))
     store, learning = open_store(located("out", out)), calibration_progress or no_progress
     with (
@@ -560,7 +562,7 @@ def generate(
     from pqweights.runtime.cached import check_spec
     from pqweights.runtime.generation import check_prompt, continued
 
-    options = GenerationOptions.of(locals())
+    options = options_in(GenerationOptions, locals())
     check_prompt(text("prompt", prompt))
     if kv_cache is not None:
         check_spec(kv_cache)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar, dataclass_transform
+from typing import Any, Final, TypeVar, dataclass_transform
 
 from pqweights.common.threads import Progress, no_progress, usable_cores
 from pqweights.common.units import parse_size
@@ -90,44 +90,46 @@ def option(check: Check | None = None, *, default: Any, repr: bool = True, **lim
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option,))
 def options(made: type[Made]) -> type[Made]:
     """Decorate a class of options, which are checked when one is made."""
+    made.__post_init__ = _check  # type: ignore[attr-defined]
     return dataclass(frozen=True, kw_only=True)(made)
 
 
-@options
-class Checked:
-    """Base of classes of options."""
-
-    def __post_init__(self) -> None:
-        known = _limits(type(self))
-        for name, limits in known.items():
-            object.__setattr__(self, name, checked_value(name, getattr(self, name), **limits))
-        given = self.given
-        for name in (name for name in known if name in given):
-            others, why = known[name].get("needs", ((), ""))
-            if others and not given & {*others}:
-                raise OptionError(f"`{name}`: expected `{others[0]}` as well, {why}")
-            others, why = known[name].get("excludes", ((), ""))
-            for other in filter(given.__contains__, others):  # in this order: that of sets differs by process
-                raise OptionError(f"`{name}`: {why}; leave out `{name}` or `{other}`")
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Return the options among arguments, such as the `locals()` of a function; None stands for the default."""
-        return cls(**{of.name: arguments[of.name] for of in fields(cls) if arguments.get(of.name) is not None})
-
-    @property
-    def given(self) -> set[str]:
-        """The names of the options that have another value than their default."""
-        known = _limits(type(self))
-        defaults = {field.name: checked_value(field.name, field.default, **known[field.name]) for field in fields(self)}
-        return {name for name, default in defaults.items() if getattr(self, name) != default}
+def _check(made: Any) -> None:
+    """Check the values of options, one by one and beside each other. Raises TypeError or OptionError."""
+    known = _limits(made)
+    for name, limits in known.items():
+        object.__setattr__(made, name, checked_value(name, getattr(made, name), **limits))
+    given = given_in(made)
+    for name in (name for name in known if name in given):
+        others, why = known[name].get("needs", ((), ""))
+        if others and not given & {*others}:
+            raise OptionError(f"`{name}`: expected `{others[0]}` as well, {why}")
+        others, why = known[name].get("excludes", ((), ""))
+        for other in filter(given.__contains__, others):  # in this order: that of sets differs by process
+            raise OptionError(f"`{name}`: {why}; leave out `{name}` or `{other}`")
 
 
-def _limits(options: type[Checked]) -> dict[str, dict[str, Any]]:
-    """Return which values each option of a class takes."""
+def options_in(made: type[Made], arguments: Mapping[str, Any]) -> Made:
+    """Return the options among arguments, such as the `locals()` of a function; None stands for the default.
+
+    made: a class of options
+    """
+    names = [of.name for of in fields(made)]  # type: ignore[arg-type]
+    return made(**{name: arguments[name] for name in names if arguments.get(name) is not None})
+
+
+def given_in(made: Any) -> set[str]:
+    """Return the names of options that have another value than their default."""
+    known = _limits(made)
+    defaults = {of.name: checked_value(of.name, of.default, **known[of.name]) for of in fields(made)}
+    return {name for name, default in defaults.items() if getattr(made, name) != default}
+
+
+def _limits(made: Any) -> dict[str, dict[str, Any]]:
+    """Return which values each of some options takes."""
     return {
         field.name: {"check": CHECKS.get(str(field.type).removesuffix(" | None")), **field.metadata}
-        for field in fields(options)
+        for field in fields(made)
     }
 
 
@@ -253,7 +255,7 @@ def _bits(name: str, value: Any) -> float | str:
 
 
 @options
-class Options(Checked):
+class Options:
     """What is asked of a source and of what is made of it; each command takes some of these.
 
     None and () leave a choice to the recipe, the target or the source.
@@ -362,7 +364,7 @@ def _temperature(name: str, value: Any) -> float:
 
 
 @options
-class GenerationOptions(Checked):
+class GenerationOptions:
     """How text is generated: see `generate` in api.py."""
 
     no_chat: bool = False
@@ -377,7 +379,7 @@ class GenerationOptions(Checked):
 
 
 @options
-class EvaluationOptions(Checked):
+class EvaluationOptions:
     """What is measured, how a text is cut into windows that are scored, and how models are computed.
 
     window, stride: in tokens; by default 2048, or the model's limit if smaller, and a quarter of that, at most 512

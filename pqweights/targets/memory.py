@@ -18,7 +18,7 @@ from typing import Any
 from pqweights.checkpoint.config import quantization_settings
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.common.options import LLAMA_CPP, MLX, RUNTIMES, TRANSFORMERS, VLLM, Options
+from pqweights.common.options import LLAMA_CPP, MLX, RUNTIMES, TRANSFORMERS, VLLM, Options, given_in
 from pqweights.errors import ExportError, MissingDependencyError, SourceError
 from pqweights.formats import UNRATED
 from pqweights.planning.context_memory import DEFAULT_CONTEXT, context_bytes, most_context
@@ -163,7 +163,7 @@ def _exported(checkpoint: Checkpoint, planned: Sequence[TensorPlan], target: Exp
         except MissingDependencyError:  # the rule needs no package
             pass
         size = kept + math.ceil((plain * PLAIN_BITS + rounded * bits) / 8)
-        options = {option: getattr(chosen, option) for option in chosen.given}
+        options = {option: getattr(chosen, option) for option in given_in(chosen)}
         yield LOADED_BY[target.runtime], {"target": target.name, "format": name, "options": options}, size
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.options import LLAMA_CPP as LLAMA_CPP
 from pqweights.common.options import MLX as MLX
-from pqweights.common.options import OF_ALL_TARGETS, Options
+from pqweights.common.options import OF_ALL_TARGETS, Options, given_in
 from pqweights.common.options import TRANSFORMERS as TRANSFORMERS
 from pqweights.errors import ExportError, OptionError
 from pqweights.formats.packing import PackedFormat
@@ -110,7 +110,7 @@ class ExportTarget:
 
         Raises OptionError for an option that the target does not take, RecipeError for what is wrong in a file.
         """
-        given = options.given - OF_ALL_TARGETS
+        given = given_in(options) - OF_ALL_TARGETS
         for name in (of.name for of in fields(Options) if of.name in given):
             if name not in self.options:
                 raise OptionError(f"`{name}`: the target {self.name} does not take this option")

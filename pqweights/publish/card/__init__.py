@@ -17,7 +17,7 @@ from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE, PICTURE_FILE
 from pqweights.checkpoint.source import read_config
 from pqweights.checkpoint.writer import write_whole
 from pqweights.common.markdown import words
-from pqweights.common.options import MOST_THREADS, Checked, anything, option, options
+from pqweights.common.options import MOST_THREADS, anything, option, options
 from pqweights.common.options import text as checked_text
 from pqweights.common.threads import Progress, no_progress
 from pqweights.convert.manifest import Manifest, container_of, shards_of
@@ -54,7 +54,7 @@ def model_id(name: str, value: Any, *, namespace: bool = False) -> str:
 
 
 @options
-class PublishOptions(Checked):
+class PublishOptions:
     """What is asked of a card and of a push.
 
     base_model: the original on the Hub, if the manifest names none
