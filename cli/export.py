@@ -15,7 +15,7 @@ from .push import push_lines
 from .report import integer_form_lines
 
 if TYPE_CHECKING:
-    from pqweights.convert.task import RewriteReport
+    from pqweights.convert.report import RewriteReport
 
 
 class Command(TyperCommand):

@@ -14,7 +14,7 @@ from .plan import fit_lines, show_plan
 from .report import is_summarized, quality_lines, summary_table
 
 if TYPE_CHECKING:
-    from pqweights.convert.task import RewriteReport
+    from pqweights.convert.report import RewriteReport
 
 
 def command(

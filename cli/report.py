@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pqweights.checkpoint.storage import Storage
     from pqweights.convert.manifest import Manifest
     from pqweights.convert.records import TensorRecord
-    from pqweights.convert.task import RewriteReport
+    from pqweights.convert.report import RewriteReport
     from pqweights.planning.plan import Plan, TensorPlan, Totals
     from pqweights.targets.memory import PossibleExport
 

@@ -33,7 +33,7 @@ from pqweights.convert.conversion import MASTER, Conversion
 from pqweights.convert.convert import convert, unmeasured
 from pqweights.convert.distributed.engine import engine_of
 from pqweights.convert.manifest import Manifest, parse_manifest, read_manifest
-from pqweights.convert.task import RewriteReport
+from pqweights.convert.report import RewriteReport
 from pqweights.errors import OptionError
 from pqweights.planning.calibration import check_calibration, measures
 from pqweights.planning.choice import choose_recipe

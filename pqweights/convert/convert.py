@@ -19,9 +19,9 @@ from pqweights.convert.journal import is_under_way
 from pqweights.convert.manifest import Manifest
 from pqweights.convert.needs import result_need
 from pqweights.convert.records import TensorRecord
+from pqweights.convert.report import RewriteReport
 from pqweights.convert.run import Run, ShardMark, open_run
 from pqweights.convert.shard import make_shards
-from pqweights.convert.task import RewriteReport
 from pqweights.errors import ClusterError, MasterError, OutputError, SourceChangedError, SourceError, SourceReadError
 from pqweights.planning.plan import ShardPlan
 from pqweights.storage import Store

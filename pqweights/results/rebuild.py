@@ -18,9 +18,9 @@ from pqweights.common.options import BY_MODEL, IMATRIX, MAKING, OPENING, Options
 from pqweights.convert.conversion import MASTER, Conversion
 from pqweights.convert.convert import stated
 from pqweights.convert.manifest import Manifest, shards_of
+from pqweights.convert.report import RewriteReport
 from pqweights.convert.run import Run, ShardMark
 from pqweights.convert.shard import make_shards
-from pqweights.convert.task import RewriteReport
 from pqweights.errors import MasterError, OptionError
 from pqweights.formats.native import Native
 from pqweights.planning.plan import ShardPlan

@@ -22,7 +22,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.common.options import Options
 from pqweights.convert.manifest import read_manifest
 from pqweights.convert.ready import ReadyWeights
-from pqweights.convert.task import RewriteReport
+from pqweights.convert.report import RewriteReport
 from pqweights.errors import MasterError, OutputError, SourceChangedError
 from pqweights.planning.recipe import load_recipe
 from pqweights.results.inspect import inspect

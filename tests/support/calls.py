@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pqweights.common.options import EvaluationOptions, Options
 from pqweights.convert.conversion import Conversion
 from pqweights.convert.convert import convert
+from pqweights.convert.report import RewriteReport
 from pqweights.convert.scales import AwqScales
-from pqweights.convert.task import RewriteReport
 from pqweights.planning.recipe import Recipe
 from pqweights.storage import open_store
 from pqweights.targets import exporting, master

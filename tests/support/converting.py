@@ -12,8 +12,8 @@ import pytest
 import safetensors
 from helpers import folder_bytes, killed_runs, run_command
 
+from pqweights.convert.report import RewriteReport
 from pqweights.convert.run import Run, ShardMark
-from pqweights.convert.task import RewriteReport
 from pqweights.targets import master
 
 SHARD_BYTES = 20_000  # four output shards of the small checkpoint

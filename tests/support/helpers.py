@@ -26,7 +26,7 @@ from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.common.options import SELF, Options
 from pqweights.convert import jobs, shard
-from pqweights.convert.task import RewriteReport
+from pqweights.convert.report import RewriteReport
 from pqweights.planning.recipe import load_recipe
 from pqweights.targets import linear
 

@@ -13,8 +13,8 @@ from converting import Killed
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers import folder_bytes, run_command
 
+from pqweights.convert.report import RewriteReport
 from pqweights.convert.run import ShardMark
-from pqweights.convert.task import RewriteReport
 
 CHANGES = ("pipe_file", "put_file", "cp_file", "rm_file")
 READS = ("find", "info", "cat_file")

@@ -1,4 +1,4 @@
-"""The report of a conversion."""
+"""What a conversion did: the report that quantize, export and rebuild return."""
 
 from __future__ import annotations
 
