@@ -48,6 +48,7 @@ from pqweights.formats.lloyd_max import LloydMax
 from pqweights.formats.trellis import Trellis
 from pqweights.planning import fit
 from pqweights.planning.choice import choose_recipe
+from pqweights.planning.decisions import rate_planner
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import Goal, Recipe, load_recipe
 from pqweights.results.inspect import inspect
@@ -56,7 +57,6 @@ from pqweights.runtime.folders import read_folder
 from pqweights.runtime.models import Model, open_model
 from pqweights.runtime.protocol import Scores, TextWindows, compare, perplexity_change
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
-from pqweights.targets.master import rate_planner
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from export_decoders import values_of

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
@@ -25,7 +26,7 @@ from pqweights.models import text_model
 from pqweights.models.description import UNKNOWN, ModelDescription
 from pqweights.models.names import is_behind, role_name, without_numbers
 from pqweights.planning.choice import DEFAULT_RECIPE
-from pqweights.planning.plan import TensorPlan
+from pqweights.planning.plan import KEEP, QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe, Weight, instead_of, load_recipe
 from pqweights.planning.roles import ROLES, Role
 from pqweights.storage.sources import merged, open_source
@@ -180,16 +181,16 @@ Chosen = tuple[float | None, ...]
 class RatePlanner:
     """What becomes of the tensors of a checkpoint with any bit widths.
 
+    recipe: decides where no bit width is chosen
     tensors: the tensors
     decisions: what the recipe decides about each
-    scaled: the weights whose input channels are scaled
-    unnamed: returns the plan of a tensor with an empty name: by its decision, a chosen rate, and whether it is scaled
+    scaled: the weights whose input channels are scaled if they are quantized
     """
 
+    recipe: Recipe
     tensors: Sequence[LogicalTensor]
     decisions: Sequence[Decision]
     scaled: Collection[str]
-    unnamed: Callable[[LogicalTensor, Decision, Chosen, bool], TensorPlan]
     _made: dict[tuple[int, Chosen], TensorPlan] = field(default_factory=dict)
 
     @cached_property
@@ -210,12 +211,34 @@ class RatePlanner:
         return frozenset(tensor.name for tensor, decision in pairs if decision.free and decision.codec is not None)
 
     def unnamed_plan(self, index: int, chosen: Chosen) -> TensorPlan:
-        """Return the plan of a tensor in first_of, with an empty name; a chosen rate counts only if it is free."""
+        """Return the plan of a tensor in first_of, with an empty name.
+
+        chosen: the rate that was chosen in place of the decision's, if any, which counts only if that is free; a rate
+            of None keeps the tensor
+        """
         tensor, decision = self.tensors[index], self.decisions[index]
         chosen = chosen if decision.free else ()
         if (index, chosen) not in self._made:
-            self._made[index, chosen] = self.unnamed(tensor, decision, chosen, tensor.name in self.scaled)
+            self._made[index, chosen] = self._unnamed(tensor, decision, chosen)
         return self._made[index, chosen]
+
+    def _unnamed(self, tensor: LogicalTensor, decision: Decision, chosen: Chosen) -> TensorPlan:
+        codec, bits, reason = decision.codec, decision.bits, decision.reason
+        if chosen:
+            (rate,), reason = chosen, f"{reason}; to keep {self.recipe.goal}"
+            # The rate of a group; codecs that share one may have other rates.
+            bits = None if rate is None or codec is None else nearest_rate(codec, rate)
+            if bits is None or not is_smaller(tensor, codec, bits):
+                codec = bits = None
+        if codec is not None and bits is not None:
+            is_scaled = tensor.name in self.scaled
+            stored = encoded_specs("", tensor.shape, get_codec(codec).at(bits), awq=is_scaled)
+            reason += ", input channels scaled" if is_scaled else ""
+        else:
+            stored = (TensorSpec("", tensor.plain_dtype, tensor.shape),)
+        action = KEEP if codec is None else QUANTIZE
+        plan = TensorPlan.of(tensor, stored, role=decision.role, action=action, reason=reason, codec=codec, bits=bits)
+        return plan._replace(name="")
 
     def planned(self, rates: Rates) -> list[TensorPlan]:
         """Plan all tensors by the recipe's decisions, with the given bit widths for those that it leaves free."""
@@ -223,3 +246,14 @@ class RatePlanner:
             self.unnamed_plan(index, (rates[name],) if name in rates else ()).named(name)
             for name, index in self.first_of.items()
         ]
+
+
+def rate_planner(checkpoint: Checkpoint, recipe: Recipe, scaled: frozenset[str] = frozenset()) -> RatePlanner:
+    """Return what plans the tensors by the recipe's decisions, with any bit widths where the recipe gives none.
+
+    scaled: the weights whose input channels are scaled if they are quantized
+
+    Raises RecipeError if the recipe names a tensor that is not there.
+    """
+    decisions = decide(recipe, checkpoint.tensors, text_model(checkpoint.config))
+    return RatePlanner(recipe=recipe, tensors=checkpoint.tensors, decisions=decisions, scaled=scaled)

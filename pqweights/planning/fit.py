@@ -20,7 +20,7 @@ from pqweights.errors import RecipeError
 from pqweights.formats import get_codec
 from pqweights.planning.decisions import RatePlanner, Rates
 from pqweights.planning.knapsack import Choice, Solution, best_within, cheapest, least_cost, solve
-from pqweights.planning.plan import QUANTIZE, TensorPlan, block_format_of
+from pqweights.planning.plan import QUANTIZE, Safetensors, block_format_of
 from pqweights.planning.recipe import Goal
 from pqweights.planning.sensitivity import HEURISTIC, Sensitivity, alphas_for, groups_of, taken_apart
 
@@ -91,13 +91,13 @@ def fit(
     *,
     sensitivity: Sensitivity | None,
     planner: RatePlanner,
-    file_bytes: Callable[[Sequence[TensorPlan]], int],
+    max_shard_bytes: int,
 ) -> Fit:
     """Choose bit widths for the free weights of a checkpoint, one for each group.
 
     sensitivity: None for the rule of thumb
     planner: plans all tensors with given bit widths, and by the recipe where none is given
-    file_bytes: returns the size of the safetensors files of planned tensors
+    max_shard_bytes: data bytes after which a new file begins
 
     Raises RecipeError for a size below the smallest possible, and for a goal that leaves nothing to quantize;
     OptionError for a divergence without sensitivities.
@@ -114,7 +114,8 @@ def fit(
 
     def size(solution: Solution) -> int:
         chosen = zip(groups, solution.choices, strict=True)
-        return file_bytes(planner.planned({n: group.options[at].bits for group, at in chosen for n in group.weights}))
+        tensors = planner.planned({n: group.options[at].bits for group, at in chosen for n in group.weights})
+        return sum(shard.file_bytes for shard in Safetensors().shards(tensors, max_shard_bytes))
 
     def measured(solution: Solution) -> int:
         return size(solution) if counts_files else solution.cost

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.config import model_facts
-from pqweights.checkpoint.header import TensorSpec
-from pqweights.checkpoint.master import encoded_specs
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, proven
@@ -23,14 +21,13 @@ from pqweights.convert.ready import ReadyWeights
 from pqweights.convert.records import TensorRecord, exceeds
 from pqweights.convert.scales import AwqScales
 from pqweights.errors import OutputError, SourceError, StrictError
-from pqweights.formats import get_codec, nearest_rate
+from pqweights.formats import get_codec
 from pqweights.formats.columns import TrellisColumns
 from pqweights.formats.trellis import Trellis
-from pqweights.models import text_model
-from pqweights.planning.decisions import Chosen, Decision, RatePlanner, decide, is_smaller, open_planned
+from pqweights.planning.decisions import open_planned, rate_planner
 from pqweights.planning.fit import Fit, fit
 from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, KEEP, QUANTIZE, Safetensors, TensorPlan
-from pqweights.planning.recipe import Goal, Recipe
+from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.storage import Store
 from pqweights.storage.sources import place_apart
@@ -80,36 +77,17 @@ def plan_quantize(
     if out is not None:
         place_apart(source, checkpoint, out)
         model = model_facts(checkpoint.storage)
-    most = options.max_shard_size or DEFAULT_MAX_SHARD_BYTES
     if options.lossless:
-        return replace(plan_lossless(checkpoint, most, options), model=model)
-    ready, awq, fitted = learned.ready, learned.awq, None
-    # A size leaves room for scales of all matrices: the search is for the widths that are chosen.
-    matrices = frozenset(tensor.name for tensor in checkpoint.tensors if len(tensor.shape) in (2, 3))
-    planner = rate_planner(checkpoint, recipe, frozenset() if options.awq is None else matrices)
-    if recipe.goal is not None and recipe.goal.divergence is not None and Trellis.codec in recipe.codecs:
-        if options.calibrate is None:
-            recipe.goal.check_measured(None)
-    elif recipe.goal is not None:
-        fitted = _fitted(checkpoint, recipe.goal, planner, learned.sensitivity, most)
-    if awq is not None:
-        planner = rate_planner(checkpoint, recipe, awq.scaled)
-    tensors = planner.planned({} if fitted is None else fitted.rates)
-    if ready is not None:  # what a fit says of calibrated weights does not hold
-        if recipe.goal is not None and recipe.goal.divergence is not None:  # others take as many bits as these
-            free = [of.name for of in tensors if of.codec == Trellis.codec and of.name in planner.free]
-            tensors = planner.planned(dict.fromkeys(free, ready.bits_per_weight))
-        tensors, fitted = ready.planned(tensors), None
-    elif learned.finished is not None:
-        coded = {of.name: of for of in learned.finished.tensors if of.action == QUANTIZE}
-        tensors, fitted = [coded.get(tensor.name, tensor) for tensor in tensors], None
+        return replace(plan_lossless(checkpoint, _max_shard_bytes(options), options), model=model)
+    ready, awq = learned.ready, learned.awq
+    tensors, fitted = _planned(checkpoint, recipe, options, learned)
     reads = {} if awq is None or awq.files is None else {"scales": awq.files}
     reads |= {} if ready is None else {"calibrated": ready.files}
     return Conversion(
         kind=MASTER,
         made_by={"recipe": recipe.to_json(), **_about(learned, fitted)},
         checkpoint=checkpoint,
-        plan=make_plan(checkpoint, tensors, Safetensors(), most),
+        plan=make_plan(checkpoint, tensors, Safetensors(), _max_shard_bytes(options)),
         encode=partial(encode, effort=recipe.effort, awq=awq, ready=ready),
         configs={CONFIG_FILE: master_config},
         reads=reads,
@@ -121,50 +99,43 @@ def plan_quantize(
     )
 
 
+def _planned(
+    checkpoint: Checkpoint, recipe: Recipe, options: Options, learned: Learned
+) -> tuple[list[TensorPlan], Fit | None]:
+    """Plan the tensors of a checkpoint, and say how bit widths were chosen, if that holds for what was learned."""
+    # A size leaves room for scales of all matrices: the search is for the widths that are chosen.
+    matrices = frozenset(tensor.name for tensor in checkpoint.tensors if len(tensor.shape) in (2, 3))
+    planner = rate_planner(checkpoint, recipe, frozenset() if options.awq is None else matrices)
+    goal, ready, fitted = recipe.goal, learned.ready, None
+    if goal is not None and not (goal.divergence is not None and Trellis.codec in recipe.codecs):
+        most, known = _max_shard_bytes(options), learned.sensitivity
+        fitted = fit(checkpoint, goal, sensitivity=known, planner=planner, max_shard_bytes=most)
+    elif goal is not None and options.calibrate is None:
+        goal.check_measured(None)
+    if learned.awq is not None:
+        planner = rate_planner(checkpoint, recipe, learned.awq.scaled)
+    tensors = planner.planned({} if fitted is None else fitted.rates)
+    if ready is not None:
+        if goal is not None and goal.divergence is not None:  # others take as many bits as these
+            free = [of.name for of in tensors if of.codec == Trellis.codec and of.name in planner.free]
+            tensors = planner.planned(dict.fromkeys(free, ready.bits_per_weight))
+        return ready.planned(tensors), None
+    if learned.finished is not None:
+        coded = {of.name: of for of in learned.finished.tensors if of.action == QUANTIZE}
+        return [coded.get(tensor.name, tensor) for tensor in tensors], None
+    return tensors, fitted
+
+
+def _max_shard_bytes(options: Options) -> int:
+    return options.max_shard_size or DEFAULT_MAX_SHARD_BYTES
+
+
 def _about(learned: Learned, fitted: Fit | None) -> dict[str, Any]:
     """Return what the manifest states of what was learned, and of a fit."""
     stated = {} if learned.ready is None else {"calibrated": learned.ready.describe()}
     stated |= {} if learned.finished is None else {"calibrated": learned.finished.made_by["calibrated"]}
     stated |= {} if learned.awq is None else {"awq": dict(learned.awq.about)}
     return stated | ({} if fitted is None else {"fit": fitted.describe()})
-
-
-def rate_planner(checkpoint: Checkpoint, recipe: Recipe, scaled: frozenset[str] = frozenset()) -> RatePlanner:
-    """Return what plans the tensors by the recipe's decisions, with any bit widths where the recipe gives none.
-
-    scaled: the weights whose input channels are scaled if they are quantized
-
-    Raises RecipeError if the recipe names a tensor that is not there.
-    """
-    return RatePlanner(
-        tensors=checkpoint.tensors,
-        decisions=decide(recipe, checkpoint.tensors, text_model(checkpoint.config)),
-        scaled=scaled,
-        unnamed=partial(_planned, recipe),
-    )
-
-
-def _planned(recipe: Recipe, tensor: LogicalTensor, decision: Decision, chosen: Chosen, scaled: bool) -> TensorPlan:
-    """Return the plan of a tensor, and of all that differ from it in name alone, with an empty name.
-
-    chosen: the rate that was chosen in place of the decision's, if any; a rate of None keeps the tensor
-    scaled: whether its input channels are scaled if it is quantized
-    """
-    codec, bits, reason = decision.codec, decision.bits, decision.reason
-    if chosen:
-        (rate,), reason = chosen, f"{reason}; to keep {recipe.goal}"
-        # The rate of a group; codecs that share one may have other rates.
-        bits = None if rate is None or codec is None else nearest_rate(codec, rate)
-        if bits is None or not is_smaller(tensor, codec, bits):
-            codec = bits = None
-    if codec is not None and bits is not None:
-        stored = encoded_specs("", tensor.shape, get_codec(codec).at(bits), awq=scaled)
-        reason += ", input channels scaled" if scaled else ""
-    else:
-        stored = (TensorSpec("", tensor.plain_dtype, tensor.shape),)
-    action = KEEP if codec is None else QUANTIZE
-    plan = TensorPlan.of(tensor, stored, role=decision.role, action=action, reason=reason, codec=codec, bits=bits)
-    return plan._replace(name="")
 
 
 def encode(
@@ -199,14 +170,3 @@ def _refuse_exceeding(planned: TensorPlan, record: TensorRecord) -> None:
 
 def _of_calibration(warnings: tuple[str, ...], records: Sequence[TensorRecord]) -> tuple[str, ...]:
     return warnings
-
-
-def _fitted(
-    checkpoint: Checkpoint, target: Goal, planner: RatePlanner, known: Sensitivity | None, max_shard_bytes: int
-) -> Fit:
-    """Choose the bit widths of a recipe with a target. Raises RecipeError for a target that cannot be met."""
-
-    def file_bytes(tensors: Sequence[TensorPlan]) -> int:
-        return sum(shard.file_bytes for shard in Safetensors().shards(tensors, max_shard_bytes))
-
-    return fit(checkpoint, target, sensitivity=known, planner=planner, file_bytes=file_bytes)

@@ -24,10 +24,10 @@ from pqweights.calibrate.sample import SampleOf
 from pqweights.calibrate.sampled_inputs import SampledInputs, inputs_of
 from pqweights.checkpoint.source import open_local
 from pqweights.common.options import Options
+from pqweights.planning.decisions import rate_planner
 from pqweights.planning.plan import QUANTIZE
 from pqweights.planning.recipe import load_recipe
 from pqweights.storage import open_store
-from pqweights.targets.master import rate_planner
 
 WINDOW, WINDOWS = 64, 16
 IDS = np.random.default_rng(11).integers(0, 490, (WINDOWS, WINDOW))

@@ -23,11 +23,11 @@ from pqweights.models.description import ModelDescription
 from pqweights.models.llama_cpp import QKV, SILU_ONLY, Architecture
 from pqweights.models.table import MODELS
 from pqweights.models.traits import Trait
+from pqweights.planning.decisions import rate_planner
 from pqweights.planning.recipe import load_recipe
 from pqweights.planning.sensitivity import groups_of
 from pqweights.targets.compensation import Compensation
 from pqweights.targets.linear import FUSED_WITH_KEPT
-from pqweights.targets.master import rate_planner
 from pqweights.targets.target import GPTQ
 
 NAME = "quokka"
