@@ -155,5 +155,5 @@ def test_scales_are_searched_for_the_widths_of_a_target(source, asked, tmp_path)
 
 def test_few_windows_are_refused(tmp_path, tmp_path_factory, asked):
     message = refused("quantize", families.model(tmp_path_factory.getbasetemp(), "llama"), tmp_path / "s", *asked)
-    assert "the sample: expected at least 4096 tokens, 16 windows of 256, found 2048; take more tokens" in message
+    assert "4096 tokens" in message and "2048" in message
     assert list(tmp_path.iterdir()) == []

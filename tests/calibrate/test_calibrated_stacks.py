@@ -189,8 +189,7 @@ def test_an_interrupted_calibration_of_stacks_ends_with_the_same_bytes(tmp_path_
     assert folder_bytes(out) == folder_bytes(whole.master)
     # The expert that no token reached has codes of its own, with fewer bits.
     (line,) = [line for line in whole.report.warnings if "experts" in line]
-    assert "layers.0.mlp.experts.down_proj' and 1 more: fewer than 64 tokens of the sample reached 1 of its 4" in line
-    assert line.endswith("experts, or these have no effect; they were encoded for the inputs of all")
+    assert "layers.0.mlp.experts.down_proj' and 1 more" in line and "1 of its 4" in line
     stored, source = read_all(whole.master), read_all(whole.source)
     for name in whole.stacks:
         values = independent(whole.master, name, transposed=True)

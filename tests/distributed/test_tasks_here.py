@@ -48,13 +48,7 @@ def both(monkeypatch: pytest.MonkeyPatch, run: Any, tmp_path: Path) -> list[int]
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"target_bpw": 4.5},
-        {"recipe": "t4", "keep": FEW},
-        {"bits": 3, "set_format": {FEW: 6}},
-        {"lossless": True},
-    ],
+    [{}, {"target_bpw": 4.5}, {"recipe": "t4", "keep": FEW}, {"bits": 3, "set_format": {FEW: 6}}, {"lossless": True}],
     ids=str,
 )
 def test_masters_in_tasks_have_the_bytes_of_plain_ones(

@@ -64,7 +64,7 @@ def test_torchao_keeps_a_fused_layer_plain(tmp_path: Path) -> None:
     modules = tuple(f"{ATTENTION}.{n}_proj" for n in "qkvo")
     warnings = exported(tmp_path, modules, f"{ATTENTION}.k_proj", "-t", "torchao", "--packing", "plain")
     assert integer_names(tmp_path / "out") == [f"{ATTENTION}.o_proj.weight"]
-    assert any("plain because runtimes fuse them" in text for text in warnings)
+    assert any(ATTENTION in text for text in warnings)
 
 
 def test_vllm_finds_one_scheme_for_all_parts_of_a_layer(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_experts_that_stay_plain_are_left_to_vllm(base: Path, tmp_path: Path) ->
     shown = done("export", kept_expert(base, tmp_path), tmp_path / "out", "-t", "vllm")
     rounded = [name for name in integer_names(tmp_path / "out") if ".experts." in name]
     assert rounded and all(name.startswith("model.layers.0.") for name in rounded)
-    assert "single experts stay plain (model.layers.1.mlp.experts." in shown.stderr and "transformers" in shown.stderr
+    assert "(model.layers.1.mlp.experts." in shown.stderr and "transformers" in shown.stderr
 
 
 def test_mlx_keeps_a_stack_of_experts_plain_if_the_master_keeps_one(base: Path, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_mlx_keeps_a_stack_of_experts_plain_if_the_master_keeps_one(base: Path, 
     assert (tensor.bits, tensor.reason) == (None, FUSED_WITH_KEPT)
     found = read_all(tmp_path / "out")[stack]
     assert found[0] == "BF16" and math.prod(found[1].shape) == math.prod(tensor.shape)
-    assert "plain because runtimes fuse them with what the master keeps (model.layers.1.mlp.experts.2." in shown.stderr
+    assert "(model.layers.1.mlp.experts.2." in shown.stderr
 
 
 def test_parts_of_a_layer_share_one_group_size(tmp_path: Path) -> None:

@@ -82,8 +82,7 @@ def test_size_that_is_asked_for_is_exact(tmp_path: Path) -> None:
     folder = llama_master(tmp_path, 320, 864)
     for target in ("vllm", "torchao"):
         line = refused("export", folder, tmp_path / "out", "-t", target, "--group-size", "64")
-        assert "would: 32; without --group-size each layer gets one that divides its rows" in line
-        assert "down_proj" in line and "rows of 864" in line and not (tmp_path / "out").exists()
+        assert "down_proj" in line and "864" in line and "32" in line and not (tmp_path / "out").exists()
     done("export", folder, tmp_path / "out", "-t", "vllm", "--group-size", "32")
     assert codecs(tmp_path / "out") == {"symmetric-g32": 7}
 

@@ -45,8 +45,9 @@ def test_model_of_any_floating_dtype_is_exported_to_every_target(dtype: str, tmp
         pqweights.export(tmp_path / "master", tmp_path / target, target=target, **TARGETS[target])
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BITS)
-@pytest.mark.parametrize("name", [NORM, BUFFER])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((NORM, dtype) for dtype in DTYPE_BITS), *((BUFFER, dtype) for dtype in ("F32", "I64", "F4"))]
+)
 def test_kept_tensor_of_any_dtype_is_exported_or_named_in_one_line(name: str, dtype: str, tmp_path: Path) -> None:
     count = 256 if name == NORM else 32
     raw = np.ones(count * DTYPE_BITS[dtype] // 8, dtype=np.uint8)
