@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from helpers import folder_bytes, run_command
 from memory_storage import put
 
-from pqweights.checkpoint import file_reader
+from pqweights.checkpoint import storage
 from pqweights.convert.run import Run
 from pqweights.errors import MasterError, SourceChangedError, SourceError, SourceReadError
 from pqweights.planning.recipe import load_recipe
@@ -71,7 +71,7 @@ def test_source_that_changes_during_a_run_ends_it(
     """In place or under its name, before or after it was read, with its file still open or not."""
     if (own_source / file).stat().st_size < 2000:
         (own_source / file).write_text("{" + " " * 4000 + "}")
-    monkeypatch.setattr(file_reader, "MOST_OPEN_FILES", 8 if (CHANGES.index(change) + len(file)) % 2 else 1)
+    monkeypatch.setattr(storage, "MOST_OPEN_FILES", 8 if (CHANGES.index(change) + len(file)) % 2 else 1)
     out, act = tmp_path / "out", once(lambda: change(own_source / file))
     with pytest.raises(SourceChangedError, match=file):
         run_command(command(own_source, progress=act), out)
