@@ -22,7 +22,6 @@ from pqweights.checkpoint.gguf.contents import GgufTensor
 from pqweights.checkpoint.gguf.file import MAGIC, open_gguf
 from pqweights.checkpoint.gguf.model import (
     ALIGNMENT,
-    MetadataEntry,
     encode_header,
     model_tensors,
 )
@@ -217,15 +216,14 @@ def write_imatrix(path: Path, inputs: KnownInputs, checkpoint: Checkpoint, sampl
         stored[tensor.name + COUNTS] = counts
     windows = max((vector.windows for vector in inputs.vectors), default=0) or 1
     tokens = max((vector.tokens for vector in inputs.vectors), default=0)
-    types = gguf_package().GGUFValueType
-    metadata = [
-        MetadataEntry("general.type", "imatrix", int(types.STRING)),
-        MetadataEntry("imatrix.datasets", [sample], int(types.ARRAY), int(types.STRING)),
-        MetadataEntry("imatrix.chunk_count", windows, int(types.UINT32)),
-        MetadataEntry("imatrix.chunk_size", tokens // windows, int(types.UINT32)),
-    ]
+    writer = gguf_package().GGUFWriter(None, "")
+    writer.kv_data[0].clear()
+    writer.add_type("imatrix")
+    writer.add_array("imatrix.datasets", [sample])
+    writer.add_uint32("imatrix.chunk_count", windows)
+    writer.add_uint32("imatrix.chunk_size", tokens // windows)
     listed = [GgufTensor(name, values.shape, "F32", values.nbytes) for name, values in stored.items()]
-    header = encode_header(metadata, listed)
+    header = encode_header(writer.kv_data[0], listed)
     padded = (values.tobytes() + bytes(-values.nbytes % ALIGNMENT) for values in stored.values())
     write_whole(path.parent, path, [header, *padded])
 

@@ -23,6 +23,7 @@ from pqweights.formats.fp8 import ACTIVATION_SCALES
 from pqweights.formats.mlx import with_single_experts
 from pqweights.formats.packed import QuantizedTensor, Source
 from pqweights.formats.sources import OF_ANY_TOOL, TOOLS, found_by, plain_settings, tool_finders, why_not
+from pqweights.kernels import VALUE_DTYPES
 from pqweights.models import has_trait
 from pqweights.models.traits import Trait
 
@@ -82,11 +83,15 @@ def logical_tensors(
     refuse_method(settings, stored)
     if settings.get("quant_method") == "mlx" and has_trait((config or {}).get("model_type"), Trait.STACKED_BY_MLX):
         stored = with_single_experts(stored)
-    tensors: list[LogicalTensor] = [*found_by(tool_finders(settings), Source(storage, stored, settings))]
+    tensors: list[LogicalTensor] = []
+    may_be_packed = bool(settings) or any(of.dtype not in VALUE_DTYPES for of in stored.values())
+    if may_be_packed:
+        tensors += found_by(tool_finders(settings), Source(storage, stored, settings))
     taken = {part.name for tensor in tensors for part in tensor.parts}
     others = {name: tensor for name, tensor in stored.items() if name not in taken}
     refuse_foreign(others)
-    tensors += found_by(OF_ANY_TOOL, Source(storage, others, settings))
+    if may_be_packed:
+        tensors += found_by(OF_ANY_TOOL, Source(storage, others, settings))
     taken.update(part.name for tensor in tensors for part in tensor.parts)
     left_out = {}
     if (
@@ -137,12 +142,12 @@ def _check_names(names: list[str]) -> None:
 
 def _refuse_part_of_master(stored: dict[str, StoredTensor]) -> None:
     """Raise SourceError for a shard of a master without the config.json that says how to read it."""
-    for parts in {codec.at(codec.rates[0]).sized(1).parts for codec in CODECS.values()}:
-        first = "weight" + parts[0].suffix
+    for codec in CODECS.values():
+        suffix = codec.suffixes[0]
         for name, tensor in stored.items():
-            if not name.endswith(first):
+            if not name.endswith("weight" + suffix):
                 continue
-            weight = name.removesuffix(parts[0].suffix)
+            weight, parts = name.removesuffix(suffix), codec.at(codec.rates[0]).sized(1).parts
             beside = (stored.get(weight + part.suffix) for part in parts)
             if all(t is not None and t.dtype == part.dtype for t, part in zip(beside, parts, strict=True)):
                 raise SourceError(

@@ -257,6 +257,7 @@ class PackedFormat:
     rule: how codes are made of weights, and weights of codes
     layout: the stored tensors
     factor, offset: what weights of sources are multiplied by at the end, and what is added then
+    name: what the target calls the format
     label: what the plan calls its codec, if not by kind and group size
     reason: why a weight has the format, if not by the name of the rule
     unit_of: for scales that are multiplied by FloatRule.unit, the layer of a runtime all of whose weights have one unit
@@ -266,6 +267,7 @@ class PackedFormat:
     layout: tuple[StoredPart, ...]
     factor: float = 1.0
     offset: float = 0.0
+    name: str = field(default="", compare=False)
     label: str | None = field(default=None, compare=False)
     reason: str | None = field(default=None, compare=False)
     unit_of: str | None = field(default=None, compare=False)

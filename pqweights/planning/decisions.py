@@ -22,14 +22,17 @@ from pqweights.common.dtypes import item_bytes
 from pqweights.common.options import Options
 from pqweights.errors import RecipeError
 from pqweights.formats import get_codec, nearest_rate
+from pqweights.kernels import BLOCK_SIZE
 from pqweights.models import text_model
 from pqweights.models.description import UNKNOWN, ModelDescription
 from pqweights.models.names import is_behind, role_name, without_numbers
-from pqweights.planning.choice import DEFAULT_RECIPE
 from pqweights.planning.plan import KEEP, QUANTIZE, TensorPlan
-from pqweights.planning.recipe import Recipe, Weight, instead_of, load_recipe
-from pqweights.planning.roles import ROLES, Role
+from pqweights.planning.recipe import DEFAULT_BITS, Recipe, Weight, instead_of
+from pqweights.planning.roles import ROLES, Role, classify
 from pqweights.storage.sources import merged, open_source
+
+# Of a block of the default codec: its codes, and a norm.
+DEFAULT_BLOCK_BYTES = BLOCK_SIZE * DEFAULT_BITS // 8 + 2
 
 
 class Decision(NamedTuple):
@@ -63,20 +66,18 @@ def decide(recipe: Recipe, tensors: Sequence[LogicalTensor], model: ModelDescrip
     decisions = []
     for tensor in tensors:
         name = tensor.name
-        # Everything that a decision depends on; thousands of experts have it in common.
-        kind = (
-            without_numbers(name),
-            is_behind(name, model.layers),
-            tuple([rule.is_about([name]) for rule in named]),
-            tensor.dtype,
-            tensor.plain_dtype,
-            tensor.shape,
-        )
+        kind = (*_kind(tensor, model), *[rule.is_about([name]) for rule in named])
         decision = made.get(kind)
         if decision is None:
             decision = made[kind] = _decide_one(recipe, tensor, model)
         decisions.append(decision)
     return decisions
+
+
+def _kind(tensor: LogicalTensor, model: ModelDescription) -> tuple[object, ...]:
+    """Return all that a decision without names depends on; thousands of experts have it in common."""
+    is_further = is_behind(tensor.name, model.layers)
+    return without_numbers(tensor.name), is_further, tensor.dtype, tensor.plain_dtype, tensor.shape
 
 
 def _weight(tensor: LogicalTensor, model: ModelDescription) -> Weight:
@@ -122,9 +123,19 @@ def with_weights(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with the weights that an export may round: of a source, those that q5 quantizes."""
     if checkpoint.is_master:
         return checkpoint
-    decisions = decide(load_recipe(DEFAULT_RECIPE), checkpoint.tensors, text_model(checkpoint.config))
-    pairs = zip(checkpoint.tensors, decisions, strict=True)
-    return replace(checkpoint, weights=frozenset(tensor.name for tensor, of in pairs if of.codec is not None))
+    model = text_model(checkpoint.config)
+    kinds = {_kind(tensor, model): tensor for tensor in checkpoint.tensors}
+    rounded = {kind for kind, tensor in kinds.items() if is_rounded_by_default(tensor, model)}
+    names = (tensor.name for tensor in checkpoint.tensors if _kind(tensor, model) in rounded)
+    return replace(checkpoint, weights=frozenset(names))
+
+
+def is_rounded_by_default(tensor: LogicalTensor, model: ModelDescription) -> bool:
+    """Whether `quantize` encodes a tensor unless a recipe says otherwise: in five bits, if that makes it smaller."""
+    if classify(tensor.name, tensor.dtype, tensor.shape, model).keep is not None:
+        return False
+    weights = math.prod(tensor.shape)
+    return -(-weights // BLOCK_SIZE) * DEFAULT_BLOCK_BYTES < weights * item_bytes(tensor.plain_dtype)
 
 
 def open_planned(

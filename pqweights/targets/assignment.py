@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,17 +37,6 @@ PLAIN = "plain"
 # The relative squared error of 16 bits.
 PLAIN_ERROR = 1e-8
 SAMPLES = 1 << 16
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The decision to store a weight plainly, although others of its kind become integers.
-
-    dtype: the dtype that it gets whatever the others get
-    """
-
-    reason: str
-    dtype: str | None = None
 
 
 def recipe_of(options: Options, formats: Sequence[str]) -> Recipe:

@@ -22,7 +22,7 @@ from pqweights.models import text_model
 from pqweights.models.diffusion import find_family
 from pqweights.planning.plan import DEFAULT_METADATA
 from pqweights.planning.recipe import Recipe
-from pqweights.targets.assignment import Kept, describe, recipe_of, weight_of
+from pqweights.targets.assignment import describe, recipe_of, weight_of
 from pqweights.targets.carried import plain_beside_codes
 from pqweights.targets.integers import Assignment
 from pqweights.targets.linear import PLAIN_IN_SOURCE
@@ -56,15 +56,15 @@ def _assign(
     tensors, left_out = own_tensors(checkpoint, found)
     matrices = [of for of in tensors if found.in_blocks(of.name) and found.is_matrix(of.name, of.shape)]
     stay = plain_beside_codes(checkpoint.tensors, _rule(1))
-    decisions, layers = dict[str, PackedFormat | Kept](), {}
+    decisions, layers = dict[str, PackedFormat | str](), {}
     weights = [weight_of(of, text_model(checkpoint.config)) for of in matrices]
     for tensor, weight in zip(matrices, weights, strict=True):
         name = tensor.name
         rule, why = recipe.rule_for([weight])
         if rule is not None and rule.keep:
-            decisions[name] = Kept(why)
+            decisions[name] = why
         elif rule is None and found.prefix + name in stay:
-            decisions[name] = Kept(PLAIN_IN_SOURCE)
+            decisions[name] = PLAIN_IN_SOURCE
         else:
             how = _rule(tensor.shape[-1])
             decisions[name] = PackedFormat(how, COMFYUI, label=how.kind, reason=why or None, unit_of=name)

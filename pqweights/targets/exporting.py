@@ -50,7 +50,6 @@ from pqweights.storage.addresses import is_repository_id
 from pqweights.storage.sources import place_apart
 from pqweights.targets import get_target
 from pqweights.targets.architectures import unexamined_warnings
-from pqweights.targets.assignment import Kept
 from pqweights.targets.bf16 import is_weight, plain_plan, role_of, stored_dtype
 from pqweights.targets.carried import carried_unit
 from pqweights.targets.compensation import CompensatedJob, Compensation, WeightedJob
@@ -263,15 +262,14 @@ def _planned(tensor: LogicalTensor, checkpoint: Checkpoint, assignment: Assignme
     """Plan a tensor by the decision of an assignment."""
     known, decision = text_model(checkpoint.config), assignment.decisions.get(tensor.name)
     if not isinstance(decision, PackedFormat):
-        reason, forced = (None, None) if decision is None else (decision.reason, decision.dtype)
         return plain_plan(
             tensor,
             known,
             weights=checkpoint.weights,
             model=model_dtype(checkpoint.config, checkpoint.tensors),
             dtype=assignment.plain_dtype,
-            reason=reason,
-            forced=forced,
+            reason=decision,
+            forced=assignment.dtypes.get(tensor.name),
         )
     return TensorPlan.of(
         tensor,
@@ -345,11 +343,11 @@ def _experts_warnings(assignment: Assignment, checkpoint: Checkpoint) -> tuple[s
     model = text_model(checkpoint.config)
     by_reason: dict[str, list[LogicalTensor]] = {}
     for tensor in assignment.tensors:
-        decision = assignment.decisions.get(tensor.name)
-        if not isinstance(decision, Kept) or decision.dtype or decision.reason == FUSED_WITH_KEPT:
+        reason = assignment.decisions.get(tensor.name)
+        if not isinstance(reason, str) or tensor.name in assignment.dtypes or reason == FUSED_WITH_KEPT:
             continue  # of a type that was asked for, or said elsewhere
         if is_weight(tensor, checkpoint.weights) and role_of(tensor, model) == "expert":
-            by_reason.setdefault(decision.reason, []).append(tensor)
+            by_reason.setdefault(reason, []).append(tensor)
     return tuple(
         f"experts stay in BF16: {counted(len(tensors), 'tensor')} of {sum(map(element_count, tensors))} weights, "
         f"{size_text(sum(2 * element_count(t) for t in tensors))} in place of "

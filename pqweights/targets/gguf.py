@@ -28,7 +28,6 @@ from pqweights.checkpoint.gguf.mixes import (
 from pqweights.checkpoint.gguf.model import (
     ALIGNMENT,
     GgufModel,
-    MetadataEntry,
     encode_header,
     gguf_model,
     gives_vectors,
@@ -43,23 +42,21 @@ from pqweights.common.markdown import fenced
 from pqweights.common.options import Options
 from pqweights.convert.conversion import SmallFiles
 from pqweights.errors import ExportError, OptionError
-from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.models.diffusion import CLASS, COMFYUI, DIFFUSERS
 from pqweights.planning.plan import GgufFiles, ShardPlan, TensorPlan, cuts_together
 from pqweights.planning.recipe import Recipe
 from pqweights.storage.addresses import is_repository_id
-from pqweights.targets.assignment import Kept
 from pqweights.targets.gguf_types import (
     PLAIN_BITS,
     TOWER_TYPE,
     check_types,
     chosen_types,
+    decision_of,
     label,
     read_types,
     stated_types,
     tower_type,
-    type_of,
 )
 from pqweights.targets.integers import Assignment
 from pqweights.targets.loading import PART, LoadableModel, files_of_type, into_comfyui, legal_files, shell
@@ -115,7 +112,7 @@ def _container(
     for mix, first in zip(mixes, firsts, strict=True):
         stem = f"{base_name}-{label(mix, recipe)}"
         # Types that are chosen one by one have no mix to name.
-        metadata = [*model.metadata, *_about_types(mix if recipe.goal is None else None)]
+        metadata = model.metadata | _about_types(mix if recipe.goal is None else None)
         for number, run in enumerate(runs):
             held = range(first + run.start, first + run.stop)
             header = encode_header(
@@ -124,7 +121,7 @@ def _container(
             name = gguf_name(stem, number, len(runs))
             files.append(ShardPlan(file=name, tensors=held, header=header, group=number))
     if model.tower:
-        about = [*model.tower_metadata, *_about_types(find_mix(TOWER_TYPE))]
+        about = model.tower_metadata | _about_types(find_mix(TOWER_TYPE))
         of_tower = range(count * len(mixes), len(tensors))
         header = encode_header(about, [_listed(tensors[index]) for index in of_tower])
         name = gguf_name(f"{TOWER_PREFIX}{base_name}-{TOWER_TYPE}", 0, 1)
@@ -158,15 +155,16 @@ def _listed(planned: TensorPlan) -> GgufTensor:
     return GgufTensor(planned.name.rpartition(TYPE_END)[2], planned.shape, type_name, planned.bytes)
 
 
-def _about_types(mix: Mix | None) -> list[MetadataEntry]:
+def _about_types(mix: Mix | None) -> dict[str, Any]:
     """Return the metadata that name the mix, if there is one, and the version of the block formats."""
     import gguf
 
-    keys, number = gguf.Keys.General, int(gguf.GGUFValueType.UINT32)
-    version = MetadataEntry(keys.QUANTIZATION_VERSION, gguf.GGML_QUANT_VERSION, number)
-    if mix is None:
-        return [version]
-    return [MetadataEntry(keys.FILE_TYPE, mix.file_type, number), version]
+    writer = gguf.GGUFWriter(None, "")
+    writer.kv_data[0].clear()
+    if mix is not None:
+        writer.add_file_type(mix.file_type)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    return dict(writer.kv_data[0])
 
 
 def load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]:
@@ -292,7 +290,7 @@ def _assign(
                     f"the model has no tokenizer, without which llama.cpp ends at the first text: {NO_TOKENIZER}"
                 )
             model = replace(model, notes=(*model.notes, WITHOUT_TOKENIZER))
-    tensors, decisions, warnings = list[LogicalTensor](), dict[str, PackedFormat | Kept](), list[str]()
+    tensors, types, warnings = list[LogicalTensor](), dict[str, tuple[str, str]](), list[str]()
     for mix in mixes:
         chosen = chosen_types(mix, recipe, model, checkpoint, imatrix=imatrix)
         if diffusion is not None:
@@ -300,11 +298,13 @@ def _assign(
         # Several files have tensors of the same names, which a result tells apart.
         of_type = "" if len(mixes) == 1 else label(mix, recipe) + TYPE_END
         tensors += [RenamedTensor.of(of_type + t.name, t) for t in model.tensors] if of_type else model.tensors
-        decisions |= {of_type + name: decision for name, decision in chosen.items()}
+        types |= {of_type + name: of for name, of in chosen.items()}
         warnings += [] if imatrix else _wanting(chosen)
+    types |= {tensor.name: tower_type(tensor) for tensor in model.tower}
     return Assignment(
         tensors=(*tensors, *model.tower),
-        decisions=decisions | {tensor.name: tower_type(tensor) for tensor in model.tower},
+        decisions={name: decision_of(*of) for name, of in types.items()},
+        dtypes={name: type_name for name, (type_name, _) in types.items() if type_name in PLAIN_BITS},
         # By which diffusers makes the model.
         config=checkpoint.config if CLASS in (checkpoint.config or {}) else None,
         left_out=model.left_out,
@@ -318,9 +318,9 @@ def _assign(
     )
 
 
-def _wanting(types: Mapping[str, PackedFormat | Kept]) -> Iterator[str]:
+def _wanting(types: Mapping[str, tuple[str, str]]) -> Iterator[str]:
     """Yield a warning of types that llama.cpp makes with importances only."""
-    matrices = [type_of(decision) for name, decision in types.items() if role_of(name) not in (OUTPUT, EMBEDDING)]
+    matrices = [type_name for name, (type_name, _) in types.items() if role_of(name) not in (OUTPUT, EMBEDDING)]
     wanting = [name for name in WANT_IMPORTANCE if name in matrices]
     if wanting:
         yield (

@@ -37,7 +37,6 @@ from pqweights.planning.recipe import Recipe, Weight
 from pqweights.targets.assignment import (
     PLAIN_ERROR,
     Candidate,
-    Kept,
     Layers,
     chosen_within,
     describe,
@@ -94,41 +93,34 @@ def candidates(*, imatrix: bool) -> tuple[str, ...]:
     return ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", *narrow, "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S", "F16")
 
 
-Decision = PackedFormat | Kept
-
-
-def _decision(type_name: str, reason: str) -> Decision:
-    """Return what becomes of a tensor of a type. reason: why it has it"""
-    return Kept(reason, type_name) if type_name in PLAIN_BITS else block_format(type_name, reason)
-
-
-def type_of(decision: Decision) -> str:
-    """Return the type that a tensor gets."""
-    return decision.codec if isinstance(decision, PackedFormat) else str(decision.dtype)
+def decision_of(type_name: str, reason: str) -> PackedFormat | str:
+    """Return what becomes of a tensor of a type: codes, or a plain tensor. reason: why it has it"""
+    return reason if type_name in PLAIN_BITS else block_format(type_name, reason)
 
 
 # As the files of towers on the Hub have it: matrices in F16, everything else in F32.
 TOWER_TYPE = "F16"
+IN_FLOAT32 = "llama.cpp computes with it in float32"
 
 
-def tower_type(tensor: LogicalTensor) -> Kept:
+def tower_type(tensor: LogicalTensor) -> tuple[str, str]:
     """Return the type of a tensor of a tower for images, and why it has it."""
     if len(tensor.shape) < 2 or PLAIN_IN_TOWERS.fullmatch(tensor.name):
-        return Kept("llama.cpp computes with it in float32", "F32")
-    return Kept("matrix of a tower", TOWER_TYPE)
+        return "F32", IN_FLOAT32
+    return TOWER_TYPE, "matrix of a tower"
 
 
 def chosen_types(
     mix: Mix, recipe: Recipe, model: GgufModel, checkpoint: Checkpoint, *, imatrix: bool
-) -> dict[str, Decision]:
-    """Return the type of every tensor, by its name in the file.
+) -> dict[str, tuple[str, str]]:
+    """Return the type of every tensor, and why it has it, by its name in the file.
 
     imatrix: whether errors are weighed by an importance matrix
 
     Raises RecipeError for a pattern that matches nothing, and for a size that cannot be met.
     """
     shape = _shape_of(model, imatrix=imatrix)
-    result: dict[str, Decision] = {}
+    result: dict[str, tuple[str, str]] = {}
     free: list[LogicalTensor] = []
     weights: list[Weight] = []
     known = text_model(checkpoint.config)
@@ -155,29 +147,27 @@ def chosen_types(
     return result | _within(recipe, model, checkpoint, types=types, chosen=result, free=free)
 
 
-def _plain(tensor: LogicalTensor, model: GgufModel) -> Decision | None:
-    """Return the type of a tensor that is not quantized, whatever the mix and the rules; None for any other."""
+def _plain(tensor: LogicalTensor, model: GgufModel) -> tuple[str, str] | None:
+    """Return the type of a tensor that is not quantized, whatever the mix and the rules, and why; None for others."""
     if tensor.dtype == INTEGERS:
-        return _decision(INTEGERS, "whole numbers")
+        return INTEGERS, "whole numbers"
     if model.diffusion is not None:
         plain = plain_type(model.diffusion, tensor)
-        return None if plain is None else _decision(plain, "outside of the matrices of blocks")
-    if not may_be_quantized(tensor.name, tensor.shape):
-        return _decision("F32", "llama.cpp computes with it in float32")
-    return None
+        return None if plain is None else (plain, "outside of the matrices of blocks")
+    return None if may_be_quantized(tensor.name, tensor.shape) else ("F32", IN_FLOAT32)
 
 
-def check_types(chosen: Mapping[str, Decision]) -> None:
+def check_types(chosen: Mapping[str, tuple[str, str]]) -> None:
     """Raise OptionError for a type that the programs for image and video models do not decode."""
-    for name, decision in chosen.items():
-        if (type_name := type_of(decision)) not in (*TYPES, *PLAIN_TYPES):
+    for name, (type_name, _) in chosen.items():
+        if type_name not in (*TYPES, *PLAIN_TYPES):
             programs = f"{COMFYUI} and {DIFFUSERS}"
             raise OptionError(f"`type` {type_name}, of tensor {name!r}: {programs} compute with {', '.join(TYPES)}")
 
 
 def _shape_of(model: GgufModel, *, imatrix: bool) -> Shape:
     """Return what of a model the mixes depend on."""
-    values = {entry.key.removeprefix(f"{model.architecture}."): entry.value for entry in model.metadata}
+    values = {key.removeprefix(f"{model.architecture}."): entry.value for key, entry in model.metadata.items()}
 
     def number(key: str) -> int:
         value = values.get(key, 0)
@@ -204,13 +194,13 @@ def type_bytes(type_name: str, shape: Sequence[int]) -> int:
     return math.prod(shape[:-1]) * BLOCK_TYPES[type_name].row_bytes(shape[-1])
 
 
-def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> Decision:
-    """Return the type of a tensor whose rows the blocks of a type may not divide."""
+def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> tuple[str, str]:
+    """Return the type of a tensor whose rows the blocks of a type may not divide, and why it has it."""
     fitting = fitting_type(wanted, tensor.shape[-1])
     if fitting == wanted:
-        return _decision(fitting, reason)
+        return fitting, reason
     size = BLOCK_TYPES[wanted].block_size
-    return _decision(fitting, f"as blocks of {size} ({wanted}) do not divide its rows of {tensor.shape[-1]} weights")
+    return fitting, (f"as blocks of {size} ({wanted}) do not divide its rows of {tensor.shape[-1]} weights")
 
 
 def _within(
@@ -219,11 +209,11 @@ def _within(
     checkpoint: Checkpoint,
     *,
     types: Sequence[str],
-    chosen: dict[str, Decision],
+    chosen: Mapping[str, tuple[str, str]],
     free: Sequence[LogicalTensor],
-) -> dict[str, Decision]:
+) -> dict[str, tuple[str, str]]:
     """Choose types for the free tensors, so that the predicted rise of the loss is least within the size."""
-    by_type = {name: type_of(decision) for name, decision in chosen.items()}
+    by_type = {name: type_name for name, (type_name, _) in chosen.items()}
     stored = {t.name: type_bytes(by_type[t.name], t.shape) for t in model.tensors}
     # The header does not depend on the types.
     tensors = [GgufTensor(t.name, t.shape, by_type[t.name], stored[t.name]) for t in model.tensors]

@@ -29,7 +29,6 @@ from pqweights.kernels import Doubles, load_backend
 from pqweights.kernels.groups import BEST, GroupRule, Groups, merged, sums_of_squares
 from pqweights.kernels.workers import scratch
 from pqweights.planning.plan import DEFAULT_METADATA, Container, ShardPlan, TensorPlan
-from pqweights.targets.assignment import Kept
 from pqweights.targets.carried import SourceGrid, recovered_groups, stored_dtype
 
 # The most rows that a format stores together: with chunks of a multiple of it, all formats read the same chunks.
@@ -41,7 +40,9 @@ class Assignment:
     """Which format a target gives each tensor of a model, in which files, decided from headers and configuration.
 
     tensors: the tensors that the runtime holds
-    decisions: what becomes of weights, by name; a tensor without a decision is stored plainly
+    decisions: how weights are stored as codes, or why they stay plain, by name; a tensor without a decision is stored
+        plainly
+    dtypes: in which tensors are stored plainly, by name, if not as `plain_dtype` says
     left_out: tensors of the master that the runtime does not hold, each with the reason
     metadata: the `__metadata__` of the safetensors files
     config: config.json; None if there is none
@@ -55,8 +56,9 @@ class Assignment:
     """
 
     tensors: tuple[LogicalTensor, ...]
-    decisions: Mapping[str, PackedFormat | Kept]
+    decisions: Mapping[str, PackedFormat | str]
     config: dict[str, Any] | None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=lambda: DEFAULT_METADATA)
     plain_dtype: str | None = "BF16"
@@ -74,6 +76,11 @@ class Assignment:
             decision = self.decisions.get(tensor.name)
             if isinstance(decision, PackedFormat):
                 yield tensor, decision
+
+    @property
+    def formats(self) -> dict[str, PackedFormat]:
+        """How weights are stored as codes, by name."""
+        return {name: how for name, how in self.decisions.items() if isinstance(how, PackedFormat)}
 
 
 class IntegerJob:

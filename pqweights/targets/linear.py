@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, TypeGuard, cast
 
 from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
@@ -21,19 +21,17 @@ from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.units import counted, first_names, size_text
 from pqweights.errors import ExportError
-from pqweights.formats import DEFAULT_CODEC
 from pqweights.formats.packing import CODES, WORD, ZEROS, PackedFormat, RoundingRule, StoredPart, tile_shape
 from pqweights.kernels.groups import GroupRule
 from pqweights.models import text_model
 from pqweights.models.conventions import NEVER_QUANTIZED
 from pqweights.models.description import ModelDescription
 from pqweights.models.names import fused_layer
-from pqweights.planning.decisions import is_smaller
-from pqweights.planning.plan import DEFAULT_METADATA, stored_bytes
-from pqweights.planning.recipe import DEFAULT_BITS, Recipe, Weight
-from pqweights.planning.roles import classify
+from pqweights.planning.decisions import is_rounded_by_default
+from pqweights.planning.plan import stored_bytes
+from pqweights.planning.recipe import Recipe, Weight
 from pqweights.targets.architectures import check_architecture
-from pqweights.targets.assignment import PLAIN, PLAIN_ERROR, Candidate, Kept, chosen_within, distortion, weight_of
+from pqweights.targets.assignment import PLAIN, PLAIN_ERROR, Candidate, chosen_within, distortion, weight_of
 from pqweights.targets.bf16 import is_weight, role_of, stored_dtype
 from pqweights.targets.carried import plain_beside_codes
 from pqweights.targets.experts import is_stack
@@ -132,68 +130,15 @@ class LinearFormat:
         )
 
 
-class Chosen(NamedTuple):
-    """What a weight gets: a format, by name, in groups of a size, and why, if not by default."""
-
-    format: str
-    size: int
-    reason: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearWeights:
-    """What can become of the weights that a master encodes.
-
-    model: what is known of the type of model
-    formats: the formats of the target, by name
-    chosen: what each weight gets that can become integers, by name
-    plain: why each of the others stays plain, by name
-    warnings: what the user should know of those that are fused with others, a sentence each
-    """
-
-    model: ModelDescription
-    formats: Mapping[str, LinearFormat]
-    chosen: Mapping[str, Chosen]
-    plain: Mapping[str, str]
-    warnings: tuple[str, ...] = ()
-
-    def format(self, tensor: LogicalTensor) -> PackedFormat:
-        """Return how a weight is stored that can become integers."""
-        name, size, reason = self.chosen[tensor.name]
-        how = self.formats[name].format(tensor.shape, size)
-        unit_of = _joined_matrix(tensor, self.model) if how.has_unit else None
-        return replace(how, unit_of=unit_of, reason=reason)
-
-    def assignment(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        quantization: dict[str, Any],
-        metadata: dict[str, str] = DEFAULT_METADATA,
-        warnings: tuple[str, ...] = (),
-    ) -> Assignment:
-        """Return what a target makes of a model whose names and shapes stay those of the source.
-
-        quantization: the quantization_config
-        warnings: others than those of fused layers
-        """
-        decisions: dict[str, PackedFormat | Kept] = {name: Kept(why) for name, why in self.plain.items()}
-        decisions |= {t.name: self.format(t) for t in checkpoint.tensors if t.name in self.chosen}
-        old_dtype = model_dtype(checkpoint.config, checkpoint.tensors)
-        return Assignment(
-            tensors=checkpoint.tensors,
-            decisions=decisions,
-            config=edited_config(
-                stated_once(checkpoint.config),
-                "BF16",
-                old_dtype=old_dtype,
-                quantization=quantization,
-                tensors=checkpoint.tensors,
-            ),
-            left_out={},
-            metadata=metadata,
-            warnings=(*self.warnings, *warnings),
-        )
+def with_quantization(checkpoint: Checkpoint, quantization: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the config.json of a model whose names and shapes stay those of the source, with a quantization_config."""
+    return edited_config(
+        stated_once(checkpoint.config),
+        "BF16",
+        old_dtype=model_dtype(checkpoint.config, checkpoint.tensors),
+        quantization=quantization,
+        tensors=checkpoint.tensors,
+    )
 
 
 def linear_weights(
@@ -207,78 +152,69 @@ def linear_weights(
     one_size: bool = False,
     stacks: bool = False,
     heads: bool = False,
-) -> LinearWeights:
-    """Decide for every weight that the master encoded whether it can become integers, and in groups of which size.
+) -> Assignment:
+    """Decide for every weight that may be rounded whether it becomes codes, and in groups of which size.
+
+    The result has the tensors of the checkpoint, and no config.json yet.
 
     target: what messages call the target
-    formats: its formats, by name; the first is the default
+    formats: those of the target, by name; the first is the default
     ladder: those from which formats are chosen for a size
-    recipe: what the user asks for
-    experts: why single experts stay plain; None if they need not
-    one_size: whether all layers outside of experts must have the same group size
-    stacks: whether it takes the stacks of all experts of a layer, and nothing else
-    heads: whether it takes a head that is a weight of its own, which a rule has to name
+    experts: why single experts stay plain; None if the runtime takes them
+    one_size: whether all weights of a format have one group size
+    stacks: whether the format is that of stacks of all experts, and of nothing else
+    heads: whether the format takes a head with a weight of its own, which a rule has to name
 
     Raises ExportError for an architecture that the target cannot hold, for a group size that was asked for and that
     does not divide the rows of a weight, and if no weight can become integers; RecipeError for a rule that matches
     nothing, and for a size that cannot be met.
     """
     check_architecture(target, checkpoint.config)
-    weights = checkpoint.weights
-    encoded = [tensor for tensor in checkpoint.tensors if is_weight(tensor, weights)]
-    config = checkpoint.config or {}
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    tokens = {part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)}
-    model = text_model(checkpoint.config)
-    wanted = {tensor.name for tensor in encoded if heads and _has_format(tensor, model, recipe)}
-    reasons_by_name = (
-        (t.name, _not_linear(t, model, weights, tokens, experts=experts, stacks=stacks, heads=wanted)) for t in encoded
-    )
-    plain = {name: why for name, why in reasons_by_name if why is not None}
-    linear = [tensor for tensor in encoded if tensor.name not in plain]
-    groups = {n: _one_size(how.groups, linear) if one_size else how.groups for n, how in formats.items()}
+    weights, model = checkpoint.weights, text_model(checkpoint.config)
+    decisions: dict[str, PackedFormat | str] = {}
+    decisions |= _not_linear(checkpoint, recipe, experts=experts, stacks=stacks, heads=heads)
+    linear = [t for t in checkpoint.tensors if is_weight(t, weights) and t.name not in decisions]
+    stay = _plain_in_source(formats, linear) if recipe.goal is None else set()
+    if one_size:
+        formats = {name: replace(how, groups=_one_size(how.groups, linear)) for name, how in formats.items()}
     of_experts = {tensor.shape[-1] for tensor in linear if role_of(tensor, model) == "expert"}
-    size_of = functools.partial(_size_of, model=model, formats=formats, groups=groups, expert_columns=of_experts)
-    chosen: dict[str, Chosen] = {}
-    removable: list[str] = []  # reasons that another option removes
+    formats_of = functools.partial(_formats_of, model=model, formats=formats, expert_columns=of_experts)
     fused_with: dict[str, list[LogicalTensor]] = {}
     free: dict[str, Sequence[LogicalTensor]] = {}  # layers about which no rule decides
     known: list[Weight] = []
-    stay = _plain_in_source(formats, linear) if recipe.goal is None else set()
     for key, layer in _fused_layers(checkpoint, model).items():
-        possible = [tensor for tensor in layer if is_weight(tensor, weights) and tensor.name not in plain]
-        kept = [tensor for tensor in layer if not is_weight(tensor, weights)]
-        if kept and possible:
-            plain |= dict.fromkeys((tensor.name for tensor in possible), FUSED_WITH_KEPT)
-            fused_with[kept[0].name] = possible
-            continue
-        of_layer = [weight_of(tensor, model) for tensor in possible]
-        known += of_layer
-        rule, why = recipe.rule_for(of_layer)
-        if rule is not None and rule.keep:
-            plain |= dict.fromkeys((tensor.name for tensor in possible), why)
-            continue
-        if rule is None and possible and all(tensor.name in stay for tensor in possible):
-            plain |= dict.fromkeys((tensor.name for tensor in possible), PLAIN_IN_SOURCE)
-            continue
-        name = (rule and rule.format) or next(iter(formats))
-        reasons, size = size_of(possible, name)
-        removable += reasons.values()
-        if len(possible) < len(layer) or reasons:
-            plain |= dict.fromkeys((tensor.name for tensor in possible), FUSED_WITH_PLAIN) | reasons
-            continue
-        chosen |= dict.fromkeys((tensor.name for tensor in possible), Chosen(name, size, why or None))
-        if rule is None and possible:
-            free[key] = possible
+        possible = [tensor for tensor in layer if is_weight(tensor, weights) and tensor.name not in decisions]
+        names = [tensor.name for tensor in possible]
+        kept = next((tensor.name for tensor in layer if not is_weight(tensor, weights)), None)
+        if kept is not None and possible:
+            decisions |= dict.fromkeys(names, FUSED_WITH_KEPT)
+            fused_with[kept] = possible
+        elif possible:
+            of_layer = [weight_of(tensor, model) for tensor in possible]
+            known += of_layer
+            rule, why = recipe.rule_for(of_layer)
+            if rule is not None and rule.keep:
+                decisions |= dict.fromkeys(names, why)
+            elif rule is None and stay.issuperset(names):
+                decisions |= dict.fromkeys(names, PLAIN_IN_SOURCE)
+            else:
+                name = (rule and rule.format) or next(iter(formats))
+                made = formats_of(possible, name, why or None, is_whole=len(possible) == len(layer))
+                decisions |= made
+                free |= {key: possible} if rule is None and _is_rounded(made) else {}
     recipe.check(known, [name for tensor in checkpoint.tensors for name in weight_of(tensor, model).names])
-    if not chosen:
-        why = next(iter([*removable, *plain.values()]), "none of its weights is a linear layer that quantize encodes")
+    if all(isinstance(how, str) for how in decisions.values()):
+        own = [how for t in linear if (how := decisions[t.name]) not in (FUSED_WITH_KEPT, FUSED_WITH_PLAIN)]
+        why = next(map(str, [*own, *decisions.values()]), "none of its weights is a linear layer that quantize encodes")
         raise ExportError(f"no weight of this model can become integers for {target}: {why}")
-    warnings = fused_warnings(fused_with)
-    result = LinearWeights(model=model, formats=formats, chosen=chosen, plain=plain, warnings=warnings)
-    if recipe.goal is None:
-        return result
-    return _within(checkpoint, recipe, result, free=free, ladder=ladder, size_of=size_of)
+    if recipe.goal is not None:
+        decisions |= _within(checkpoint, recipe, decisions, free=free, ladder=ladder, formats_of=formats_of)
+    return Assignment(tensors=checkpoint.tensors, decisions=decisions, config=None, warnings=fused_warnings(fused_with))
+
+
+def _is_rounded(made: Mapping[str, PackedFormat | str]) -> TypeGuard[Mapping[str, PackedFormat]]:
+    """Whether all weights of a layer have formats."""
+    return all(isinstance(how, PackedFormat) for how in made.values())
 
 
 def _plain_in_source(formats: Mapping[str, LinearFormat], linear: Sequence[LogicalTensor]) -> set[str]:
@@ -292,53 +228,44 @@ def _plain_in_source(formats: Mapping[str, LinearFormat], linear: Sequence[Logic
 def _within(
     checkpoint: Checkpoint,
     recipe: Recipe,
-    weights: LinearWeights,
+    decisions: Mapping[str, PackedFormat | str],
     *,
     free: Mapping[str, Sequence[LogicalTensor]],
     ladder: Sequence[str],
-    size_of: Callable[[Sequence[LogicalTensor], str], tuple[dict[str, str], int]],
-) -> LinearWeights:
-    """Return the weights with other formats for the free layers, so that the files have at most the size asked for."""
+    formats_of: Callable[..., Mapping[str, PackedFormat | str]],
+) -> dict[str, PackedFormat | str]:
+    """Return the formats of the free layers with which the files have at most the size asked for."""
     layers: dict[str, list[Candidate]] = {}
-    chosen_as: dict[tuple[str, str], Chosen] = {}
+    possible: dict[tuple[str, str], Mapping[str, PackedFormat | str]] = {}
     reason = f"chosen for {recipe.goal}"
     for key, layer in free.items():
-        count = sum(map(element_count, layer))
-        layers[key] = [Candidate(PLAIN, 2 * count, PLAIN_ERROR)]
+        layers[key] = [Candidate(PLAIN, 2 * sum(map(element_count, layer)), PLAIN_ERROR)]
+        possible[key, PLAIN] = dict.fromkeys((tensor.name for tensor in layer), reason)
         for name in ladder:
-            reasons, size = size_of(layer, name)
-            if reasons:
-                continue
-            roundings = [weights.formats[name].format(tensor.shape, size) for tensor in layer]
-            cost = sum(stored_bytes(how.specs(t.name, t.shape)) for how, t in zip(roundings, layer, strict=True))
-            layers[key].append(Candidate(name, cost, distortion(roundings[0].rule)))
-            chosen_as[key, name] = Chosen(name, size, reason)
+            made = formats_of(layer, name, reason)
+            if _is_rounded(made):
+                cost = sum(stored_bytes(made[t.name].specs(t.name, t.shape)) for t in layer)
+                layers[key].append(Candidate(name, cost, distortion(made[layer[0].name].rule)))
+                possible[key, name] = made
     in_layers = {tensor.name for layer in free.values() for tensor in layer}
-    overhead = HEADER_BYTES * (len(checkpoint.tensors) + 1)
-    for tensor in checkpoint.tensors:
-        if tensor.name in weights.chosen and tensor.name not in in_layers:
-            overhead += stored_bytes(weights.format(tensor).specs(tensor.name, tensor.shape))
-        elif tensor.name not in in_layers:
-            model = model_dtype(checkpoint.config, checkpoint.tensors)
+    overhead, model = HEADER_BYTES * (len(checkpoint.tensors) + 1), model_dtype(checkpoint.config, checkpoint.tensors)
+    for tensor in (tensor for tensor in checkpoint.tensors if tensor.name not in in_layers):
+        how = decisions.get(tensor.name)
+        if isinstance(how, PackedFormat):
+            overhead += stored_bytes(how.specs(tensor.name, tensor.shape))
+        else:
             dtype = stored_dtype(tensor, checkpoint.weights, model=model, dtype="BF16")
             overhead += TensorSpec(tensor.name, dtype, tensor.shape).byte_count
-    formats = chosen_within(
+    known = text_model(checkpoint.config)
+    chosen = chosen_within(
         recipe,
         layers,
         overhead=overhead,
         weights={key: [tensor.name for tensor in layer] for key, layer in free.items()},
-        roles={tensor.name: role_of(tensor, weights.model) for layer in free.values() for tensor in layer},
+        roles={tensor.name: role_of(tensor, known) for layer in free.values() for tensor in layer},
         parameters=sum(element_count(tensor) for layer in free.values() for tensor in layer),
     )
-    chosen, plain = dict(weights.chosen), dict(weights.plain)
-    for key, layer in free.items():
-        for tensor in layer:
-            if formats[key] == PLAIN:
-                del chosen[tensor.name]
-                plain[tensor.name] = reason
-            else:
-                chosen[tensor.name] = chosen_as[key, formats[key]]
-    return replace(weights, chosen=chosen, plain=plain)
+    return {name: how for key in free for name, how in possible[key, chosen[key]].items()}
 
 
 def _fused_layers(checkpoint: Checkpoint, model: ModelDescription) -> dict[str, list[LogicalTensor]]:
@@ -364,33 +291,42 @@ def _joined_matrix(tensor: LogicalTensor, model: ModelDescription) -> str:
     return fused_layer(tensor.name, role, tied=False, in_masters=False, model=model)
 
 
-def _size_of(
+def _formats_of(
     layer: Sequence[LogicalTensor],
     name: str,
+    reason: str | None,
     *,
     model: ModelDescription,
     formats: Mapping[str, LinearFormat],
-    groups: Mapping[str, GroupSize],
     expert_columns: set[int],
-) -> tuple[dict[str, str], int]:
-    """Return why weights of one layer stay plain in a format, by name, and the group size if none does.
+    is_whole: bool = True,
+) -> dict[str, PackedFormat | str]:
+    """Return how the weights of one layer are stored in a format; or why each stays plain, if one of them cannot be.
 
     name: of the format
-    groups: the sizes that layers may have, by format
+    reason: why they have it
+    is_whole: whether the layer has no other weights, which stay plain
     expert_columns: of the experts of all layers
     """
-    allowed, columns = groups[name], {tensor.shape[-1] for tensor in layer}
+    how, columns = formats[name], {tensor.shape[-1] for tensor in layer}
+    allowed = how.groups
     if any(role_of(tensor, model) == "expert" for tensor in layer):
         # transformers decodes the experts of all layers in one group size
         columns |= {length for length in expert_columns if allowed.fitting([length]) is not None}
     size = allowed.fitting(columns) or allowed.size
-    reasons = {}
+    made: dict[str, PackedFormat | str] = {}
+    reasons: dict[str, PackedFormat | str] = {}
     for tensor in layer:
         allowed.check(tensor.name, tensor.shape[-1])
-        why = allowed.why_not(tensor.shape[-1]) or formats[name].why_not(tensor.shape, size)
+        why = allowed.why_not(tensor.shape[-1]) or how.why_not(tensor.shape, size)
         if why is not None:
             reasons[tensor.name] = why
-    return reasons, size
+        else:
+            stored = how.format(tensor.shape, size)
+            unit_of = _joined_matrix(tensor, model) if stored.has_unit else None
+            made[tensor.name] = replace(stored, name=name, unit_of=unit_of, reason=reason)
+    others = {tensor.name: FUSED_WITH_PLAIN for tensor in layer if tensor.name not in reasons}
+    return {**others, **reasons} if reasons or not is_whole else made
 
 
 def fused_warnings(fused_with: Mapping[str, Sequence[LogicalTensor]]) -> tuple[str, ...]:
@@ -410,8 +346,7 @@ def kept_by_recipe(tensor: LogicalTensor, model: ModelDescription, weights: froz
     """Whether the master keeps a tensor that the default policy would have encoded; then its recipe wants it kept."""
     if is_weight(tensor, weights) or tensor.plain_dtype not in ("BF16", "F16", "F32", "F64"):
         return False
-    role = classify(tensor.name, tensor.dtype, tensor.shape, model)
-    return role.keep is None and is_smaller(tensor, DEFAULT_CODEC, DEFAULT_BITS)
+    return is_rounded_by_default(tensor, model)
 
 
 def _one_size(groups: GroupSize, tensors: Sequence[LogicalTensor]) -> GroupSize:
@@ -423,34 +358,39 @@ def _one_size(groups: GroupSize, tensors: Sequence[LogicalTensor]) -> GroupSize:
     return groups if groups.chosen is not None else replace(groups, only=max(groups.tried, key=divided))
 
 
+def _not_linear(
+    checkpoint: Checkpoint, recipe: Recipe, *, experts: str | None, stacks: bool, heads: bool
+) -> dict[str, str]:
+    """Return why weights are no linear layers that the format stores, by name. experts ... heads: see linear_weights"""
+    config, model = checkpoint.config or {}, text_model(checkpoint.config)
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    tokens = {part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)}
+    reasons = {}
+    for tensor in checkpoint.tensors:
+        if not is_weight(tensor, checkpoint.weights):
+            continue
+        if stacks:
+            why = None if is_stack(tensor, checkpoint.weights) else "the format stores stacks of experts alone"
+        elif heads and role_of(tensor, model) == "lm_head" and _has_format(tensor, model, recipe):
+            why = None
+        else:
+            why = _why_not_linear(tensor, model, tokens, experts)
+        if why is not None:
+            reasons[tensor.name] = why
+    return reasons
+
+
 def _has_format(tensor: LogicalTensor, model: ModelDescription, recipe: Recipe) -> bool:
     """Return whether a rule gives a weight a format."""
     rule, _ = recipe.rule_for([weight_of(tensor, model)])
     return rule is not None and not rule.keep
 
 
-def _not_linear(
-    tensor: LogicalTensor,
-    model: ModelDescription,
-    weights: frozenset[str],
-    tokens: set[int],
-    *,
-    experts: str | None,
-    stacks: bool,
-    heads: Collection[str],
+def _why_not_linear(
+    tensor: LogicalTensor, model: ModelDescription, tokens: set[int], experts: str | None
 ) -> str | None:
-    """Return why a weight is no linear layer that the format stores; None if it is one.
-
-    weights: see Checkpoint
-    tokens: vocabulary sizes
-    experts, stacks: see linear_weights
-    heads: the heads that the format takes, by name
-    """
+    """Return why a weight is no linear layer. tokens: vocabulary sizes"""
     role = role_of(tensor, model)
-    if stacks:
-        return None if is_stack(tensor, weights) else "the format stores stacks of experts alone"
-    if role == "lm_head" and tensor.name in heads:
-        return None
     if role in ("embedding", "lm_head"):
         return f"{role}: the runtime does not quantize it"
     if NEVER_QUANTIZED.search(tensor.name):
@@ -469,6 +409,13 @@ def _not_linear(
     if tensor.shape[-1] > MOST_COLUMNS:
         return f"rows of {tensor.shape[-1]} weights: only up to {MOST_COLUMNS} are held in memory"
     return None
+
+
+def kinds_of(chosen: Mapping[str, PackedFormat], formats: Mapping[str, LinearFormat]) -> dict[str, tuple[str, int]]:
+    """Return by which formats and group sizes configurations tell weights apart; where rows are groups, by none."""
+    return {
+        name: (how.name, 1 if formats[how.name].is_channel else how.rule.group_size) for name, how in chosen.items()
+    }
 
 
 def module_of(weight: str) -> str:

@@ -48,7 +48,6 @@ from pqweights.targets.assignment import (
     PLAIN,
     PLAIN_ERROR,
     Candidate,
-    Kept,
     Layers,
     chosen_within,
     describe,
@@ -257,28 +256,27 @@ class MlxFormat:
         weights: frozenset[str],
         fused: Collection[str],
         stay: Collection[str],
-    ) -> dict[str, PackedFormat | Kept]:
+    ) -> dict[str, PackedFormat | str]:
         """Decide what becomes of each weight.
 
         weights: see Checkpoint
         fused: the names of those that stay plain as they are partly kept
         stay: the names in the checkpoint of those that stay plain as the source has them
         """
-        decisions: dict[str, PackedFormat | Kept] = {}
+        decisions: dict[str, PackedFormat | str] = {}
         for module, how in model.quantized.items():
             decisions[f"{module}.weight"] = _format(how, self.qparams)
         for tensor in outputs:
             if tensor.name in fused:
-                decisions[tensor.name] = Kept(FUSED_WITH_KEPT)
+                decisions[tensor.name] = FUSED_WITH_KEPT
             elif tensor.name not in decisions and is_weight(tensor, weights):
                 columns = tensor.shape[-1] if tensor.shape else 1
                 self.groups.check(tensor.name, columns)
                 as_source = all(source.name in stay for source in sources_of(tensor) or (tensor,))
                 why = PLAIN_IN_SOURCE if as_source else self._why_plain(tensor, text)
-                decisions[tensor.name] = Kept(self.groups.why_not(columns) or why)
+                decisions[tensor.name] = self.groups.why_not(columns) or why
         if not model.quantized:
-            reasons = (str(decision.reason) for decision in decisions.values())
-            why = next(reasons, "mlx-lm quantizes no layer of it")
+            why = next(map(str, decisions.values()), "mlx-lm quantizes no layer of it")
             raise ExportError(f"no weight of this model can become integers for {NAME}: {why}")
         return decisions
 

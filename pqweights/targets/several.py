@@ -77,6 +77,7 @@ def _assign(
             for at, part in parts.items()
             for name, how in part.decisions.items()
         },
+        dtypes={at + name: dtype for at, part in parts.items() for name, dtype in part.dtypes.items()},
         config=None,
         left_out={name: why for part in parts.values() for name, why in part.left_out.items()},
         warnings=(),

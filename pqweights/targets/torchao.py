@@ -34,7 +34,7 @@ from pqweights.planning.plan import stored_bytes
 from pqweights.planning.recipe import Recipe
 from pqweights.targets.assignment import describe, recipe_of
 from pqweights.targets.integers import Assignment
-from pqweights.targets.linear import CHANNEL, Chosen, LinearFormat, linear_weights, patterns
+from pqweights.targets.linear import CHANNEL, LinearFormat, kinds_of, linear_weights, patterns, with_quantization
 from pqweights.targets.loading import LoadableModel, by_transformers
 from pqweights.targets.target import (
     BEST,
@@ -83,33 +83,35 @@ def _assign(
     """
     ladder = tuple(dict.fromkeys([name, INT4, "int8"]))
     linear = linear_weights(checkpoint, NAME, formats, ladder=ladder, recipe=recipe, experts=EXPERTS)
+    by_layer = kinds_of(linear.formats, formats)
     quantization = {
         "quant_method": "torchao",
-        "quant_type": {"default": _quant_type(formats, linear.chosen)},
+        "quant_type": {"default": _quant_type(formats, by_layer)},
         "modules_to_not_convert": None,
         "include_input_output_embeddings": False,
         "untie_embedding_weights": False,
     }
-    return linear.assignment(
-        checkpoint,
-        quantization=quantization,
-        metadata=_metadata(formats, checkpoint, linear.chosen),
-        warnings=_padding_warnings(formats[INT4], checkpoint, linear.chosen),
+    return replace(
+        linear,
+        config=with_quantization(checkpoint, quantization),
+        metadata=_metadata(formats, checkpoint, by_layer),
+        warnings=(*linear.warnings, *_padding_warnings(linear)),
     )
 
 
 def _metadata(
-    formats: Mapping[str, LinearFormat], checkpoint: Checkpoint, chosen: Mapping[str, Chosen]
+    formats: Mapping[str, LinearFormat], checkpoint: Checkpoint, by_layer: Mapping[str, tuple[str, int]]
 ) -> dict[str, str]:
-    """Return the metadata from which torchao rebuilds its tensors. chosen: of the weights that are rounded"""
+    """Return the metadata from which torchao rebuilds its tensors. by_layer: formats and group sizes of the weights"""
     result = {"format": "pt"}
     names = []
     config = checkpoint.config or {}
     has_vision, model = "vision_config" in config, described(config.get("model_type"))
     for tensor in checkpoint.tensors:
-        if tensor.name not in chosen:
+        if tensor.name not in by_layer:
             continue
-        how, size = formats[chosen[tensor.name].format], chosen[tensor.name].size
+        format_name, size = by_layer[tensor.name]
+        how = formats[format_name]
         made_of = json.dumps(rebuilt(how.layout, tensor.shape, size, activations=how.activations))
         for name in names_in_memory(tensor.name, has_vision, model):
             result[name] = made_of
@@ -117,12 +119,11 @@ def _metadata(
     return result | {"tensor_names": json.dumps(names)}
 
 
-def _quant_type(formats: Mapping[str, LinearFormat], chosen: Mapping[str, Chosen]) -> dict[str, Any]:
+def _quant_type(formats: Mapping[str, LinearFormat], by_layer: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
     """Return what torchao's config_to_dict returns: a configuration, or one by layer if formats or sizes differ.
 
     transformers reads the size of each weight from the metadata of the files.
     """
-    by_layer = {name: (choice.format, choice.size) for name, choice in chosen.items()}
     different = sorted(set(by_layer.values()), key=lambda pair: (-pair[1], pair[0]))
     configs = {
         (name, size): configuration(formats[name].layout, size, activations=formats[name].activations)
@@ -139,10 +140,9 @@ def _quant_type(formats: Mapping[str, LinearFormat], chosen: Mapping[str, Chosen
     return {"_type": "FqnToConfig", "_version": 1, "_data": data}
 
 
-def _padding_warnings(int4: LinearFormat, checkpoint: Checkpoint, chosen: Mapping[str, Chosen]) -> tuple[str, ...]:
+def _padding_warnings(linear: Assignment) -> tuple[str, ...]:
     """Return a warning if the other packing would save a good share of the integers."""
-    sizes = {name: choice.size for name, choice in chosen.items() if choice.format == INT4}
-    rounded = [(t, int4.format(t.shape, sizes[t.name])) for t in checkpoint.tensors if t.name in sizes]
+    rounded = [(tensor, how) for tensor, how in linear.rounded if how.name == INT4]
     stored = sum(stored_bytes(how.specs(t.name, t.shape)) for t, how in rounded)
     least = sum(stored_bytes(replace(how, layout=INT4_PLAIN).specs(t.name, t.shape)) for t, how in rounded)
     if not stored or 1 - least / stored < WORTH_A_WARNING:

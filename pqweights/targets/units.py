@@ -21,7 +21,6 @@ from pqweights.convert.jobs import Job
 from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.groups import FloatRule
 from pqweights.kernels.workers import scratch
-from pqweights.targets.assignment import Kept
 
 # The scale of the largest weight, in units: the largest of E4M3. Less would leave that one group room for a scale that
 # is one and a half times as large (Four over Six, arXiv:2512.02010), but all others less of the range: with 256 the
@@ -32,7 +31,7 @@ LARGEST_WEIGHTS = {"nvfp4": LARGEST_SCALE * 6, "fp8-tensor": 448}
 
 
 def fused_weights(
-    tensors: Sequence[LogicalTensor], decisions: Mapping[str, PackedFormat | Kept]
+    tensors: Sequence[LogicalTensor], decisions: Mapping[str, PackedFormat | str]
 ) -> dict[str, tuple[LogicalTensor, ...]]:
     """Return for each weight that needs a unit all weights that share it, itself included, by name."""
     layers: dict[str, list[LogicalTensor]] = {}

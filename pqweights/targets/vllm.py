@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,6 +45,7 @@ from pqweights.formats.microscaling import (
     modelopt_configuration,
     modelopt_files,
 )
+from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.groups import BEST, FloatRule, GroupRule
 from pqweights.models import described, has_trait, text_config, text_model
 from pqweights.models.names import renamed, tower_of
@@ -58,12 +59,12 @@ from pqweights.targets.experts import OF_STACKS, is_stack, with_single_experts, 
 from pqweights.targets.integers import Assignment
 from pqweights.targets.linear import (
     CHANNEL,
-    Chosen,
     LinearFormat,
-    LinearWeights,
+    kinds_of,
     linear_weights,
     module_of,
     patterns,
+    with_quantization,
 )
 from pqweights.targets.loading import LoadableModel, by_transformers, shell
 from pqweights.targets.target import (
@@ -166,28 +167,33 @@ def _assign(
         stacks=usual.stacks,
         heads=usual.configuration is None,
     )
+    chosen = linear.formats
     if usual.stacks:
         _check_stacks(checkpoint, linear)
     if usual.configuration is None:
-        quantization = quantization_config(checkpoint, linear.chosen, formats)
+        quantization = quantization_config(checkpoint, chosen, formats)
     else:
-        quantization = _configuration_of_one(usual, checkpoint, linear.chosen)
-    warnings = _experts_warnings(checkpoint, linear) + _window_warnings(checkpoint.config or {})
-    assignment = linear.assignment(checkpoint, quantization=quantization, warnings=warnings)
-    if usual.files is None:
-        return assignment
-    files = {file: partial(json_bytes, content) for file, content in usual.files(quantization).items()}
-    return replace(assignment, small_files=partial(_whatever_shards, files))
+        quantization = _configuration_of_one(usual, checkpoint, chosen)
+    warnings = _experts_warnings(checkpoint, chosen) + _window_warnings(checkpoint.config or {})
+    files = {} if usual.files is None else usual.files(quantization)
+    small_files = {file: partial(json_bytes, content) for file, content in files.items()}
+    return replace(
+        linear,
+        config=with_quantization(checkpoint, quantization),
+        warnings=(*linear.warnings, *warnings),
+        small_files=partial(_whatever_shards, small_files),
+    )
 
 
-def _configuration_of_one(how: LinearFormat, checkpoint: Checkpoint, chosen: Mapping[str, Chosen]) -> dict[str, Any]:
+def _configuration_of_one(
+    usual: LinearFormat, checkpoint: Checkpoint, chosen: Mapping[str, PackedFormat]
+) -> dict[str, Any]:
     """Return the quantization_config of a tool of which one format is that of all layers. chosen: what is rounded"""
-    assert how.configuration is not None
-    size = next(iter(chosen.values())).size
+    assert usual.configuration is not None
     plain = [name for name in linear_layers(checkpoint) if name not in chosen]
     modules = list(dict.fromkeys([HEAD, *map(module_of, plain)]))
     expressions = itertools.chain([HEAD], (of.removeprefix("re:") for of in patterns(plain, list(chosen))))
-    return how.configuration(how.format((1, size), size).rule, modules, expressions)
+    return usual.configuration(next(iter(chosen.values())).rule, modules, expressions)
 
 
 def _whatever_shards(files: SmallFiles, shards: Sequence[ShardPlan]) -> SmallFiles:
@@ -208,30 +214,31 @@ def _ladder(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys([name, *others]))
 
 
-def _check_stacks(checkpoint: Checkpoint, linear: LinearWeights) -> None:
+def _check_stacks(checkpoint: Checkpoint, linear: Assignment) -> None:
     """Raise ExportError if a stack stays plain: runtimes take the experts of every layer for packed ones."""
-    stacks = (t.name for t in checkpoint.tensors if len(t.shape) == 3 and role_of(t, linear.model) == "expert")
+    model = text_model(checkpoint.config)
+    stacks = (t.name for t in checkpoint.tensors if len(t.shape) == 3 and role_of(t, model) == "expert")
     for name in stacks:
-        if name not in linear.chosen:
-            reason = linear.plain.get(name, "the master keeps it")
+        reason = linear.decisions.get(name, "the master keeps it")
+        if isinstance(reason, str):
             raise ExportError(f"tensor {name!r}: mxfp4-gpt-oss holds all experts or none, and it stays plain: {reason}")
 
 
-def _experts_warnings(checkpoint: Checkpoint, linear: LinearWeights) -> tuple[str, ...]:
-    """Return a warning of experts that another format rounds, or that transformers cannot load."""
-    stacks = (
-        tensor
-        for tensor in checkpoint.tensors
-        if is_stack(tensor, checkpoint.weights) and tensor.name not in linear.chosen
-    )
+def _experts_warnings(checkpoint: Checkpoint, chosen: Container[str]) -> tuple[str, ...]:
+    """Return a warning of experts that another format rounds, or that transformers cannot load.
+
+    chosen: what is rounded
+    """
+    stacks = (t for t in checkpoint.tensors if is_stack(t, checkpoint.weights) and t.name not in chosen)
+    model = text_model(checkpoint.config)
     if (checkpoint.config or {}).get("model_type") == OF_STACKS and any(stacks):
         return (UNSTACKED,)
     if has_trait((checkpoint.config or {}).get("model_type"), Trait.VLLM_ALONE):
         return (RESHAPED,)
-    if Trait.VLLM_TAKES_SINGLE_EXPERTS in linear.model.traits:
+    if Trait.VLLM_TAKES_SINGLE_EXPERTS in model.traits:
         return ("vLLM alone loads this export: transformers (5.23) takes no single experts of this type of model",)
-    experts = [t.name for t in checkpoint.tensors if role_of(t, linear.model) == "expert" and len(t.shape) == 2]
-    plain = [name for name in experts if name not in linear.chosen and name.endswith(".weight")]
+    experts = [t.name for t in checkpoint.tensors if role_of(t, model) == "expert" and len(t.shape) == 2]
+    plain = [name for name in experts if name not in chosen and name.endswith(".weight")]
     if not plain:
         return ()
     return (
@@ -288,21 +295,21 @@ def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]
 
 
 def quantization_config(
-    checkpoint: Checkpoint, chosen: Mapping[str, Chosen], formats: Mapping[str, LinearFormat]
+    checkpoint: Checkpoint, chosen: Mapping[str, PackedFormat], formats: Mapping[str, LinearFormat]
 ) -> dict[str, Any]:
     """Return the quantization_config: all linear layers but those to be ignored.
 
-    chosen: the formats of the weights that are rounded, keys of `formats`
+    chosen: the formats of the weights that are rounded, whose names are keys of `formats`
     """
     layers = linear_layers(checkpoint)
-    layouts = dict.fromkeys(formats[choice.format].called for choice in chosen.values())
+    layouts = dict.fromkeys(formats[how.name].called for how in chosen.values())
     quantization: dict[str, Any] = {
         "quant_method": "compressed-tensors",
         "format": next(iter(layouts)) if len(layouts) == 1 else MIXED,
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{number}": _group(formats[name], size, targets)
-            for number, (name, size, targets) in enumerate(_targets(layers, chosen))
+            for number, (name, size, targets) in enumerate(_targets(layers, kinds_of(chosen, formats)))
         },
         "ignore": _ignored(checkpoint, layers, chosen),
     }
@@ -332,17 +339,18 @@ def _group(how: LinearFormat, size: int, targets: list[str]) -> dict[str, Any]:
     return config_group(of_layers, how.called, targets, channel=how.is_channel, activations=how.activations)
 
 
-def _targets(layers: Sequence[str], chosen: Mapping[str, Chosen]) -> list[tuple[str, int, list[str]]]:
+def _targets(layers: Sequence[str], by_layer: Mapping[str, tuple[str, int]]) -> list[tuple[str, int, list[str]]]:
     """Return the formats and group sizes with what matches their layers: one alone is that of all linear layers.
 
     Of several, each names its layers, and the first takes all others, such as those that a loader
     renames. That of the experts comes first: transformers takes the first one whose expressions contain "experts" for
     theirs, and those of a shared expert do, too.
+
+    by_layer: the format and the group size of what is rounded
     """
-    by_layer = {name: (choice.format, choice.size) for name, choice in chosen.items()}
     different = sorted(set(by_layer.values()), key=lambda pair: (-pair[1], pair[0]))
     if len(different) == 1:
-        heads = [name for name in chosen if _is_head(name)]  # no linear layer in vLLM
+        heads = [name for name in by_layer if _is_head(name)]  # no linear layer in vLLM
         return [(*different[0], [*patterns(heads, [name for name in layers if name not in heads]), "Linear"])]
     result = []
     for pair in different:
@@ -353,7 +361,7 @@ def _targets(layers: Sequence[str], chosen: Mapping[str, Chosen]) -> list[tuple[
     return sorted(result, key=lambda group: (group[0], group[1]) != of_experts)
 
 
-def _ignored(checkpoint: Checkpoint, layers: Sequence[str], chosen: Mapping[str, Chosen]) -> list[str]:
+def _ignored(checkpoint: Checkpoint, layers: Sequence[str], chosen: Container[str]) -> list[str]:
     """Return expressions that match the layers that stay plain, and no others."""
     rounded = [name for name in layers if name in chosen]
     plain = sorted(set(layers) - set(rounded), key=layers.index)

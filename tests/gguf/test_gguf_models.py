@@ -10,7 +10,6 @@ import gguf
 import pytest
 from gguf_files import converted, metadata, write_gemma, write_llama
 
-from pqweights.checkpoint.gguf.model import MetadataEntry
 from pqweights.checkpoint.gguf.settings import restated
 from pqweights.models.llama_cpp import SETTINGS, Architecture, Size, keys_of
 from pqweights.models.optional_parts import part_defaults
@@ -25,28 +24,29 @@ UINT32, FLOAT32, STRING, ARRAY = (
 def test_metadata_of_llama(tmp_path: Path) -> None:
     write_llama(tmp_path)
     (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: [en]\npipeline_tag: text-generation\n---\n")
-    assert converted(tmp_path).metadata == (
-        MetadataEntry("general.architecture", "llama", STRING, None),
-        MetadataEntry("general.type", "model", STRING, None),
-        MetadataEntry("general.name", "tiny", STRING, None),
-        MetadataEntry("general.size_label", "6.0K", STRING, None),
-        MetadataEntry("general.license", "mit", STRING, None),
-        MetadataEntry("general.tags", ["text-generation"], ARRAY, STRING),
-        MetadataEntry("general.languages", ["en"], ARRAY, STRING),
-        MetadataEntry("llama.context_length", 128, UINT32, None),
-        MetadataEntry("llama.embedding_length", 16, UINT32, None),
-        MetadataEntry("llama.block_count", 2, UINT32, None),
-        MetadataEntry("llama.feed_forward_length", 24, UINT32, None),
-        MetadataEntry("llama.attention.head_count", 2, UINT32, None),
-        MetadataEntry("llama.attention.head_count_kv", 1, UINT32, None),
-        MetadataEntry("llama.attention.key_length", 8, UINT32, None),
-        MetadataEntry("llama.attention.value_length", 8, UINT32, None),
-        MetadataEntry("llama.attention.layer_norm_rms_epsilon", 1e-5, FLOAT32, None),
-        MetadataEntry("llama.vocab_size", 64, UINT32, None),
-        MetadataEntry("llama.rope.dimension_count", 8, UINT32, None),
-        MetadataEntry("llama.rope.freq_base", 10000.0, FLOAT32, None),
-        MetadataEntry("tokenizer.ggml.model", "no_vocab", STRING, None),
-    )
+    metadata = converted(tmp_path).metadata
+    assert {key: (entry.value, int(entry.type)) for key, entry in metadata.items()} == {
+        "general.architecture": ("llama", STRING),
+        "general.type": ("model", STRING),
+        "general.name": ("tiny", STRING),
+        "general.size_label": ("6.0K", STRING),
+        "general.license": ("mit", STRING),
+        "general.tags": (["text-generation"], ARRAY),
+        "general.languages": (["en"], ARRAY),
+        "llama.context_length": (128, UINT32),
+        "llama.embedding_length": (16, UINT32),
+        "llama.block_count": (2, UINT32),
+        "llama.feed_forward_length": (24, UINT32),
+        "llama.attention.head_count": (2, UINT32),
+        "llama.attention.head_count_kv": (1, UINT32),
+        "llama.attention.key_length": (8, UINT32),
+        "llama.attention.value_length": (8, UINT32),
+        "llama.attention.layer_norm_rms_epsilon": (1e-5, FLOAT32),
+        "llama.vocab_size": (64, UINT32),
+        "llama.rope.dimension_count": (8, UINT32),
+        "llama.rope.freq_base": (10000.0, FLOAT32),
+        "tokenizer.ggml.model": ("no_vocab", STRING),
+    }
 
 
 OLD = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}

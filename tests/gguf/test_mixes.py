@@ -32,7 +32,7 @@ from pqweights.formats.lloyd_max import DISTORTION
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.planning.recipe import NOTHING
 from pqweights.runtime import llama_library
-from pqweights.targets.gguf_types import chosen_types, type_of
+from pqweights.targets.gguf_types import chosen_types
 
 VOCABULARY, WIDTH, INNER = 64, 256, 512
 
@@ -167,7 +167,7 @@ def test_types_in_layers_of_several_kinds_are_those_of_llama_cpp(name, tmp_path)
         assert library.llama_model_quantize(str(plain).encode(), str(out).encode(), ctypes.byref(settings)) == 0
         types = chosen_types(mix, NOTHING, model, open_local(tmp_path), imatrix=False)
         expected = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
-        assert {name: type_of(decision) for name, decision in types.items()} == expected
+        assert {name: type_name for name, (type_name, _) in types.items()} == expected
 
 
 def test_an_importance_matrix_widens_the_first_eighth_of_ffn_down():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ from helpers import Array, Tensor, bf16, gaussian, write_checkpoint
 from tiny_gguf import finish
 
 from pqweights.checkpoint.gguf.contents import TYPE_NUMBERS
-from pqweights.checkpoint.gguf.model import GgufModel, MetadataEntry, gguf_model
+from pqweights.checkpoint.gguf.model import GgufModel, gguf_model
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.kernels.gguf_encoding import encode_blocks
@@ -76,7 +76,7 @@ def converted(folder: Path, name: str | None = "tiny") -> GgufModel:
 
 def metadata(model: GgufModel) -> dict[str, Any]:
     """The values of all keys."""
-    return {entry.key: entry.value for entry in model.metadata}
+    return {key: entry.value for key, entry in model.metadata.items()}
 
 
 def named(model: GgufModel) -> dict[str, LogicalTensor]:
@@ -134,14 +134,11 @@ def write_both(model: Path, folder: Path, dtype: str = "F32") -> Path:
 
 
 def write_parts(
-    path: Path, architecture: str, metadata: Sequence[MetadataEntry], tensors: Sequence[LogicalTensor], dtype: str
+    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Sequence[LogicalTensor], dtype: str
 ) -> Path:
     """Write a file of metadata and tensors; see write_gguf."""
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value, kind, item_kind in metadata:
-        if key != gguf.Keys.General.ARCHITECTURE:
-            items = None if item_kind is None else gguf.GGUFValueType(item_kind)
-            writer.add_key_value(key, value, gguf.GGUFValueType(kind), items)
+    writer.kv_data[0] |= {key: entry for key, entry in metadata.items() if key != gguf.Keys.General.ARCHITECTURE}
     writer.add_file_type(FILE_TYPES.get(dtype, 0))
     for tensor in tensors:
         if tensor.dtype == "I32":

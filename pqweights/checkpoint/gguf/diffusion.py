@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.model import GgufModel, add_general, metadata_entry
+from pqweights.checkpoint.gguf.model import GgufModel, add_general
 from pqweights.checkpoint.gguf.views import RenamedTensor
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor
@@ -77,7 +77,7 @@ def diffusion_model(checkpoint: Checkpoint, found: Found, *, name: str | None) -
     add_general(checkpoint, tuple(tensors), writer, name=name)
     return GgufModel(
         architecture=found.family.architecture,
-        metadata=tuple(metadata_entry(key, value) for key, value in writer.kv_data[0].items()),
+        metadata=writer.kv_data[0],
         tensors=tuple(tensors),
         left_out=left_out,
         notes=tuple(_notes(found)),

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.gguf import gguf_package
 from pqweights.checkpoint.gguf.contents import TYPE_NUMBERS, GgufTensor
-from pqweights.checkpoint.gguf.pooling import add_pooling, dense_tensors, pooling_notes, read_pooling
+from pqweights.checkpoint.gguf.pooling import add_pooling, dense_tensors, pooling_notes, pooling_type
 from pqweights.checkpoint.gguf.rope import add_rope, own_betas, rope_parameters
 from pqweights.checkpoint.gguf.settings import ignored_window, read_settings, settings_of, value_of
 from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
@@ -39,27 +39,12 @@ TEMPLATES = "tokenizer.chat_template"
 ALIGNMENT = 32
 
 
-class MetadataEntry(NamedTuple):
-    """One entry of the metadata.
-
-    key: its name
-    value: a number, a text, a truth value, a list of those, or bytes
-    value_type: its type, a number of gguf.GGUFValueType
-    item_type: for a list, the type of its items
-    """
-
-    key: str
-    value: Any
-    value_type: int
-    item_type: int | None = None
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GgufModel:
     """What a GGUF file of a checkpoint holds, whatever the types of its weights.
 
     architecture: the name that llama.cpp has for it
-    metadata: all but general.file_type, general.quantization_version and split.*
+    metadata: gguf.GGUFValue by key; all but general.file_type, general.quantization_version and split.*
     tensors: under their names in the file and with their shapes in torch's order
     left_out: the tensors of the checkpoint that the file does not hold, each with the reason
     notes: what the user should know of the file
@@ -68,18 +53,18 @@ class GgufModel:
     """
 
     architecture: str
-    metadata: tuple[MetadataEntry, ...]
+    metadata: dict[str, Any]
     tensors: tuple[LogicalTensor, ...]
     left_out: dict[str, str]
     notes: tuple[str, ...] = ()
-    tower_metadata: tuple[MetadataEntry, ...] = ()
+    tower_metadata: dict[str, Any] = field(default_factory=dict)
     tower: tuple[LogicalTensor, ...] = ()
     diffusion: Found | None = None
 
     @property
     def has_vocabulary(self) -> bool:
         """Whether it has a tokenizer."""
-        return any(entry.key == "tokenizer.ggml.tokens" for entry in self.metadata)
+        return "tokenizer.ggml.tokens" in self.metadata
 
     def with_tower(self, checkpoint: Checkpoint) -> GgufModel:
         """Return the model with its tower, or with a note why it is left out."""
@@ -95,7 +80,7 @@ class GgufModel:
             self,
             notes=(*self.notes, *filter(None, [remark])),
             left_out={name: reason for name, reason in self.left_out.items() if name not in held},
-            tower_metadata=tuple(metadata_entry(key, value) for key, value in writer.kv_data[0].items()),
+            tower_metadata=writer.kv_data[0],
             tower=tensors,
         )
 
@@ -115,11 +100,12 @@ def gguf_model(checkpoint: Checkpoint, *, name: str | None) -> GgufModel:
     writer.kv_data[0].update(of_rope.kv_data[0])
     missed = add_vocabulary(checkpoint.storage, settings.values, writer, vocabulary=vocabulary)
     # The package finds templates in the order in which a folder lists them.
-    values = sorted(writer.kv_data[0].items(), key=lambda item: item[0] if item[0].startswith(TEMPLATES) else "")
-    metadata = tuple(metadata_entry(key, value) for key, value in values)
+    metadata = sorted(writer.kv_data[0].items(), key=lambda item: item[0] if item[0].startswith(TEMPLATES) else "")
+    for listed in (value for key, value in metadata if key == f"{TEMPLATES}s"):
+        listed.value = sorted(listed.value)
     return GgufModel(
         architecture=architecture,
-        metadata=metadata,
+        metadata=dict(metadata),
         tensors=tensors,
         left_out=left_out,
         notes=tuple(_notes(checkpoint.storage, settings, vocabulary, missed)),
@@ -143,11 +129,11 @@ def gives_vectors(checkpoint: Checkpoint) -> bool:
 
 def _read(checkpoint: Checkpoint) -> tuple[Settings, Any, tuple[LogicalTensor, ...], dict[str, str]]:
     """Return the settings, a GGUFWriter with those of rotary embeddings, the tensors, and those that are left out."""
-    pooling = read_pooling(checkpoint.storage)
-    settings = with_draft_layers(read_settings(checkpoint.config, pooling=pooling.type), checkpoint.tensors)
+    settings = read_settings(checkpoint.config, pooling=pooling_type(checkpoint.storage))
+    settings = with_draft_layers(settings, checkpoint.tensors)
     # No file is written: the writer knows the keys and the types of values.
     writer = gguf_package().GGUFWriter(None, architecture_name(settings.architecture))
-    tensors = (*checkpoint.tensors, *dense_tensors(checkpoint.storage, pooling, settings))
+    tensors = (*checkpoint.tensors, *dense_tensors(checkpoint.storage, settings))
     return settings, writer, *gguf_tensors(tensors, settings, add_rope(settings, writer))
 
 
@@ -182,7 +168,7 @@ def _notes(
         flags = " ".join(f"--yarn-{key.replace('_', '-')} {value:g}" for key, value in betas.items())
         yield f"llama.cpp computes the YaRN of this model only if it is told: run it with {flags}"
     yield from filter(None, (note(settings) for note in settings.architecture.notes))
-    yield from pooling_notes(read_pooling(storage), settings)
+    yield from pooling_notes(storage, settings)
     for texts in () if vocabulary is None else vocabulary.differs:
         yield f"llama.cpp makes other tokens than the tokenizer of {texts}"
     if missed:
@@ -190,17 +176,6 @@ def _notes(
             f"llama.cpp goes on generating after {', '.join(map(repr, missed))}, where the model ends: a GGUF file "
             f"can name {len(ENDS)} tokens that end a text"
         )
-
-
-def metadata_entry(key: str, value: Any) -> MetadataEntry:
-    """The entry of a GGUFValue of the gguf package."""
-    types = gguf_package().GGUFValueType
-    if value.type != types.ARRAY:
-        return MetadataEntry(key, value.value, int(value.type), None)
-    if isinstance(value.value, bytes):
-        return MetadataEntry(key, value.value, int(value.type), int(types.UINT8))
-    items = sorted(value.value) if key == TEMPLATES + "s" else list(value.value)
-    return MetadataEntry(key, items, int(value.type), int(value.sub_type or types.get_type(items[0])))
 
 
 def add_general(checkpoint: Checkpoint, tensors: tuple[LogicalTensor, ...], writer: Any, *, name: str | None) -> None:
@@ -262,7 +237,7 @@ def _add(writer: Any, setting: Setting, value: Any) -> None:
 
 
 def encode_header(
-    metadata: Sequence[MetadataEntry],
+    metadata: Mapping[str, Any],
     tensors: Sequence[GgufTensor],
     *,
     number: int = 0,
@@ -271,7 +246,7 @@ def encode_header(
 ) -> bytes:
     """Return the bytes before the data of a file, padded to ALIGNMENT.
 
-    metadata: all but what says which part this is; a file of several has it only in the first
+    metadata: gguf.GGUFValue by key, all but what says which part this is; a file of several has it only in the first
     number, parts: which file this is, of how many
     tensors_of_all: of several files, how many tensors they have together
     """
@@ -279,10 +254,7 @@ def encode_header(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "header"
         writer = gguf.GGUFWriter(path, "")
-        writer.kv_data[0].clear()
-        for entry in metadata if number == 0 else ():
-            items = None if entry.item_type is None else gguf.GGUFValueType(entry.item_type)
-            writer.add_key_value(entry.key, entry.value, gguf.GGUFValueType(entry.value_type), items)
+        writer.kv_data[0] = dict(metadata) if number == 0 else {}
         if parts > 1:
             split, types = gguf.Keys.Split, gguf.GGUFValueType
             writer.add_key_value(split.LLM_KV_SPLIT_NO, number, types.UINT16)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,35 +36,26 @@ WEIGHTS, IDENTITY = "model.safetensors", "torch.nn.modules.linear.Identity"
 DENSE = re.compile(r"dense_\d\.weight")
 
 
-class Pooling(NamedTuple):
-    """What follows the model.
+def module_folders(storage: Storage, kind: str) -> list[str]:
+    """Return the folders of the modules of a kind, such as Dense. Raises SourceError for a damaged list of modules."""
+    if MODULES not in storage.files():
+        return []
+    try:
+        modules = parse_json(read_file(storage, MODULES))
+        return [str(of["path"]) for of in modules if str(of["type"]).rpartition(".")[2] == kind]
+    except (KeyError, TypeError, ValueError) as error:
+        raise SourceError(f"{MODULES}: {error!r:.100}: expected a list of modules with type and path") from None
 
-    type: how vectors are pooled, of gguf.PoolingType; None if that is not known
-    dense: the folders of the dense layers behind that
-    """
 
-    type: str | None = None
-    dense: tuple[str, ...] = ()
-
-
-def read_pooling(storage: Storage) -> Pooling:
-    """Return what follows a model.
+def pooling_type(storage: Storage) -> str | None:
+    """Return how vectors are pooled behind a model, of gguf.PoolingType; None if that is not known.
 
     Raises ExportError if llama.cpp pools in no such way, SourceError for a damaged file.
     """
-    if MODULES not in storage.files():
-        return Pooling()
-    try:
-        modules = parse_json(read_file(storage, MODULES))
-        paths = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in modules]
-    except (KeyError, TypeError, ValueError) as error:
-        raise SourceError(f"{MODULES}: {error!r:.100}: expected a list of modules with type and path") from None
-    pools = [path for kind, path in paths if kind == "Pooling"]
-    mode = _mode(read_json(storage, f"{pools[0]}/config.json"), pools[0]) if pools else None
-    return Pooling(mode, tuple(path for kind, path in paths if kind == "Dense"))
-
-
-def _mode(config: dict[str, Any], path: str) -> str:
+    path = next(iter(module_folders(storage, "Pooling")), None)
+    if path is None:
+        return None
+    config = read_json(storage, f"{path}/config.json")
     stated = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     stated = stated or [config.get("pooling_mode")]  # type: ignore[list-item]
     if len(stated) != 1 or stated[0] not in [*MODES] or config.get("include_prompt") is False:
@@ -74,13 +65,13 @@ def _mode(config: dict[str, Any], path: str) -> str:
     return MODES[stated[0]]
 
 
-def dense_tensors(storage: Storage, pooling: Pooling, settings: Settings) -> list[LogicalTensor]:
+def dense_tensors(storage: Storage, settings: Settings) -> list[LogicalTensor]:
     """Return the dense layers behind a model, if llama.cpp computes them for it.
 
     Raises ExportError for one with more than a matrix, SourceError if it is not there.
     """
     tensors: list[LogicalTensor] = []
-    for number, path in enumerate(pooling.dense if computes_dense(settings) else (), 2):
+    for number, path in enumerate(module_folders(storage, "Dense") if computes_dense(settings) else (), 2):
         activation, file = read_json(storage, f"{path}/config.json").get("activation_function"), f"{path}/{WEIGHTS}"
         if file not in storage.files():
             raise SourceError(f"{file}: {MODULES} names the module, but its weights are missing")
@@ -92,9 +83,9 @@ def dense_tensors(storage: Storage, pooling: Pooling, settings: Settings) -> lis
 
 
 def module_files(mode: str, width: int, dense: Sequence[npt.NDArray[np.float32]]) -> dict[str, bytes]:
-    """Return the files of sentence-transformers by their paths: the inverse of read_pooling and dense_tensors.
+    """Return the files of sentence-transformers by their paths: the inverse of pooling_type and dense_tensors.
 
-    mode: see Pooling.type
+    mode: see pooling_type
     width: that of the vectors
     dense: the matrices behind them
     """
@@ -124,10 +115,11 @@ def computes_dense(settings: Settings) -> bool:
     return package.MODEL_TENSOR.DENSE_2_OUT in package.MODEL_TENSORS[package.MODEL_ARCH[settings.architecture.name]]
 
 
-def pooling_notes(pooling: Pooling, settings: Settings) -> Iterator[str]:
+def pooling_notes(storage: Storage, settings: Settings) -> Iterator[str]:
     """Yield what is to be said of what follows a model."""
-    if pooling.dense and not computes_dense(settings):
-        yield f"llama.cpp leaves out {', '.join(pooling.dense)}: its vectors are those before this layer"
+    dense = module_folders(storage, "Dense")
+    if dense and not computes_dense(settings):
+        yield f"llama.cpp leaves out {', '.join(dense)}: its vectors are those before this layer"
     if settings.pooling == RANK and settings.model_type == "bert" and settings.number("type_vocab_size") > 1:
         yield "llama.cpp does not tell the second text of a pair from the first by the types of tokens, as BERT does"
 
