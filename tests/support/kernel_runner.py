@@ -38,8 +38,8 @@ class Runner:
 
     def call(self, name: str, *arguments: Any, threads: int = 1) -> None:
         """Call a function of the library in one thread."""
-        types = native.functions()[name].types
-        native.functions()[name].packed(arguments)  # checks them
+        types, _ = native.functions()[name]
+        native.packed(name, types, arguments)  # checks them
         sent = [struct.pack("<I", len(name)), name.encode()]
         for kind, argument in zip(types, arguments, strict=True):
             if kind == "integer":

@@ -126,38 +126,37 @@ def tile_length(items: int, *, heads: int, threads: int, least: int) -> int:
     return max(least, -(-items // tiles))
 
 
-class Function:
-    """A kernel of the library.
+@functools.cache
+def _slots(types: tuple[str, ...]) -> tuple[struct.Struct, list[tuple[int, str]]]:
+    """How arguments of these types lie in memory, and which of them are arrays, with the types of these."""
+    codes = {"integer": "q", "number": "d"}
+    arrays = [(index, kind) for index, kind in enumerate(types) if kind not in codes]
+    return struct.Struct("@" + "".join(codes.get(kind, "P") for kind in types)), arrays
 
-    types: of its arguments, as interface.hpp names them.
+
+def packed(name: str, types: tuple[str, ...], arguments: tuple[Array | float | None, ...]) -> bytes:
+    """The arguments as the slots from which a kernel takes them: an address of 0 for None.
+
+    types: those of the kernel's arguments, as interface.hpp names them
+
+    Raises TypeError if their number or a type is not that of the kernel.
     """
-
-    def __init__(self, name: str, types: tuple[str, ...], call: Any) -> None:
-        self.name, self.types, self.call = name, types, call
-        codes = {"integer": "q", "number": "d"}
-        self._slots = struct.Struct("@" + "".join(codes.get(kind, "P") for kind in types))
-        self._arrays = [(index, kind) for index, kind in enumerate(types) if kind not in codes]
-
-    def packed(self, arguments: tuple[Array | float | None, ...]) -> bytes:
-        """The arguments as the slots from which the kernel takes them: an address of 0 for None.
-
-        Raises TypeError if their number or a type is not that of the kernel.
-        """
-        if len(arguments) != len(self.types):
-            raise TypeError(f"{self.name}: expected {len(self.types)} arguments, found {len(arguments)}")
-        numbers: list[Any] = list(arguments)
-        for index, kind in self._arrays:
-            given = numbers[index]
-            if given is None:
-                numbers[index] = 0
-            elif given.__class__ is Array and given.kind == kind:
-                numbers[index] = given.address
-            else:
-                raise TypeError(f"{self.name}: expected memory of type {kind!r}, found {given!r}")
-        try:
-            return self._slots.pack(*numbers)
-        except struct.error as error:
-            raise TypeError(f"{self.name}: {error}") from None
+    if len(arguments) != len(types):
+        raise TypeError(f"{name}: expected {len(types)} arguments, found {len(arguments)}")
+    numbers: list[Any] = list(arguments)
+    slots, arrays = _slots(types)
+    for index, kind in arrays:
+        given = numbers[index]
+        if given is None:
+            numbers[index] = 0
+        elif given.__class__ is Array and given.kind == kind:
+            numbers[index] = given.address
+        else:
+            raise TypeError(f"{name}: expected memory of type {kind!r}, found {given!r}")
+    try:
+        return slots.pack(*numbers)
+    except struct.error as error:
+        raise TypeError(f"{name}: {error}") from None
 
 
 def call(name: str, *arguments: Array | float | None, threads: int = 1) -> None:
@@ -169,12 +168,12 @@ def call(name: str, *arguments: Array | float | None, threads: int = 1) -> None:
     Raises MissingDependencyError without a library for this processor, and TypeError for other arguments than the
     kernel takes, or threads that it cannot share its work with.
     """
-    function = functions().get(name)
-    if function is None:
+    if name not in functions():
         raise TypeError(f"there is no kernel {name!r}: expected one of {', '.join(functions())}")
-    if threads != 1 and function.types[0] != "w i8":
+    types, function = functions()[name]
+    if threads != 1 and types[0] != "w i8":
         raise TypeError(f"{name}: expected one thread: it has no counter from which threads take their share")
-    run_in_threads(function.call, function.packed(arguments), threads)
+    run_in_threads(function, packed(name, types, arguments), threads)
 
 
 @functools.cache
@@ -213,8 +212,8 @@ class _KernelEntry(ctypes.Structure):
 
 
 @functools.cache
-def functions() -> dict[str, Function]:
-    """All kernels of the library, by name.
+def functions() -> dict[str, tuple[tuple[str, ...], Any]]:
+    """The types of the arguments of all kernels of the library, and what calls each, by name.
 
     Raises MissingDependencyError if there is no library, or one that was built from other sources than those beside it.
     """
@@ -231,7 +230,7 @@ def functions() -> dict[str, Function]:
     functions = {}
     for entry in _until_null(library.pqweights_kernels(), lambda entry: entry.name):
         types = tuple(kind.decode() for kind in _until_null(entry.types, lambda kind: kind))
-        functions[entry.name.decode()] = Function(entry.name.decode(), types, TASK_FUNCTION(entry.call))
+        functions[entry.name.decode()] = types, TASK_FUNCTION(entry.call)
     return functions
 
 
