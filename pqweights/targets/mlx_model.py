@@ -141,8 +141,9 @@ def read_model(
         known = text_model(config)
         mlx = described(config["model_type"]).mlx
         _arrange(config, mlx)
-        building = _Building(config, mlx.layout, _builder(config, mlx), tensors, dtypes)
-        model, outputs = building.load()
+        build = _builder(config, mlx)
+        load = functools.partial(_with_placeholders, config, build, mlx.layout, tensors, dtypes)
+        model, outputs = load()
         warnings = position_warnings(model, of_source) + _without_router_biases(tensors, outputs, known)
     kept_in = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
     kept = {
@@ -161,9 +162,10 @@ def read_model(
         if choose is not None:
             chosen = choose(outputs, _quantized(model))
             plain = kept | {path for path, how in chosen.items() if how is None}
-            model, stated = quantize(building.load()[0], _with_choices(predicate, chosen), plain)
+            model, stated = quantize(load()[0], _with_choices(predicate, chosen), plain)
         quantized, config = _quantized(model), _saved(stated, "vision_tower" in getattr(model, "model", {}))
-    return MlxModel(outputs, kept_in, quantized, config, lambda: building.compute(outputs, kept_in), warnings)
+    compute = functools.partial(_computed, outputs, kept_in, build, mlx.layout, tensors, dtypes)
+    return MlxModel(outputs, kept_in, quantized, config, compute, warnings)
 
 
 def _without_router_biases(
@@ -181,33 +183,38 @@ def _without_router_biases(
     )
 
 
-class _Building(NamedTuple):
-    """What a model is built of, again and again: its configuration, its class, and the checkpoint's tensors."""
+def _with_placeholders(
+    config: dict[str, Any],
+    build: Callable[[], Any],
+    layout: str | None,
+    tensors: Mapping[str, LogicalTensor],
+    dtypes: Mapping[str, str],
+) -> tuple[Any, dict[str, Traced]]:
+    """Return a model with placeholders, and its parameters before quantization. build ... dtypes: see read_model"""
+    model = build()
+    # With the sanitize of this very model: some models drop parts of themselves in it.
+    outputs = trace(_sanitize(model, layout), tensors, dtypes)
+    model.eval()
+    model.load_weights([(name, mx.zeros(o.shape, o.dtype)) for name, o in outputs.items()], strict=True)
+    _cast(model, config)
+    return model, outputs
 
-    config: dict[str, Any]
-    layout: str | None
-    build: Callable[[], Any]
-    tensors: Mapping[str, LogicalTensor]
-    dtypes: Mapping[str, str]
 
-    def load(self) -> tuple[Any, dict[str, Traced]]:
-        """Return a model with placeholders, and its parameters before quantization."""
-        model = self.build()
-        # With the sanitize of this very model: some models drop parts of themselves in it.
-        outputs = trace(_sanitize(model, self.layout), self.tensors, self.dtypes)
-        model.eval()
-        model.load_weights([(name, mx.zeros(o.shape, o.dtype)) for name, o in outputs.items()], strict=True)
-        _cast(model, self.config)
-        return model, outputs
-
-    def compute(self, outputs: Mapping[str, Traced], kept_in: Mapping[str, str]) -> dict[str, npt.NDArray[np.uint8]]:
-        """Return the bytes of the outputs that mlx computes, in the dtypes in which they are kept."""
-        names = [name for name, output in outputs.items() if output.segments is None]
-        needed = {tensor.name for name in names for tensor in outputs[name].sources}
-        weights = {n: (_load if n in needed else placeholder)(t, self.dtypes[n]) for n, t in self.tensors.items()}
-        result = _sanitize(self.build(), self.layout)(weights)
-        mx.eval([result[name] for name in names])
-        return {n: np.array(result[n].astype(MLX_DTYPES[kept_in[n]]).reshape(-1).view(mx.uint8)) for n in names}
+def _computed(
+    outputs: Mapping[str, Traced],
+    kept_in: Mapping[str, str],
+    build: Callable[[], Any],
+    layout: str | None,
+    tensors: Mapping[str, LogicalTensor],
+    dtypes: Mapping[str, str],
+) -> dict[str, npt.NDArray[np.uint8]]:
+    """Return the bytes of the outputs that mlx computes, in the dtypes in which they are kept."""
+    names = [name for name, output in outputs.items() if output.segments is None]
+    needed = {tensor.name for name in names for tensor in outputs[name].sources}
+    weights = {n: (_load if n in needed else placeholder)(t, dtypes[n]) for n, t in tensors.items()}
+    result = _sanitize(build(), layout)(weights)
+    mx.eval([result[name] for name in names])
+    return {n: np.array(result[n].astype(MLX_DTYPES[kept_in[n]]).reshape(-1).view(mx.uint8)) for n in names}
 
 
 def _quantize_in_sizes(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -100,14 +100,6 @@ def _most(text: Mapping[str, Any]) -> int:
 # --- what mlx-lm computes ---
 
 
-class Rotary(NamedTuple):
-    """The rotary embeddings of a layer of mlx-lm. layer: its number; grows: whether longer texts have another base"""
-
-    layer: int
-    computed: Frequencies
-    grows: bool = False
-
-
 def position_warnings(model: Any, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what mlx-lm's model computes otherwise than transformers in long texts, or in short ones.
 
@@ -157,16 +149,16 @@ def _windows_of(model: Any) -> list[int | None]:
 
 
 def _rotary_otherwise(model: Any, config: Mapping[str, Any]) -> Iterator[str]:
-    kinds, of_mlx = layer_types(config), list(_rotary_of(model, config))
-    _check_rotated(config, {rotary.layer for rotary in of_mlx})
-    for rotary in of_mlx:
-        kind = kinds[rotary.layer] if kinds is not None and rotary.layer < len(kinds) else FULL
+    kinds, of_mlx = layer_types(config), list(_rotary_of(model))
+    _check_rotated(config, {layer for layer, _ in of_mlx})
+    for layer, module in of_mlx:
+        kind = kinds[layer] if kinds is not None and layer < len(kinds) else FULL
         parameters = parameters_of(config, kind)
         rotated = _rotated(config, kind, parameters) if parameters else 0
         if not rotated:  # its sizes are stated elsewhere
             continue
         try:
-            yield from _layer_otherwise(rotary, parameters, rotated, config)
+            yield from _layer_otherwise(module, parameters, rotated, config)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise ExportError(
                 f"config.json: the rope parameters of this model ({model_type_of(config)}) are not complete: "
@@ -175,10 +167,10 @@ def _rotary_otherwise(model: Any, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _layer_otherwise(
-    rotary: Rotary, parameters: Mapping[str, Any], rotated: int, config: Mapping[str, Any]
+    module: nn.Module, parameters: Mapping[str, Any], rotated: int, config: Mapping[str, Any]
 ) -> Iterator[str]:
     """Compare the rotary embeddings of a layer of mlx-lm with those of transformers, in short and in long texts."""
-    computed = rotary.computed
+    computed = _computed(module, config)
     most, kind = _most(text_config(config)) or LONG, parameters["rope_type"]
     original = parameters.get("original_max_position_embeddings")
     as_short, as_long = (
@@ -197,7 +189,7 @@ def _layer_otherwise(
             f"mlx-lm takes the {takes} factors of LongRoPE for every text, where transformers takes the {instead} ones "
             f"for {these}: these it computes otherwise"
         )
-    elif kind == "dynamic" and as_short and not (as_long or rotary.grows):
+    elif kind == "dynamic" and as_short and not (as_long or _grows(module)):
         yield (
             "mlx-lm does not scale the rotary embeddings of this model by the length of the text (dynamic): texts of "
             f"more than {most} tokens it computes otherwise than transformers"
@@ -255,26 +247,32 @@ def _rotated(config: Mapping[str, Any], kind: str, parameters: Mapping[str, Any]
     return int(size * parameters.get("partial_rotary_factor", 1.0))
 
 
-def _rotary_of(model: Any, config: Mapping[str, Any]) -> Iterator[Rotary]:
-    """Yield the rotary embeddings of the layers of a model of mlx-lm."""
+def _rotary_of(model: Any) -> Iterator[tuple[int, nn.Module]]:
+    """Yield the rotary embeddings of a model of mlx-lm, each with the number of its layer."""
     for path, module in model.named_modules():
-        layer = LAYER.search(path)
-        if layer is None or TOWER.search(path):
-            continue
-        if (periods := getattr(module, "_freqs", None)) is not None:
-            inverse = 1 / np.array(periods.astype(mx.float32), dtype=np.float64)
-            scale = getattr(module, "mscale", getattr(module, "_scale", 1.0))
-            yield Rotary(int(layer[1]), Frequencies(inverse, float(scale)))
-        elif isinstance(module, nn.RoPE) or type(module).__name__ == "DynamicNTKScalingRoPE":
-            if getattr(module, "max_position_embeddings", 0) is None:
-                raise ExportError(
-                    f"config.json: mlx-lm's model of type {model_type_of(config)} fails with rope_type dynamic, as it "
-                    f"does not pass max_position_embeddings on; {other_targets(MLX, config)}"
-                )
-            base: float = module.base if hasattr(module, "base") else module.original_base
-            scale = module.scale if isinstance(module, nn.RoPE) else 1.0
-            inverse = scale * base ** (-np.arange(0, module.dims, 2) / module.dims)
-            yield Rotary(int(layer[1]), Frequencies(inverse, 1.0), grows=not isinstance(module, nn.RoPE))
+        layer, has_own = LAYER.search(path), getattr(module, "_freqs", None) is not None
+        if layer is not None and not TOWER.search(path) and (has_own or isinstance(module, nn.RoPE) or _grows(module)):
+            yield int(layer[1]), module
+
+
+def _grows(module: nn.Module) -> bool:
+    """Whether longer texts have another base."""
+    return type(module).__name__ == "DynamicNTKScalingRoPE"
+
+
+def _computed(module: nn.Module, config: Mapping[str, Any]) -> Frequencies:
+    """Return the frequencies of rotary embeddings of mlx-lm."""
+    if (periods := getattr(module, "_freqs", None)) is not None:
+        inverse = 1 / np.array(periods.astype(mx.float32), dtype=np.float64)
+        return Frequencies(inverse, float(getattr(module, "mscale", getattr(module, "_scale", 1.0))))
+    if getattr(module, "max_position_embeddings", 0) is None:
+        raise ExportError(
+            f"config.json: mlx-lm's model of type {model_type_of(config)} fails with rope_type dynamic, as it does not "
+            f"pass max_position_embeddings on; {other_targets(MLX, config)}"
+        )
+    base: float = module.base if hasattr(module, "base") else module.original_base
+    scale = module.scale if isinstance(module, nn.RoPE) else 1.0
+    return Frequencies(scale * base ** (-np.arange(0, module.dims, 2) / module.dims), 1.0)
 
 
 def _same(computed: Frequencies, expected: Frequencies) -> bool:
