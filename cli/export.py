@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
-from typer.core import TyperCommand
 
 from pqweights.common.options import DEFAULT_SAMPLE_TOKENS
 from pqweights.common.units import counted, size_text
@@ -18,28 +17,13 @@ if TYPE_CHECKING:
     from pqweights.convert.report import RewriteReport
 
 
-class Command(TyperCommand):
-    """The command export, whose help lists the targets."""
+def with_targets(text: str) -> str:
+    """Return a help text with the targets below it."""
+    from pqweights.targets import ALIASES, EXPORTS
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the targets below the usage."""
-        from pqweights.targets import ALIASES, EXPORTS
-
-        short = {name: f" (or {alias})" for alias, name in ALIASES.items()}
-        summaries = [f"{name}{short.get(name, '')}: {summary}".replace("[", "\\[") for name, summary in EXPORTS.items()]
-        self.help = "\n\n".join([(self.help or "").strip(), *summaries])
-        super().format_help(ctx, formatter)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments; a missing target is an error that lists the targets."""
-        from pqweights.targets import EXPORTS
-
-        try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            if error.param is not None and error.param.name == "target" and not error.message:
-                error.message = f"Expected one of {', '.join(EXPORTS)}"
-            raise
+    short = {name: f" (or {alias})" for alias, name in ALIASES.items()}
+    summaries = [f"{name}{short.get(name, '')}: {summary}".replace("[", "\\[") for name, summary in EXPORTS.items()]
+    return "\n\n".join([text, *summaries])
 
 
 def command(

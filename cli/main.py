@@ -48,6 +48,9 @@ class Commands(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         options = [param for param in command.params if param.param_type_name == "option"] if command else []
         output.flags = {param.name: max(param.opts, key=len) for param in options}
+        if name == "export" and command:
+            module = importlib.import_module(".export", __package__)
+            command.help = module.with_targets(_help(module.command))
         return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
@@ -61,6 +64,10 @@ def _printable_usage_errors() -> Iterator[None]:
     try:
         yield
     except typer.TyperException as error:
+        if isinstance(error, typer.BadParameter) and error.param and error.param.name == "target" and not error.message:
+            from pqweights.targets import EXPORTS
+
+            error.message = f"Expected one of {', '.join(EXPORTS)}"
         text = "\n".join(printable(line) for line in error.format_message().expandtabs().split("\n"))
         error.format_message = lambda: text  # type: ignore[method-assign]
         raise
@@ -96,7 +103,7 @@ def _made(*names: str) -> typer.Typer:
     for name, help_line in COMMANDS.items():
         if name in names:
             module = importlib.import_module(f".{name}", __package__)
-            made.command(name, cls=getattr(module, "Command", None), help=_help(module.command))(module.command)
+            made.command(name, help=_help(module.command))(module.command)
         else:
             made.command(name, help=help_line)(lambda: None)
     return made
