@@ -50,24 +50,9 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
     if rope is None:
         return {}
     parameters = rope_parameters(settings)
-    rope_type = parameters["rope_type"]
-    if rope_type not in rope.kinds:
-        taken = ", ".join(sorted(rope.kinds))
-        raise settings.refusal(f"llama.cpp supports only rope_type {taken}, found {rope_type!r}")
-    whole = settings.number(rope.rotated)
-    rotated = int(whole * _number(settings, parameters, "partial_rotary_factor"))
-    if whole % 2 or rotated % 2 or rotated < 2:
-        raise settings.refusal(f"expected an even number of rotated channels, found {rotated} of {whole}")
-    if rope_type == "proportional":  # of Gemma 4: frequencies are those of whole heads, and the last ones are 0
-        factors = np.where(np.arange(whole // 2) < rotated // 2, 1, 1e30).astype(np.float32)
-        rotated = whole
-    if rope.half_rotated:
-        _check_halves(settings, parameters)
-    elif rotated != whole and not rope.partial:
-        raise settings.refusal(
-            f"llama.cpp rotates whole heads, but partial_rotary_factor is {parameters['partial_rotary_factor']}"
-        )
-    writer.add_rope_dimension_count(whole if rope.half_rotated else rotated)
+    whole, rotated = _rotated_channels(settings, parameters, rope)
+    is_proportional = parameters["rope_type"] == "proportional"  # of Gemma 4: frequencies are those of whole heads
+    writer.add_rope_dimension_count(whole if rope.half_rotated or is_proportional else rotated)
     sections = parameters.get("mrope_section") or rope.sections
     if not isinstance(sections, list | tuple) or not all(isinstance(size, int) for size in sections):
         raise settings.refusal(f"expected a list of numbers as mrope_section, found {sections!r}")
@@ -75,13 +60,47 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
         writer.add_rope_dimension_sections([*sections, 0][:4])
     base = _number(settings, parameters, "rope_theta")
     # Of HunYuan, with another base at once instead of one by the length of the text.
-    if rope_type == "dynamic" and rotated > 2:
+    if parameters["rope_type"] == "dynamic" and rotated > 2:
         base *= _number(settings, parameters, "alpha") ** (rotated / (rotated - 2))
     writer.add_rope_freq_base(base)
     if any(windowed_layers(settings)):
         _add_windowed(settings, writer)
     if rope.temperature:
         _add_temperature(settings, parameters, writer)
+    return _add_scaling(settings, parameters, writer, whole=whole, rotated=rotated)
+
+
+def _rotated_channels(settings: Settings, parameters: Mapping[str, Any], rope: Rope) -> tuple[int, int]:
+    """Return how many channels of a head may be rotated, and how many are.
+
+    Raises ExportError for a kind that llama.cpp does not compute for this model, and for other numbers than it takes.
+    """
+    if parameters["rope_type"] not in rope.kinds:
+        taken = ", ".join(sorted(rope.kinds))
+        found = parameters["rope_type"]
+        raise settings.refusal(f"llama.cpp supports only rope_type {taken}, found {found!r}")
+    whole = settings.number(rope.rotated)
+    rotated = int(whole * _number(settings, parameters, "partial_rotary_factor"))
+    if whole % 2 or rotated % 2 or rotated < 2:
+        raise settings.refusal(f"expected an even number of rotated channels, found {rotated} of {whole}")
+    if rope.half_rotated:
+        _check_halves(settings, parameters)
+    elif rotated != whole and not rope.partial and parameters["rope_type"] != "proportional":
+        raise settings.refusal(
+            f"llama.cpp rotates whole heads, but partial_rotary_factor is {parameters['partial_rotary_factor']}"
+        )
+    return whole, rotated
+
+
+def _add_scaling(
+    settings: Settings, parameters: Mapping[str, Any], writer: Any, *, whole: int, rotated: int
+) -> Factors:
+    """Write how frequencies are scaled, and return the factors by which they are divided, by the name of the tensor.
+
+    whole, rotated: how many channels of a head may be rotated, and how many are
+    """
+    rope, rope_type = settings.architecture.rope, parameters["rope_type"]
+    assert rope is not None
     if rope_type == "linear":
         writer.add_rope_scaling_type(gguf_package().RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(_number(settings, parameters, "factor"))
@@ -91,7 +110,7 @@ def add_rope(settings: Settings, writer: Any) -> Factors:
         return _add_longrope(settings, parameters, writer, rotated=rotated)
     elif rope_type == "proportional":
         writer.add_rope_dimension_count_swa(settings.number("head_dim"))
-        return {"rope_freqs.weight": factors}
+        return {"rope_freqs.weight": np.where(np.arange(whole // 2) < rotated // 2, 1, 1e30).astype(np.float32)}
     elif rope_type == "llama3":
         factors = np.ones(whole // 2 if rope.half_rotated else rotated // 2, dtype=np.float32)
         factors[: rotated // 2] = _llama3_factors(settings, parameters, rotated)
