@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.contents import GgufTensor
 from pqweights.checkpoint.gguf.file import MAGIC, open_gguf
 from pqweights.checkpoint.gguf.model import (
     ALIGNMENT,
     encode_header,
     model_tensors,
+    tensor_info,
 )
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
@@ -222,7 +222,7 @@ def write_imatrix(path: Path, inputs: KnownInputs, checkpoint: Checkpoint, sampl
     writer.add_array("imatrix.datasets", [sample])
     writer.add_uint32("imatrix.chunk_count", windows)
     writer.add_uint32("imatrix.chunk_size", tokens // windows)
-    listed = [GgufTensor(name, values.shape, "F32", values.nbytes) for name, values in stored.items()]
+    listed = {name: tensor_info(values.shape, "F32", values.nbytes) for name, values in stored.items()}
     header = encode_header(writer.kv_data[0], listed)
     padded = (values.tobytes() + bytes(-values.nbytes % ALIGNMENT) for values in stored.values())
     write_whole(path.parent, path, [header, *padded])

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pqweights.checkpoint.gguf.contents import GgufTensor
 from pqweights.checkpoint.gguf.diffusion import diffusion_family, diffusion_model
 from pqweights.checkpoint.gguf.mixes import (
     EMBEDDING,
@@ -32,6 +31,7 @@ from pqweights.checkpoint.gguf.model import (
     gguf_model,
     gives_vectors,
     model_tensors,
+    tensor_info,
 )
 from pqweights.checkpoint.gguf.views import RenamedTensor
 from pqweights.checkpoint.names import file_stem, gguf_name
@@ -116,14 +116,14 @@ def _container(
         for number, run in enumerate(runs):
             held = range(first + run.start, first + run.stop)
             header = encode_header(
-                metadata, [_listed(tensors[i]) for i in held], number=number, parts=len(runs), tensors_of_all=count
+                metadata, _listed(tensors[i] for i in held), number=number, parts=len(runs), tensors_of_all=count
             )
             name = gguf_name(stem, number, len(runs))
             files.append(ShardPlan(file=name, tensors=held, header=header, group=number))
     if model.tower:
         about = model.tower_metadata | _about_types(find_mix(TOWER_TYPE))
         of_tower = range(count * len(mixes), len(tensors))
-        header = encode_header(about, [_listed(tensors[index]) for index in of_tower])
+        header = encode_header(about, _listed(tensors[index] for index in of_tower))
         name = gguf_name(f"{TOWER_PREFIX}{base_name}-{TOWER_TYPE}", 0, 1)
         files.append(ShardPlan(file=name, tensors=of_tower, header=header, group=len(runs)))
     return GgufFiles(name=names_together(base_name, mixes, recipe), alignment=ALIGNMENT, files=tuple(files))
@@ -149,10 +149,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _listed(planned: TensorPlan) -> GgufTensor:
-    """Return what a header says of a planned tensor."""
-    type_name = planned.codec or planned.stored[0].dtype
-    return GgufTensor(planned.name.rpartition(TYPE_END)[2], planned.shape, type_name, planned.bytes)
+def _listed(tensors: Iterable[TensorPlan]) -> dict[str, Any]:
+    """Return what a header says of planned tensors."""
+    return {
+        of.name.rpartition(TYPE_END)[2]: tensor_info(of.shape, of.codec or of.stored[0].dtype, of.bytes)
+        for of in tensors
+    }
 
 
 def _about_types(mix: Mix | None) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pqweights.checkpoint.gguf.contents import GgufTensor
 from pqweights.checkpoint.gguf.diffusion import plain_type
 from pqweights.checkpoint.gguf.mixes import (
     INTEGERS,
@@ -20,7 +19,7 @@ from pqweights.checkpoint.gguf.mixes import (
     layers_with_values,
     may_be_quantized,
 )
-from pqweights.checkpoint.gguf.model import ALIGNMENT, GgufModel, encode_header
+from pqweights.checkpoint.gguf.model import ALIGNMENT, GgufModel, encode_header, tensor_info
 from pqweights.checkpoint.gguf.towers import PLAIN as PLAIN_IN_TOWERS
 from pqweights.checkpoint.header import aligned
 from pqweights.checkpoint.readers import LogicalTensor
@@ -216,7 +215,7 @@ def _within(
     by_type = {name: type_name for name, (type_name, _) in chosen.items()}
     stored = {t.name: type_bytes(by_type[t.name], t.shape) for t in model.tensors}
     # The header does not depend on the types.
-    tensors = [GgufTensor(t.name, t.shape, by_type[t.name], stored[t.name]) for t in model.tensors]
+    tensors = {t.name: tensor_info(t.shape, by_type[t.name], stored[t.name]) for t in model.tensors}
     header = encode_header(model.metadata, tensors)
     overhead = RESERVED_BYTES + len(header) + ALIGNMENT * len(tensors)
     overhead += sum(stored.values()) - sum(stored[tensor.name] for tensor in free)

@@ -342,12 +342,14 @@ def _config(checkpoint: Checkpoint, model_plain: str) -> dict[str, Any]:
 def _outputs(model: MlxModel) -> tuple[LogicalTensor, ...]:
     """Return the tensors that mlx-lm holds: moved from those of the checkpoint, or computed from them."""
     _check_size(model)
-    values, cache = _Values(model.compute), MatrixCache()
+    values: _Values | None = None
+    cache = MatrixCache()
     outputs: list[LogicalTensor] = []
     for name, output in model.outputs.items():
         known: dict[str, Any] = {"name": name, "shape": output.shape, "dtype": model.dtypes[name]}
         if output.segments is None:
             parts = tuple(part for source in sorted(output.sources, key=lambda t: t.name) for part in source.parts)
+            values = values or _Values(model.compute)
             outputs.append(EvaluatedTensor(**known, parts=parts, values=values))
         else:
             known |= {"segments": output.segments, "columns": output.columns, "transposed": output.transposed}

@@ -174,7 +174,7 @@ def use_config(changed: Any, tensors: list[StoredTensor], rng: Random) -> None:
     )  # fmt: skip
     with contextlib.suppress(PqweightsError):
         model = without_tokenizer(checkpoint)
-        encode_header(model.metadata, ())
+        encode_header(model.metadata, {})
     if rng.random() < 0.02:
         with tempfile.TemporaryDirectory() as name:
             (Path(name) / CONFIG_FILE).write_text(json.dumps(changed))
@@ -416,7 +416,7 @@ def read_gguf(content: bytes, beside: dict[str, Any] | None, rng: Random) -> Non
         for companion in source.companions:
             read_file(source.storage, companion)
         read_all(source)
-        encode_header(gguf_model(source, name=None).metadata, ())
+        encode_header(gguf_model(source, name=None).metadata, {})
 
 
 @functools.cache
@@ -558,7 +558,7 @@ def tokenizer(rng: Random) -> None:
         companions=tuple(files), left_out={}, is_master=False,
     )  # fmt: skip
     model = gguf_model(checkpoint, name=None)
-    encode_header(model.metadata, ())
+    encode_header(model.metadata, {})
 
 
 KINDS: dict[str, Callable[[Random], None]] = {

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pqweights.checkpoint.config import model_facts
 from pqweights.checkpoint.gguf import gguf_package
-from pqweights.checkpoint.gguf.contents import TYPE_NUMBERS, GgufTensor
+from pqweights.checkpoint.gguf.contents import TYPE_NUMBERS
 from pqweights.checkpoint.gguf.pooling import add_pooling, dense_tensors, pooling_notes, pooling_type
 from pqweights.checkpoint.gguf.rope import add_rope, own_betas, rope_parameters
 from pqweights.checkpoint.gguf.settings import ignored_window, read_settings, settings_of, value_of
@@ -236,9 +234,14 @@ def _add(writer: Any, setting: Setting, value: Any) -> None:
     add(key, value)
 
 
+def tensor_info(shape: tuple[int, ...], type_name: str, byte_count: int) -> Any:
+    """Return what a header says of a tensor besides its name, a gguf.TensorInfo. shape: in the order of torch"""
+    return gguf_package().gguf_writer.TensorInfo(shape, TYPE_NUMBERS[type_name], byte_count)
+
+
 def encode_header(
     metadata: Mapping[str, Any],
-    tensors: Sequence[GgufTensor],
+    tensors: Mapping[str, Any],
     *,
     number: int = 0,
     parts: int = 1,
@@ -247,6 +250,7 @@ def encode_header(
     """Return the bytes before the data of a file, padded to ALIGNMENT.
 
     metadata: gguf.GGUFValue by key, all but what says which part this is; a file of several has it only in the first
+    tensors: what `tensor_info` returns of each, by name
     number, parts: which file this is, of how many
     tensors_of_all: of several files, how many tensors they have together
     """
@@ -260,9 +264,7 @@ def encode_header(
             writer.add_key_value(split.LLM_KV_SPLIT_NO, number, types.UINT16)
             writer.add_key_value(split.LLM_KV_SPLIT_COUNT, parts, types.UINT16)
             writer.add_key_value(split.LLM_KV_SPLIT_TENSORS_COUNT, tensors_of_all, types.INT32)
-        for tensor in tensors:
-            type_number: Any = TYPE_NUMBERS[tensor.type]  # the package lacks Q2_0
-            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.byte_count, type_number)
+        writer.tensors[0] = dict(tensors)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()

@@ -37,12 +37,13 @@ def of_layer(name: str, known: Mapping[str, T]) -> T | None:
 
 def cut(tensors: Iterator[NamedTensor], settings: Settings) -> Iterator[NamedTensor]:
     """Yield the tensors, with several in the place of each one that llama.cpp holds in parts."""
-    cache = MatrixCache()
+    cache: MatrixCache | None = None
     for known, tensor in tensors:
         match, cut = LAYER.fullmatch(known), of_layer(known, settings.architecture.cuts)
         if match is None or cut is None:
             yield known, tensor
             continue
+        cache = cache or MatrixCache()
         for part in cut.parts:
             name = f"{match[1]}{match[2]}.{part}.weight"
             yield name, replace(_part(tensor, cut, part, settings, cache), name=name)
@@ -87,11 +88,15 @@ def with_shards_joined(tensors: Sequence[NamedTensor]) -> Iterator[NamedTensor]:
 
 def with_experts_stacked(tensors: Sequence[NamedTensor], settings: Settings) -> Iterator[NamedTensor]:
     """Yield the tensors, with one for all experts in the place of the first expert's."""
-    cache = MatrixCache()
     experts: dict[str, dict[int, LogicalTensor]] = {}
     for known, tensor in tensors:
         if match := OF_EXPERT.fullmatch(known) or OF_ALTUP.fullmatch(known):
             experts.setdefault(f"{match['layer']}.{match['matrix']}", {})[int(match["expert"])] = tensor
+    has_stacks = bool(experts) or any(STACKED_EXPERTS.fullmatch(known) for known, _ in tensors)
+    if not has_stacks:
+        yield from tensors
+        return
+    cache = MatrixCache()
     for known, tensor in tensors:
         if match := OF_EXPERT.fullmatch(known) or OF_ALTUP.fullmatch(known):
             name = f"{match['layer']}.{match['matrix']}"
