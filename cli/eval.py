@@ -59,38 +59,30 @@ def command(
         from pqweights.runtime.evaluation import evaluate
 
         _check_text(text, dataset, reference)
-        evaluation = EvaluationOptions(
-            dtype=dtype,
-            device=device,
-            packed=packed,
-            kv_caches=kv_cache or (),
-            no_bos=no_bos,
-            window=window,
-            stride=stride,
-            score_first=score_first,
-            max_tokens=max_tokens,
-            tokenizer=tokenizer,
-            threads=threads,
-            text_name=str(text or dataset),
-            save_reference=save_reference,
-        )
+        evaluation = EvaluationOptions.of(locals())
         fetched = _fetched(models, options.hub(revision, token))
         base = None if reference is None else options.fetched(reference, options.hub(None, token))
         words = _words(text, dataset)
-        evaluation = replace(evaluation, reference=base and base.path)
+        evaluation = replace(
+            evaluation, kv_caches=kv_cache or (), text_name=str(text or dataset), reference=base and base.path
+        )
         paths = [(path, model) for model in fetched for path in models_in(model.path)]
         folders = [None if no_record or kv_cache or model.origin else result_folder_of(path) for path, model in paths]
         with output.progress("evaluating", unit="steps") as progress:
             done = evaluate([path for path, _ in paths], words, evaluation, progress=progress)
-        names: dict[str, str] = {}
-        for name, model in zip((*models, str(reference)), (*fetched, base), strict=True):
-            if model is not None and model.origin:
-                own = model.path
-                names |= {str(path): name if path == own else f"{name}/{path.name}" for path in models_in(own)}
-        _show(done.renamed(names), json)
+        opened = [*zip(models, fetched, strict=True), *([] if base is None else [(str(reference), base)])]
+        names = [pair for name, model in opened if model.origin for pair in _names_in(name, model.path)]
+        _show(done.renamed(dict(names)), json)
         if save_reference is not None:
             output.note(f"{save_reference}: {size_text(save_reference.stat().st_size)}, for --reference")
         _record_all(done, folders, words, tokenizer=path_of(tokenizer), reference=reference)
+
+
+def _names_in(name: str, folder: Path) -> list[tuple[str, str]]:
+    """Return the paths of the models in a folder that was fetched, and what a report calls each. name: as given"""
+    from pqweights.results.parts import models_in
+
+    return [(str(path), name if path == folder else f"{name}/{path.name}") for path in models_in(folder)]
 
 
 def _check_text(text: Path | None, dataset: str | None, reference: str | None) -> None:

@@ -146,15 +146,7 @@ def make_card(
     beside_shown = [(other, [record for record in of if record.is_for_card]) for other, of in beside]
     offered = offers([(manifest, shown), *beside_shown])
     names = _choose_names(manifest, options, here, there)
-    target = _target(manifest)
-    first = container_of(manifest).folders[0]
-    model = read_model(
-        names.repository or HERE,
-        branch=names.branch,
-        config=read_config(folder / first) or {},
-        files=[name.removeprefix(first) for name in manifest.files],
-        weights=(shard.file for shard in shards_of(manifest)),
-    )
+    target, model = _target(manifest), _model_in(folder, manifest, names)
     load = text.loading(target, manifest, model)
     sections = {
         "Which file to take": figures.choice(offered),
@@ -166,9 +158,8 @@ def make_card(
         "Files and hashes": text.files(manifest, sha256, bool(records)),
         "Other exports in this repository": text.others([other for other, _ in beside]),
     }
-    tags = () if target is None else target.tags_of(manifest.made_by)
     parts = [
-        _head(manifest, before, names, library=_library(target, model), target_tags=tags),
+        _head(manifest, before, names, library=_library(target, model), target=target),
         f"# {words(_title(names, target, manifest))}",
         *text.opening(inspection, names.base_model),
     ]
@@ -184,6 +175,18 @@ def make_card(
         quick_evaluations=len(records) - len(shown),
         changed=made != old,
         replaces_edits=there.is_edited and (there.notes, there.own) != (before.notes, before.own),
+    )
+
+
+def _model_in(folder: Path, manifest: Manifest, names: _Names) -> LoadableModel:
+    """Return the model of a folder, of several formats that of the first, as a card says how to load it."""
+    first = container_of(manifest).folders[0]
+    return read_model(
+        names.repository or HERE,
+        branch=names.branch,
+        config=read_config(folder / first) or {},
+        files=[name.removeprefix(first) for name in manifest.files],
+        weights=(shard.file for shard in shards_of(manifest)),
     )
 
 
@@ -221,18 +224,19 @@ def _choose_names(manifest: Manifest, options: PublishOptions, here: OldCard, th
 
 
 def _head(
-    manifest: Manifest, before: OldCard, names: _Names, *, library: str | None, target_tags: Sequence[str]
+    manifest: Manifest, before: OldCard, names: _Names, *, library: str | None, target: ExportTarget | None
 ) -> str:
     """Return the front matter, and the comment that marks the card as generated."""
     bits = figures.main_bits(manifest)
     made = ["lossless"] if figures.is_lossless(manifest) else ["quantized"]
     made += [] if bits is None or figures.is_lossless(manifest) else [f"{bits:g}-bit"]
+    of_target = () if target is None else target.tags_of(manifest.made_by)
     front_matter, written = make_front_matter(
         manifest.model,
         before.own,
         base_model=names.base_model,
         library=library,
-        tags=["pqweights", made[0], *target_tags, *made[1:]],
+        tags=["pqweights", made[0], *of_target, *made[1:]],
     )
     return front_matter + generated_comment(repository=names.on_hub, branch=names.branch, written=written)
 
