@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pqweights.common.options import EvaluationOptions, path_of
+from pqweights.common.options import EvaluationOptions, options_in, path_of
 from pqweights.common.units import counted, size_text
 
 from . import options, output
@@ -59,7 +59,7 @@ def command(
         from pqweights.runtime.evaluation import evaluate
 
         _check_text(text, dataset, reference)
-        evaluation = EvaluationOptions.of(locals())
+        evaluation = options_in(EvaluationOptions, locals())
         fetched = _fetched(models, options.hub(revision, token))
         base = None if reference is None else options.fetched(reference, options.hub(None, token))
         words = _words(text, dataset)
