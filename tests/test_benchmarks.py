@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import typer.main
 from language_models import babbler, with_tokenizer
 from pqweights_cli.main import app
+from snippets import run_snippet
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
@@ -31,9 +30,8 @@ OTHERS = {"--child", "--child-kernel", "--child-model", "--inside", "--hf-path",
 OTHERS |= {"--reflink=never", "--allow-requantize"}
 # Modules of benchmarks have the names of some of tests/support, so a process of their own imports them.
 RUN = """
-import importlib, json, sys
-sys.path.insert(0, sys.argv[1])
-names, runs = json.loads(sys.argv[2]), json.loads(sys.argv[3])
+import importlib, sys
+sys.path.insert(0, folder)
 modules = {name: importlib.import_module(name) for name in names}
 for module, owner, functions in modules["phases"].PHASES.values():
     holder = importlib.import_module(module)
@@ -91,7 +89,6 @@ def test_benchmarks_can_be_imported_and_run_on_the_smallest_input(tmp_path):
     model = with_tokenizer(babbler(tmp_path / "model"))
     (model / "eval.txt").write_text("the rain in spain stays mainly in the plain\n" * 20)
     runs = {name: words.replace("MODEL", str(model)).split() for name, words in SMALLEST.items()}
-    command = [sys.executable, "-c", RUN, str(BENCHMARKS), json.dumps(NAMES), json.dumps(runs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Q4_0" in done.stdout and "+ least-squares norm" in done.stdout
+    code, log = f"folder, names, runs = {(str(BENCHMARKS), NAMES, runs)!r}\n{RUN}", tmp_path / "log"
+    assert run_snippet(code, tmp_path, log) == 0, log.read_text()
+    assert "Q4_0" in log.read_text() and "+ least-squares norm" in log.read_text()

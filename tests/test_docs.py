@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import pkgutil
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
+from snippets import run_snippet
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -23,10 +23,10 @@ CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 FILL = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, benchmarks)
 import report
-sections = report.all_sections(report.read_documents(Path(sys.argv[2])), Path(sys.argv[2]))
-for page in sys.argv[3:]:
+sections = report.all_sections(report.read_documents(Path(documents)), Path(documents))
+for page in pages:
     report.fill(Path(page), sections)
 """
 
@@ -124,8 +124,9 @@ def test_tables_match_the_benchmark_documents(tmp_path):
     copies = [tmp_path / f"{number}.md" for number in range(len(pages))]
     for page, copy in zip(pages, copies, strict=True):
         copy.write_bytes(page.read_bytes())
-    command = [sys.executable, "-c", FILL, str(ROOT / "benchmarks"), str(DOCS / "benchmarks"), *map(str, copies)]
-    subprocess.run(command, check=True)
+    given = str(ROOT / "benchmarks"), str(DOCS / "benchmarks"), [str(copy) for copy in copies]
+    code, log = f"benchmarks, documents, pages = {given!r}\n{FILL}", tmp_path / "log"
+    assert run_snippet(code, tmp_path, log) == 0, log.read_text()
     for page, copy in zip(pages, copies, strict=True):
         assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8"), f"{page}: run make bench-report"
 
