@@ -22,7 +22,7 @@ CASES: list[Case] = [
     calibrating("text-not-utf8", "text.txt", "UTF-8", text=b"abc\xff"),
     calibrating("text-short", "at least 2048 tokens", "found 40"),
     evaluating("awq-model-missing", "nowhere", command="quantize nowhere out --awq text.txt"),
-    evaluating("awq-a-folder", "model", "*.txt in the folder", command="quantize model out --awq model"),
+    evaluating("awq-a-folder", "model", "*.txt", command="quantize model out --awq model"),
     calibrating("and-calibrate", "--awq", "leave out --awq or --calibrate", options=" --calibrate self"),
     evaluating("awq-tokens-alone", "--calibration-tokens", command="quantize model out --calibration-tokens 4096"),
     calibrating("of-few-tokens", "--calibration-tokens", "2048", options=" --calibration-tokens 100"),

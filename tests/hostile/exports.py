@@ -140,10 +140,10 @@ CASES = [
     exporting(
         "export-onto-an-input",
         {
-            "export master master -t vllm": ("master", "must not contain each other"),
-            "export master master/out -t torchao": ("master/out", "must not contain each other"),
-            "export src src/out -t vllm": ("src/out", "must not contain each other"),
-            "export master . -t vllm": ("must not contain each other",),
+            "export master master -t vllm": ("master",),
+            "export master master/out -t torchao": ("master/out",),
+            "export src src/out -t vllm": ("src/out",),
+            "export master . -t vllm": ("master",),
         },
     ),
     exporting("export-of-nothing", {"export nowhere out -t torchao": ("nowhere", "no such")}),
@@ -169,12 +169,12 @@ CASES = [
     ),
     exporting(
         "export-of-layers-that-transformers-renames",
-        {TORCHAO: ("config.json", "vit", "renames its layers", "--target vllm or bf16")},
+        {TORCHAO: ("config.json", "vit", "--target vllm or bf16")},
         {"model_type": "vit"},
     ),
     exporting(
         "export-of-layers-that-transformers-cuts",
-        dict.fromkeys((TORCHAO, VLLM), ("config.json", "dinov2", "cuts or joins", "--target bf16")),
+        dict.fromkeys((TORCHAO, VLLM), ("config.json", "dinov2", "--target bf16")),
         {"model_type": "encoder-decoder", "encoder": {"model_type": "dinov2"}, "decoder": {"model_type": "bert"}},
     ),
     exporting(
@@ -191,7 +191,7 @@ CASES = [
         {
             GGUF + " --target-size 1GB --type q4_0": ("--target-size", "leave out --type"),
             GGUF + " --rounding gptq": ("--rounding gptq", "takes plain, importance"),
-            GGUF + " --bits 4": ("--bits", "does not take this option"),
+            GGUF + " --bits 4": ("--bits", "gguf"),
         },
     ),
     exporting(
@@ -200,15 +200,10 @@ CASES = [
         {"model_type": "zamba2", "architectures": ["Zamba2ForCausalLM"]},
     ),
     exporting("gguf-without-a-configuration", {GGUF: ("config.json",)}, {}),
-    exporting(
-        "target-misspelled",
-        {
-            "export master out --target mlx_q4": ("--target mlx_q4", "the nearest is 'mlx-q4'"),
-        },
-    ),
+    exporting("target-misspelled", {"export master out --target mlx_q4": ("--target mlx_q4", "'mlx-q4'")}),
     Case(
         "export-of-no-linear-layer",
-        dict.fromkeys((TORCHAO, VLLM), ("no weight of this model can become integers", "embedding")),
+        dict.fromkeys((TORCHAO, VLLM), ("embedding",)),
         prepare=lambda folder: (
             write(folder, {FILE: stored({"model.embed_tokens.weight": WEIGHT}), CONFIG: {"model_type": "llama"}}),
             run_quantize(folder / "src", folder / "master"),

@@ -81,9 +81,9 @@ CASES += [
         "same folder",
         files={"x.safetensors": stored({UP: WEIGHT})},
     ),
-    two_shards("index-absolute-path", {UP: "/x.safetensors"}, INDEX_NAME, UP, "/x.safetensors", "same folder"),
-    two_shards("index-windows-path", {UP: "C:\\x.safetensors"}, INDEX_NAME, UP, "same folder"),
-    two_shards("index-windows-parent", {UP: "..\\x.safetensors"}, INDEX_NAME, UP, "same folder"),
+    two_shards("index-absolute-path", {UP: "/x.safetensors"}, INDEX_NAME, UP, "/x.safetensors"),
+    two_shards("index-windows-path", {UP: "C:\\x.safetensors"}, INDEX_NAME, UP),
+    two_shards("index-windows-parent", {UP: "..\\x.safetensors"}, INDEX_NAME, UP),
     two_shards("index-names-the-config", {UP: "config.json"}, UP, "config.json", files={CONFIG: {}}),
     Case(
         "index-names-a-missing-file",

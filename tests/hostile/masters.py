@@ -337,11 +337,7 @@ CASES = [
     damaged("master-shard-missing", delete(SHARD), verify=(f"{SHARD}: missing",), export=(SHARD, "missing")),
     damaged("master-index-missing", delete(INDEX[4:]), verify=(INDEX[4:], "missing")),
     damaged("master-index-not-json", replace(INDEX[4:], "{"), verify=(INDEX[4:],), export=(INDEX[4:], "JSON")),
-    damaged(
-        "master-index-edited",
-        set_json(INDEX[4:], "weight_map", NORM, to=SHARD),
-        verify=(INDEX[4:], "sha256"),
-    ),
+    damaged("master-index-edited", set_json(INDEX[4:], "weight_map", NORM, to=SHARD), verify=(INDEX[4:], "sha256")),
     damaged(
         "master-index-edited-with-the-manifest",
         consistently(INDEX[4:], set_json(INDEX[4:], "weight_map", NORM, to=SHARD)),

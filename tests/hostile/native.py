@@ -7,17 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hostile.case import DOWN, UP, Case, Stored
-from hostile.masters import (
-    MANIFEST,
-    ONLY_SHARD,
-    damaged,
-    flip,
-    forged,
-    overwrite,
-    restored,
-    set_json,
-    settings,
-)
+from hostile.masters import MANIFEST, ONLY_SHARD, damaged, flip, forged, overwrite, restored, set_json, settings
 
 CODED, LENGTHS = UP + "_coded", UP + "_lengths"
 Tensors = dict[str, Stored]
@@ -32,19 +22,17 @@ def lengths(name: str, *numbers: int) -> Case:
     def change(tensors: Tensors) -> None:
         tensors[LENGTHS] = ("I32", [2], struct.pack("<2i", *numbers))
 
-    return part(name, change, LENGTHS, "expected lengths from 1 on whose sum is", "the master is damaged")
+    return part(name, change, LENGTHS, "expected lengths from 1 on whose sum is")
 
 
 def put(tensor: str, dtype: str, shape: list[int], data: bytes) -> Callable[[Tensors], None]:
     return lambda tensors: tensors.__setitem__(tensor, (dtype, shape, data))
 
 
-def chunk(name: str, at: int, data: bytes, reason: str) -> Case:
+def chunk(name: str, at: int, data: bytes) -> Case:
     """Bytes of the first chunk, whose hash in the manifest is theirs."""
     return damaged(
-        f"native-{name}",
-        forged(overwrite(ONLY_SHARD, CODED, at=at, data=data)),
-        export=(ONLY_SHARD, CODED, "chunk 0", reason, "the master is damaged"),
+        f"native-{name}", forged(overwrite(ONLY_SHARD, CODED, at=at, data=data)), export=(ONLY_SHARD, CODED, "chunk 0")
     )
 
 
@@ -52,9 +40,9 @@ SETTINGS = ("config.json", "quantization_config")
 CASES: list[Case] = [
     damaged("native-coded-flipped", flip(ONLY_SHARD, CODED), both=(ONLY_SHARD, CODED, "blake3_of_pieces")),
     damaged("native-length-flipped", flip(ONLY_SHARD, LENGTHS), both=(ONLY_SHARD, LENGTHS, "blake3_of_pieces")),
-    chunk("kind-stored", 0, b"\x00", "it is too short or too long"),
-    chunk("symbols-beyond-a-byte", 1, b"\xff\xff", "its frequencies are not those of a chunk"),
-    chunk("frequencies-of-zero", 3, bytes(100), "its frequencies are not those of a chunk"),
+    chunk("kind-stored", 0, b"\x00"),
+    chunk("symbols-beyond-a-byte", 1, b"\xff\xff"),
+    chunk("frequencies-of-zero", 3, bytes(100)),
     lengths("length-0", 0, 1),
     part("coded-of-floats", put(CODED, "F32", [4], bytes(16)), CODED, "expected U8"),
     part("lengths-of-64-bits", put(LENGTHS, "I64", [2], bytes(16)), LENGTHS, "expected I32 [2]", "found I64 [2]"),

@@ -16,10 +16,10 @@ def linked_license(folder: Path) -> None:
 
 
 CASES = [
-    Case("license-a-link-out-of-the-folder", {QUANTIZE: ("LICENSE", "leads out")}, prepare=linked_license),
+    Case("license-a-link-out-of-the-folder", {QUANTIZE: ("LICENSE", "link")}, prepare=linked_license),
     Case("source-missing", {QUANTIZE: ("src", "no such")}),
     Case("source-an-empty-folder", {QUANTIZE: ("no weights",)}, prepare=lambda folder: (folder / "src").mkdir()),
-    Case("source-of-a-config-alone", {QUANTIZE: ("no weights",)}, {CONFIG: {"model_type": "llama"}}),
+    Case("source-of-a-config-alone", {QUANTIZE: ("safetensors",)}, {CONFIG: {"model_type": "llama"}}),
     Case(
         "source-a-text-file",
         {"quantize src/notes.txt out": ("notes.txt", "expected a folder, or a safetensors file")},
