@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from caches import decoded, gaussian, store
+from snippets import run_snippet
 from torch import Tensor
 
 from pqweights.runtime.kv.schemes import SCHEMES
@@ -59,13 +58,13 @@ def outcomes(device: str) -> str:
     return "\n".join(lines)
 
 
-def test_results_on_the_cpu_do_not_depend_on_the_default_device():
+def test_results_on_the_cpu_do_not_depend_on_the_default_device(tmp_path):
     """In a process of its own, which a kernel that wrote to memory of the device would end."""
-    support = Path(__file__).parents[1] / "support"
-    script = (
-        f"import sys; sys.path.append({str(support)!r}); import test_default_device as t; print(t.outcomes('meta'))"
-    )
-    run = [sys.executable, "-c", script]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent, check=False)
-    expected = "\n".join(f"{name}: the same" for name in COMPUTED)
-    assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
+    folder, out = Path(__file__).parent, tmp_path / "outcomes"
+    code = f"""
+import sys; sys.path.append({str(folder)!r})
+import pathlib, test_default_device as t
+pathlib.Path({str(out)!r}).write_text(t.outcomes('meta'))
+"""
+    assert run_snippet(code, tmp_path, tmp_path / "log") == 0, (tmp_path / "log").read_text()
+    assert out.read_text() == "\n".join(f"{name}: the same" for name in COMPUTED)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import families
 import pytest
+from snippets import run_snippet
 from test_packed import output
 from test_packed_columns import master_of_columns
 from test_transformers import scaled_master
@@ -40,7 +39,7 @@ def folder_of(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
             elif name == "trellis":
                 pqweights.quantize(families.model(base, "llama"), out, "t3")
             elif name.startswith("columns of "):
-                out = master_of_columns(base, name.removeprefix("columns of "), out.parent)[0]
+                out = master_of_columns(base, name.removeprefix("columns of "))[0]
             else:
                 out = families.master(base, name)
             made[name] = out
@@ -56,7 +55,7 @@ def again(value: Any, **options: Any) -> Any:
     return torch.load(io.BytesIO(file.getvalue()), **options)
 
 
-@pytest.mark.filterwarnings("ignore:.*their bytes cannot be checked")
+@pytest.mark.filterwarnings("ignore::pqweights.errors.PqweightsWarning")
 @pytest.mark.parametrize("name", MASTERS)
 def test_a_state_goes_through_torch_save_and_load(name: str, folder_of: Callable[[str], Path]) -> None:
     model, other = (pqweights.load_model(folder_of(name), packed=True) for _ in range(2))
@@ -75,7 +74,7 @@ def test_a_state_goes_through_torch_save_and_load(name: str, folder_of: Callable
     assert torch.equal(output(other), output(model))
 
 
-@pytest.mark.filterwarnings("ignore:.*their bytes cannot be checked")
+@pytest.mark.filterwarnings("ignore::pqweights.errors.PqweightsWarning")
 def test_parameters_stay_parameters_and_factors_stay(folder_of: Callable[[str], Path]) -> None:
     model = pqweights.load_model(folder_of("scaled"), packed=True)
     model.lm_head.weight.mul_(0.5)
@@ -95,9 +94,11 @@ def test_tied_weights_and_stacks_are_saved_once(folder_of: Callable[[str], Path]
 def test_it_is_enough_to_import_the_module_that_loads(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     model = pqweights.load_model(folder_of("llama"), packed=True)
     torch.save(model.state_dict(), tmp_path / "state.pt")
-    script = "import sys, torch, pqweights.runtime.loading.packed; print(len(torch.load(sys.argv[1], mmap=True)))"
-    command = [sys.executable, "-W", "ignore", "-c", script, tmp_path / "state.pt"]
-    assert int(subprocess.run(command, check=True, capture_output=True).stdout) == len(model.state_dict())
+    code = f"""
+import torch, pqweights.runtime.loading.packed
+assert len(torch.load("state.pt", mmap=True)) == {len(model.state_dict())}
+"""
+    assert run_snippet(code, tmp_path, tmp_path / "log") == 0, (tmp_path / "log").read_text()
 
 
 Change = Callable[[dict[str, Any]], object]

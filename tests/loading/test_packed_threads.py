@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import bf16, gaussian, run_command, write_checkpoint
+from snippets import run_snippet
 
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
@@ -86,7 +85,7 @@ import torch
 import test_packed_threads as t
 t.packed_rows.CHUNK_WEIGHTS = 8 * t.COLUMNS
 torch.set_num_threads(2)
-weight = t.opened(Path(sys.argv[1]))
+weight = t.opened(Path("."))
 x = torch.ones(1, t.COLUMNS, dtype=torch.bfloat16)
 def computed():
     # Compared as bytes, because torch itself waits for such threads where it compares large tensors.
@@ -102,9 +101,6 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
-def test_forked_process_decodes_and_multiplies(folder):
-    here = Path(__file__)
-    script = f"import sys; sys.path.append({str(here.parents[1] / 'support')!r})\n{FORKED}"
-    run = [sys.executable, "-W", "ignore", "-c", script, str(folder)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=200, cwd=here.parent, check=False)
-    assert done.returncode == 0, (done.returncode, done.stderr)
+def test_forked_process_decodes_and_multiplies(folder, tmp_path):
+    code = f"import sys; sys.path.append({str(Path(__file__).parent)!r})\n{FORKED}"
+    assert run_snippet(code, folder, tmp_path / "log") == 0, (tmp_path / "log").read_text()
