@@ -73,6 +73,7 @@ IN_THIS_ENVIRONMENT = ("mlx", "torchao")  # tools that the project's own environ
 SELF, TEXT = "self", "text"
 TRELLIS = "hadamard-trellis"
 TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "iq4_xs", "q3_k_m", "q2_k")
+TYPES_WITH_TEXT = ("iq3_m", "iq3_xxs", "iq2_m", "iq2_xs")  # llama.cpp makes most of them with importances only
 IK_TYPES = ("iq4_kt", "iq3_kt", "iq2_kt", "iq4_k", "iq3_k", "iq2_k")
 # The types of whose grid all or most values of a source are that was decoded from a file of some type.
 GRIDS = {"Q4_1": ("q4_1", "q5_k_m"), "Q4_K_M": ("q4_k_m",), "Q4_0": ("q4_0",)}
@@ -145,7 +146,7 @@ def rows() -> Iterator[Row]:
         yield Row(format=MASTER, tool=OURS, name=f"trellis {bits}, fitted", arguments=arguments, codecs=("trellis",))
     for data in (None, TEXT, SELF):
         more = () if data is None else calibrated(data)
-        for kind in TYPES:
+        for kind in (*TYPES, *(TYPES_WITH_TEXT if data == TEXT else ())):
             arguments = ("export", "--target", "gguf", "--type", kind, *more)
             yield Row(format=GGUF, tool=OURS, name=kind, data=data, arguments=arguments)
             if data != SELF:
@@ -515,6 +516,7 @@ def settings(bench: Bench, grid: str | None) -> Document:
     """What is said of a model, and of what it is measured on."""
     windows = TextWindows(size=WINDOW, stride=WINDOW)
     alone = compare(bench.base, None, ids=bench.ids, windows=windows)
+    bench.base.net.to("meta")  # its logits are remembered, so its weights need no more memory
     return {
         "grid": grid,
         "parameters": sum(parameter.numel() for parameter in bench.base.net.parameters()),
