@@ -55,6 +55,10 @@ MEASURED = (
     Measured(QWEN, LloydMax.codec, 5.125, False, 0.0228, 0.905),
     Measured(QWEN, Trellis.codec, 5.125, False, 0.0097, 0.936),
     Measured(QWEN, Trellis.codec, 4.125, False, 0.0369, 0.877),
+    Measured(QWEN, LloydMax.codec, 4.125, False, 0.0846, 0.813),
+    Measured(QWEN, LloydMax.codec, 3.125, False, 0.3819, 0.649),
+    Measured(QWEN, Trellis.codec, 3.125, False, 0.1594, 0.762),
+    Measured(QWEN, Trellis.codec, 2.125, False, 0.8772, 0.511),
 )
 
 
