@@ -121,11 +121,10 @@ format: $(READY) ## format the code
 
 # DOCS: where the JSON documents and the plots go. PAGES: the pages whose tables are written from them. FOLDER: where
 # checkpoints are made (20 GB at most), by default a temporary folder. EXTRAS: bench, or bench,bench-llama.
-# MACHINE: a short name of another machine than that of the pages, whose figures then stand in columns beside theirs.
 DOCS ?= docs/benchmarks
 PAGES ?= docs/benchmarks.md docs/calibration.md docs/exports.md docs/fit.md docs/gguf.md docs/hub.md docs/kv-cache.md docs/lossless.md docs/quality.md docs/running-a-master.md docs/scale.md docs/trellis.md README.md
 EXTRAS ?= bench
-BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(DOCS) $(if $(MACHINE),--machine $(MACHINE))
+BENCHMARK = $(BIN)/python benchmarks/$(1).py --out $(DOCS)
 REPORT = $(BIN)/python benchmarks/report.py --out $(DOCS) $(PAGES)
 WORK = $(if $(FOLDER),--folder $(FOLDER))
 

@@ -165,20 +165,6 @@ def sections(document: Document) -> dict[str, str]:
     }
 
 
-def compared(documents: dict[str, Document]) -> dict[str, str]:
-    """The times as multiples of cp's, a column for each machine."""
-    found = {
-        name: {(row["checkpoint"], row["command"]): row for row in document["rows"]}
-        for name, document in documents.items()
-    }
-    places = dict.fromkeys(place for rows in found.values() for place in rows if place[1] != "cp")
-    lines = [
-        [*place, *(f"{rows[place]['of_cp']:.2f}" if place in rows else None for rows in found.values())]
-        for place in places
-    ]
-    return {"machines": table(["checkpoint", "command", *found], lines)}
-
-
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="where checkpoints are made; by default a temporary folder")

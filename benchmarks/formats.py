@@ -350,9 +350,7 @@ def sections(document: Document) -> dict[str, str]:
             base = next((here[who]["mse"] for who in (RTN, LLAMA_CPP, IK) if who in here), None)
             for row in here.values():
                 row["ratio"] = row["mse"] / base if base and row["mse"] else None
-    result = {"formats": overview(of_model)}
-    result |= {f"formats-{model}": f"{model}\n\n{comparison(formats)}" for model, formats in of_model.items()}
-    return result | {"formats-absent": "\n".join(f"- {line}" for line in document["absent"]) or "-"}
+    return {"formats": overview(of_model), "formats-others": comparison(of_model)}
 
 
 def overview(of_model: Mapping[str, Mapping[tuple[str, str], Mapping[str, Document]]]) -> str:
@@ -371,18 +369,20 @@ def overview(of_model: Mapping[str, Mapping[tuple[str, str], Mapping[str, Docume
     return table([*header, *(f"{what}, {model}" for model in of_model for what in ("error", "KL"))], lines)
 
 
-def comparison(formats: Mapping[tuple[str, str], Mapping[str, Document]]) -> str:
-    """A line for each format, with all who make it; errors as shares of round-to-nearest's."""
-    header = ["target", "format", "bits", "error", "KL: nearest", "ours", "ours, rounded inputs", "others: KL (error)"]
+def comparison(of_model: Mapping[str, Mapping[tuple[str, str], Mapping[str, Document]]]) -> str:
+    """A line for each format that others make as well; errors as shares of round-to-nearest's."""
+    columns = ("nearest", "ours", "ours, rounded inputs", "others (error)")
     lines = []
-    for form in (form for form in FORMATS if (form.target, form.name) in formats):
-        here = formats[form.target, form.name]
-        ours = here.get(OURS, here.get(RTN))
-        others = [_other(who, row) for who, row in here.items() if who not in (RTN, OURS, ROUNDED)]
-        kls = [number(here[who]["kl"], ".5f") if who in here else None for who in (RTN, OURS, ROUNDED)]
-        about = [number(ours[key], form) if ours else None for key, form in (("bits", ".4g"), ("ratio", ".3f"))]
-        lines.append([form.target, f"`{form.name.lower()}`", *about, *kls, "; ".join(others)])
-    return table(header, lines)
+    for form in FORMATS:
+        rows = [formats.get((form.target, form.name), {}) for formats in of_model.values()]
+        line: list[Cell] = [form.target, f"`{form.name.lower()}`"]
+        for here in rows:
+            others = [_other(who, row) for who, row in here.items() if who not in (RTN, OURS, ROUNDED)]
+            kls = [number(here[who]["kl"], ".5f") if who in here else None for who in (RTN, OURS, ROUNDED)]
+            line += [*kls, "; ".join(others) or None]
+        if any(line[5::4]):
+            lines.append(line)
+    return table(["target", "format", *(f"{model}: {column}" for model in of_model for column in columns)], lines)
 
 
 def _other(who: str, row: Document) -> str:

@@ -271,9 +271,9 @@ def sections(document: Document) -> dict[str, str]:
     """The tables of both parts."""
     result: dict[str, str] = {}
     if document.get(BLOCKS):
-        result |= {"gguf-errors": _error_table(document[BLOCKS]), "gguf-rates": _rate_table(document[BLOCKS])}
+        result["gguf-errors"] = _block_table(document[BLOCKS])
     if document.get(MODELS):
-        result |= {f"gguf-{model}": _model_table(document[MODELS], model) for model in _models(document[MODELS])}
+        result["gguf-models"] = _model_table(document[MODELS])
     return result
 
 
@@ -281,48 +281,38 @@ def _models(rows: list[Document]) -> list[str]:
     return list(dict.fromkeys(row["model"] for row in rows))
 
 
-def _error_table(rows: list[Document]) -> str:
-    """Relative errors, ours and as a share of llama.cpp's."""
+def _block_table(rows: list[Document]) -> str:
+    """Relative errors, ours and as a share of llama.cpp's, and M weights/s with one thread on Gaussian weights."""
     kinds = list(dict.fromkeys((row["weights"], row["importance"]) for row in rows))
     found = {(row["type"], row["weights"], row["importance"]): row for row in rows}
     header = ["type", "bits", *(f"{kind}{', weighed' if weighed else ''}" for kind, weighed in kinds)]
-    lines = []
+    lines: list[list[str | None]] = []
     for name in dict.fromkeys(row["type"] for row in rows):
         cells = [found[name, *kind] for kind in kinds]
         shares = [f"{each['ours_mse']:.3g} ({each['ours_mse'] / each['theirs_mse']:.2f})" for each in cells]
-        lines.append([name, f"{BLOCK_TYPES[name].bits_per_weight:g}", *shares])
-    return table(header, lines)
+        rates = [_rate_cell(found[name, "Gaussian", weighed]["rates"]) for weighed in (False, True)]
+        lines.append([name, f"{BLOCK_TYPES[name].bits_per_weight:g}", *shares, *rates])
+    return table([*header, "M weights/s", "M weights/s, weighed"], lines)
 
 
-def _rate_table(rows: list[Document]) -> str:
-    """M weights/s with one thread and two, on Gaussian weights."""
-    header = ["type", "importances", "1 thread: ours", "llama.cpp", "ratio", "2 threads: ours", "llama.cpp", "ratio"]
-    lines = []
-    for row in rows:
-        if row["weights"] == "Gaussian":
-            cells: list[str | None] = []
-            for threads in (1, THREADS):
-                ours, theirs = row["rates"].get(f"ours_{threads}"), row["rates"].get(f"theirs_{threads}")
-                known = ours and theirs  # rates of earlier bytes are left out
-                cells += [f"{ours / 1e6:.0f}", f"{theirs / 1e6:.3g}", f"{ours / theirs:.1f}"] if known else [None] * 3
-            lines.append([row["type"], "yes" if row["importance"] else "no", *cells])
-    return table(header, lines)
+def _rate_cell(rates: dict[str, float]) -> str | None:
+    """Ours, and in parentheses llama.cpp's; rates of earlier bytes are left out."""
+    ours, theirs = rates.get("ours_1"), rates.get("theirs_1")
+    return f"{ours / 1e6:.0f} ({theirs / 1e6:.3g})" if ours and theirs else None
 
 
-def _model_table(rows: list[Document], model: str) -> str:
-    """KL divergence by type and way."""
-    here = [row for row in rows if row["model"] == model]
+def _model_table(rows: list[Document]) -> str:
+    """KL divergence by type, model and way."""
     ways = [THEIRS, *(way for way in OURS if way.count("imatrix") == 0), THEIRS_WITH_DATA]
     ways += [way for way in OURS if "imatrix" in way]
-    found = {(row["type"], row["what"]): row for row in here}
+    columns = [(model, way) for model in _models(rows) for way in ways]
+    found = {(row["type"], row["model"], row["what"]): row for row in rows}
     lines = []
-    for name in sorted({row["type"] for row in here}, key=list(MIXES).index):
-        cells = [found.get((name, way)) for way in ways]
-        if name == "BF16":
-            continue
+    for name in sorted({row["type"] for row in rows} - {"BF16"}, key=list(MIXES).index):
+        cells = [found.get((name, *column)) for column in columns]
         size = next(cell["bytes"] for cell in cells if cell)
         lines.append([name, f"{size / 1e6:.2f}", *(None if cell is None else f"{cell['kl']:.5f}" for cell in cells)])
-    return table(["type", "MB", *ways], lines)
+    return table(["type", "MB", *(f"{model}: {way}" for model, way in columns)], lines)
 
 
 def main() -> None:

@@ -253,9 +253,6 @@ def argument_parser(doc: str) -> argparse.ArgumentParser:
     """A parser with --out, which every benchmark has."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for the JSON document; by default, only print the tables")
-    parser.add_argument(
-        "--machine", help="a short name: the document is of another machine than that of the pages, beside its figures"
-    )
     return parser
 
 
@@ -316,13 +313,12 @@ def publish(
     options: argparse.Namespace,
     codecs: Iterable[str] | None,
 ) -> None:
-    """Print the tables, and write OUT/NAME.json if there is an OUT; OUT/NAME@MACHINE.json of another machine.
+    """Print the tables, and write OUT/NAME.json if there is an OUT.
 
     codecs: what was measured, as of `measured_with`; None if the rows state it
     """
     print(machine_line(document), *sections.values(), sep="\n\n", flush=True)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        file = f"{name}@{options.machine}.json" if options.machine else f"{name}.json"
         document = document if codecs is None else document | measured_with(codecs)
-        (options.out / file).write_text(json.dumps(document, indent=1) + "\n")
+        (options.out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -214,11 +214,15 @@ def step_row(step: Document) -> list[Cell]:
     return [step["step"], f"{step['seconds']:.2f}", step["requests"], sent, gigabytes(peak) if peak else None]
 
 
-def fault_row(row: Document) -> list[Cell]:
-    """A line of the table of faults."""
-    first = f"`{row['line']}`" if row["exit"] else "done, right bytes"
-    again = f"exit code {row['again']}" if row["again"] else "done, right bytes"
-    return [row["fault"], f"`{row['command']}`", first, again]
+def fault_table(rows: list[Document]) -> str:
+    """What the commands do; faults of the same outcome are on one line."""
+    faults: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        first = f"`{row['line']}`" if row["exit"] else "done, right bytes"
+        again = f"exit code {row['again']}" if row["again"] else "done, right bytes"
+        faults.setdefault((f"`{row['command']}`", first, again), []).append(row["fault"])
+    header = ["what goes wrong", "command", "what the command does", "the same command again"]
+    return table(header, [["; ".join(names), *outcome] for outcome, names in faults.items()])
 
 
 def round_text(found: Document) -> str:
@@ -246,9 +250,8 @@ def large_text(large: Document) -> str:
 
 def sections(document: Document) -> dict[str, str]:
     """The tables, in Markdown."""
-    header = ["what goes wrong", "command", "what the command does", "the same command again"]
     return {
-        "hub-faults": table(header, [fault_row(row) for row in document["faults"]]),
+        "hub-faults": fault_table(document["faults"]),
         "hub-round": round_text(document["round"]),
         "hub-large": large_text(document["large"]),
     }

@@ -625,6 +625,7 @@ def sections(document: Document) -> dict[str, str]:
             *(rate_cell(row["weights_per_second"][str(number)]) for number in threads),
         ]
         for row in document["rows"]
+        if not any(word in row["quantizer"] for word in ("states", "one step"))  # those of the page of the trellis
     ]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     lines = [

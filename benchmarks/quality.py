@@ -429,76 +429,57 @@ def with_error(value: float | None, error: float | None, form: str) -> Cell:
     return None if value is None else f"{value:{form}} +- {error or 0:{form.lstrip('+')}}"
 
 
-HEADER = ("", "bits/weight", "relative MSE", "perplexity", "change", "KL mean", "KL 99%", "top-1")
+COLUMNS = ("bits/weight", "relative MSE", "KL", "perplexity change", "top-1")
 
 
-def cells(row: Document) -> list[Cell]:
-    """A line of the tables below HEADER."""
+def cells(row: Document | None) -> list[Cell]:
+    """A row below COLUMNS."""
+    if row is None:
+        return [None] * len(COLUMNS)
     return [
-        row["what"],
-        number(row["bits_per_weight"], ".4f"),
+        number(row["bits_per_weight"], ".3f"),
         number(row["relative_mse"], ".6f"),
-        with_error(row["perplexity"], row["perplexity_error"], ".3f"),
+        with_error(row["kl"], row["kl_error"], ".5f"),
         with_error(row["change"], row["change_error"], "+.3f"),
-        number(row["kl"], ".5f"),
-        number(row["kl_99"], ".4f"),
-        number(row["top1"], ".2%"),
+        number(row["top1"], ".1%"),
     ]
 
 
-CALIBRATED_HEADER = (
-    "bits",
-    "calibrated on",
-    "states",
-    "bits/weight",
-    "KL mean",
-    "KL 99%",
-    "perplexity change",
-    "top-1",
-)
+def lines_of(document: Document, part: str) -> list[tuple[str, float | None, str]]:
+    """The part, the bits and the name of the rows of a part's table, in order."""
+    rows = [row for row in document["rows"] if row["part"] == part and row["what"] != "original"]
+    if part == ABLATION:
+        rows.sort(key=lambda row: -(row["bits"] or 0))
+    keys = list(dict.fromkeys((part, row["bits"], row["what"]) for row in rows))
+    if part != CALIBRATED:
+        return keys
+    result = []
+    for bits in CALIBRATED_RATES:  # each rate after the trellis masters of that rate
+        result += [(TRELLIS, bits, name) for name in (f"trellis {bits:g}", f"trellis {bits:g}, 64 states")]
+        result += [key for key in keys if key[1] == bits]
+    return result
 
 
-def calibrated_lines(document: Document, model: str, calibrated: list[Document]) -> list[list[Cell]]:
-    """The lines of calibrated masters, each rate after the trellis masters of that rate."""
-    by_name = {row["what"]: row for row in document["rows"] if (row["model"], row["part"]) == (model, TRELLIS)}
+def part_table(document: Document, part: str) -> str:
+    """One table of all models."""
+    found = {(row["model"], row["part"], row["bits"], row["what"]): row for row in document["rows"]}
+    columns = (*COLUMNS, "share of the gain") if part == ABLATION else COLUMNS
     lines: list[list[Cell]] = []
-    for bits in CALIBRATED_RATES:
-        names = {STATES: f"trellis {bits:g}", 64: f"trellis {bits:g}, 64 states"}
-        rows: list[tuple[str, int, Document]] = [
-            ("-", states, by_name[name]) for states, name in names.items() if name in by_name
-        ]
-        rows += [(row["sample"], row["states"], row) for row in calibrated if row["bits"] == bits]
-        for sample, states, row in rows:
-            error = with_error(row["kl"], row["kl_error"], ".5f")
-            change = with_error(row["change"], row["change_error"], "+.3f")
-            numbers = number(row["bits_per_weight"], ".4f"), error, number(row["kl_99"], ".4f"), change
-            lines.append([f"{bits:g}", sample, states, *numbers, number(row["top1"], ".2%")])
-    return lines
+    for key in lines_of(document, part):
+        rows = [found.get((model, *key)) for model in document["settings"]]
+        if any(rows):
+            line: list[Cell] = [f"{key[1]} bits, {key[2]}" if part == ABLATION and key[1] else key[2]]
+            for row in rows:
+                line += cells(row)
+                if part == ABLATION:
+                    line.append(number(row and row.get("share"), ".1%"))
+            lines.append(line)
+    return table(["", *(f"{model}: {column}" for model in document["settings"] for column in columns)], lines)
 
 
 def sections(document: Document) -> dict[str, str]:
-    """The tables, in Markdown: for each model its masters, its ablation and the peers."""
-    result: dict[str, str] = {}
-    for model, about in document["settings"].items():
-        note = (
-            f"{model}: {about['windows']} windows of {about['window']} tokens, stride {about['stride']}, the first "
-            f"{about['window'] - about['stride']} of each masked: {about['scored']} tokens scored; "
-        )
-        for part in PARTS.keys() - {VARIANTS}:
-            rows = [row for row in document["rows"] if (row["model"], row["part"]) == (model, part)]
-            if not rows:
-                continue
-            if part == CALIBRATED:
-                shown = table(CALIBRATED_HEADER, calibrated_lines(document, model, rows))
-            elif part == ABLATION:
-                rows.sort(key=lambda row: (row["what"] != "original", -(row["bits"] or 0)))
-                lines = [[row["bits"], *cells(row), number(row.get("share"), ".1%")] for row in rows]
-                shown = table(["bits", *HEADER, "share of the gain"], lines)
-            else:
-                shown = table(HEADER, [cells(row) for row in rows])
-            data = "text: 12288" if part == CALIBRATED else f"AWQ on {about['calibration_tokens']}"
-            result[f"quality-{part}-{model}"] = f"{note}{data} other tokens\n\n{shown}"
-    result["quality-short"] = short(document)
+    """The tables, in Markdown: a table of all models for each part."""
+    result = {f"quality-{part}": part_table(document, part) for part in PARTS if part != VARIANTS}
     trellis = [*(f"trellis {rate:g}" for rate in VARIED_RATES), "trellis 3.125 AWQ"]
     result["quality-steps"] = variants_table(document, [(what, (ONE_STEP, BY_NORM)) for what in trellis])
     pairs = [
@@ -537,23 +518,6 @@ def variants_table(document: Document, pairs: Sequence[tuple[str, tuple[str, str
 def is_plain(row: Document) -> bool:
     """Whether a trellis master has the usual number of states, and no scales."""
     return "states" not in row["what"] and "AWQ" not in row["what"]
-
-
-def short(document: Document) -> str:
-    """One table of the masters of all models: perplexity and KL at each bit width, without and with scales."""
-    found = {(row["model"], row["what"]): row for row in document["rows"] if row["part"] == MASTERS}
-    models = list(document["settings"])
-    header = ["", *(f"{model}: {name}" for model in models for name in ("perplexity", "KL", "AWQ: perplexity", "KL"))]
-    rows: list[list[Cell]] = []
-    found |= {(row["model"], row["what"]): row for row in document["rows"] if row["part"] == TRELLIS}
-    trellis = [f"trellis {rate:g}" for rate in (5.125, 4.125, 3.125)]
-    for what in ("original", *(f"q{bits}" for bits in WIDTHS), *trellis):
-        line: list[Cell] = [what]
-        for model in models:
-            for row in (found.get((model, what)), found.get((model, f"{what} AWQ"))):
-                line += [None, None] if row is None else [f"{row['perplexity']:.3f}", number(row["kl"], ".5f")]
-        rows.append(line)
-    return table(header, rows)
 
 
 def main() -> None:

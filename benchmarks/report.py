@@ -384,33 +384,18 @@ def draw(documents: dict[str, Document], out: Path) -> None:
             pyplot.close(figure)
 
 
-# Benchmarks whose pages compare machines: functions from documents by machine to sections.
-COMPARED: dict[str, Callable[[dict[str, Document]], dict[str, str]]] = {
-    "commands": commands.compared,
-    "throughput": throughput.compared,
-}
-
-
 def read_documents(folder: Path) -> dict[str, Document]:
     """The documents of the benchmarks that have one."""
     paths = {name: folder / f"{name}.json" for name in SECTIONS}
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
-def read_machines(folder: Path, benchmark: str, document: Document) -> dict[str, Document]:
-    """The documents of one benchmark by machine: that of the pages, then those called BENCHMARK@NAME.json."""
-    others = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{benchmark}@*.json"))]
-    return {f"{each['machine']['cpu']}, {each['machine']['cores']} cores": each for each in (document, *others)}
-
-
-def all_sections(documents: dict[str, Document], folder: Path) -> dict[str, str]:
+def all_sections(documents: dict[str, Document]) -> dict[str, str]:
     """The sections of all benchmarks, by name."""
     sections: dict[str, str] = {}
     for name, document in documents.items():
         sections |= SECTIONS[name](document)
         sections[f"{name}-machine"] = "\n\n".join([*machine_lines(document), *stale_lines(document)])
-        if name in COMPARED:
-            sections |= COMPARED[name](read_machines(folder, name, document))
     if "peers" in documents and "quality" in documents:
         sections["trellis-claim"] = trellis_claim(documents["peers"], documents["quality"])
     if all(name in documents for name in BY_SIZE):
@@ -441,7 +426,7 @@ def main() -> None:
     parser.add_argument("pages", type=Path, nargs="*", help="Markdown files to fill")
     options = parser.parse_args()
     documents = read_documents(options.out)
-    sections = all_sections(documents, options.out)
+    sections = all_sections(documents)
     for page in options.pages:
         fill(page, sections)
     if importlib.util.find_spec("matplotlib"):

@@ -340,93 +340,51 @@ def own_llama() -> str | None:
 # --- tables ---
 
 
-def kernel_row(row: Document) -> list[Cell]:
-    """A line of the table of one row of inputs."""
-    rates = [f"{SHAPE[0] * SHAPE[1] / row[field] / 1e9:.1f}" for field in ("packed_seconds", "bf16_seconds")]
-    return [row["threads"], row["bits"], *rates, *ratios(row)]
+def kernel_table(kernels: list[Document]) -> str:
+    """The speed beside BF16, by rows of inputs; 1 row is what a token takes."""
+    found = {(row["rows"], row["bits"], row["threads"]): row for row in kernels}
+    columns = sorted({(row["bits"], row["threads"]) for row in kernels})
+    lines: list[list[Cell]] = []
+    for bits, threads in columns:
+        one = found[1, bits, threads]
+        low, high = one["ratio_quartiles"]
+        rate = f"{SHAPE[0] * SHAPE[1] / one['packed_seconds'] / 1e9:.1f}"
+        more = [found.get((rows, bits, threads)) for rows in ROWS[1:]]
+        ratios = [None if row is None else f"{row['ratio']:.2f}" for row in more]
+        lines.append([bits, threads, rate, f"{one['ratio']:.2f} ({low:.2f} to {high:.2f})", *ratios])
+    header = ["bits", "threads", "1 row, G weights/s", "1 row, of BF16 (quartiles)"]
+    return table([*header, *(f"{rows} rows" for rows in ROWS[1:])], lines)
 
 
-def rows_row(row: Document) -> list[Cell]:
-    """A line of the table of several rows of inputs."""
-    times = [f"{row[field] * 1e3:.2f}" for field in ("packed_seconds", "bf16_seconds")]
-    return [row["threads"], row["bits"], row["rows"], *times, *ratios(row)]
-
-
-def ratios(row: Document) -> list[Cell]:
-    """The speed in units of that of BF16: the median, and the quartiles."""
-    low, high = row["ratio_quartiles"]
-    return [f"{row['ratio']:.2f}", f"{low:.2f} to {high:.2f}"]
-
-
-KERNEL_HEADER = ("threads", "bits", "packed, G weights/s", "BF16, G weights/s", "speed, of BF16", "quartiles")
-ROWS_HEADER = ("threads", "bits", "rows", "packed, ms", "BF16, ms", "speed, of BF16", "quartiles")
 MODEL_HEADER = (
     "weights",
     "way",
     "bits per weight",
-    "tokens/s",
-    "slowest to fastest",
+    "tokens/s (slowest to fastest)",
     "of BF16",
     "prompt, s",
-    "speed, of BF16",
-)
-LOADING_HEADER = (
-    "weights",
-    "way",
-    "file",
-    "reading it, s",
     "loading, s",
-    "of reading",
-    "reading into fresh memory, s",
     "until a token, s",
-)
-MEMORY_HEADER = (
-    "weights",
-    "way",
     "file",
-    "after imports",
-    "peak, tokens",
-    "peak, and a prompt",
-    "peak less file",
+    "peak memory",
     "peak less file and imports",
-    "anonymous at the end",
 )
 
 
 def model_row(row: Document) -> list[Cell]:
     """A line of the table of models."""
-    runs = row["tokens_per_second_runs"]
+    runs, file, peak = row["tokens_per_second_runs"], row["bytes"], row["peak_bytes"]
     return [
         f"{row['weights'] / 1e9:.2f} G",
         row["way"],
-        f"{row['bytes'] * 8 / row['weights']:.2f}",
-        f"{row['tokens_per_second']:.2f}",
-        f"{min(runs):.2f} to {max(runs):.2f}",
+        f"{file * 8 / row['weights']:.2f}",
+        f"{row['tokens_per_second']:.2f} ({min(runs):.2f} to {max(runs):.2f})",
         f"{row['tokens_ratio']:.2f}",
         f"{row['prompt_seconds']:.2f}",
-        f"{row['prompt_ratio']:.2f}",
-    ]
-
-
-def loading_row(row: Document) -> list[Cell]:
-    """A line of the table of loading."""
-    return [
-        f"{row['weights'] / 1e9:.2f} G",
-        row["way"],
-        gigabytes(row["bytes"]),
-        f"{row['read_seconds']:.2f}",
         f"{row['seconds']:.2f}",
-        f"{row['loading_of_reading']:.1f}",
-        f"{row['fresh_read_seconds']:.2f}",
         f"{row['first_token_seconds']:.2f}",
+        *map(gigabytes, (file, peak, peak - file - row["imported_bytes"])),
     ]
-
-
-def memory_row(row: Document) -> list[Cell]:
-    """A line of the table of memory."""
-    file, imports, peak = row["bytes"], row["imported_bytes"], row["peak_bytes"]
-    sizes = (file, imports, row["generated_peak_bytes"], peak, peak - file, peak - file - imports)
-    return [f"{row['weights'] / 1e9:.2f} G", row["way"], *map(gigabytes, (*sizes, row["anonymous_bytes"]))]
 
 
 def llama_line(rows: list[Document]) -> str:
@@ -449,14 +407,9 @@ def sections(document: Document) -> dict[str, str]:
         f"Synthetic Llamas, BF16 activations, {models[0]['threads']} threads, batch 1; {settings['tokens']} tokens, a "
         f"prompt of {settings['prompt']}; medians of {settings['rounds']} processes. {llama_line(models)}"
     )
-    one_row = [kernel_row(row) for row in kernels if row["rows"] == 1]
-    more = [rows_row(row) for row in kernels if row["bits"] in MODEL_WIDTHS]
     return {
-        "running-kernels": f"{shape}\n\n" + table(KERNEL_HEADER, one_row),
-        "running-rows": f"{shape}\n\n" + table(ROWS_HEADER, more),
+        "running-kernels": f"{shape}\n\n{kernel_table(kernels)}",
         "running-models": f"{about}\n\n" + table(MODEL_HEADER, [model_row(row) for row in models]),
-        "running-loading": table(LOADING_HEADER, [loading_row(row) for row in models]),
-        "running-memory": table(MEMORY_HEADER, [memory_row(row) for row in models]),
     }
 
 

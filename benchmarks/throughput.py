@@ -123,20 +123,17 @@ def sections(document: Document) -> dict[str, str]:
     """The tables, in Markdown."""
     found = {(row["operation"], row["threads"]): row for row in document["rows"]}
     settings = document["settings"]
-    header = ["threads", "bits", "encode, G weights/s", "of memcpy", "decode, G weights/s", "of memcpy"]
-    rows: list[list[str]] = []
-    for threads in settings["threads"]:
-        copied = found["memcpy", threads]["weights_per_second"]
-        rows.append([str(threads), "memcpy", f"{copied / 1e9:.3f}", "1", f"{copied / 1e9:.3f}", "1"])
-        for bits in (*settings["bits"], *settings["trellis"]):
-            pair = [found[f"{name} {bits}", threads] for name in ("encode", "decode")]
-            cells = [
-                text for row in pair for text in (f"{row['weights_per_second'] / 1e9:.3f}", f"{row['of_memcpy']:.3f}")
-            ]
-            rows.append([str(threads), str(bits), *cells])
+    columns = [(operation, threads) for threads in settings["threads"] for operation in ("encode", "decode")]
+    header = ["bits", *(f"{operation}, {threads} thread{'s' * (threads > 1)}" for operation, threads in columns)]
+    copied = [found["memcpy", threads]["weights_per_second"] / 1e9 for _, threads in columns]
+    rows = [["memcpy", *(f"{rate:.3f}" for rate in copied)]]
+    for bits in (*settings["bits"], *settings["trellis"]):
+        cells = [found[f"{operation} {bits}", threads] for operation, threads in columns]
+        shares = [f"{cell['weights_per_second'] / 1e9:.3f} ({cell['of_memcpy']:.2f})" for cell in cells]
+        rows.append([str(bits), *shares])
     note = (
         f"{settings['weights'] / 1e6:.0f} M weights, {settings['dtype']}, blocks of {settings['block_size']}, "
-        f"median of {settings['rounds']}."
+        f"median of {settings['rounds']}; G weights/s, in parentheses of memcpy."
     )
     return {"throughput": f"{note}\n\n{table(header, rows)}", "throughput-trellis": trellis_table(document)}
 
@@ -153,22 +150,6 @@ def trellis_table(document: Document) -> str:
         for shown, name in names.items()
     ]
     return table(header, rows)
-
-
-def compared(documents: dict[str, Document]) -> dict[str, str]:
-    """Rates of one thread as shares of memcpy's, a pair of columns for each machine."""
-    found = [{row["operation"]: row for row in doc["rows"] if row["threads"] == 1} for doc in documents.values()]
-    header = ["bits", *(f"{name}: {operation}" for name in documents for operation in ("encode", "decode"))]
-    widths = dict.fromkeys(
-        bits
-        for document in documents.values()
-        for bits in (*document["settings"]["bits"], *document["settings"]["trellis"])
-    )
-    lines = []
-    for bits in widths:
-        rows = [rates.get(f"{operation} {bits}") for rates in found for operation in ("encode", "decode")]
-        lines.append([str(bits), *(None if row is None else f"{row['of_memcpy']:.3f}" for row in rows)])
-    return {"throughput-machines": table(header, lines)}
 
 
 def main() -> None:

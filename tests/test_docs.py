@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, benchmarks)
 import report
-sections = report.all_sections(report.read_documents(Path(documents)), Path(documents))
+sections = report.all_sections(report.read_documents(Path(documents)))
 for page in pages:
     report.fill(Path(page), sections)
 """
