@@ -450,10 +450,10 @@ def lines_of(document: Document, part: str) -> list[tuple[str, float | None, str
     rows = [row for row in document["rows"] if row["part"] == part and row["what"] != "original"]
     if part == ABLATION:
         rows.sort(key=lambda row: -(row["bits"] or 0))
-    keys = list(dict.fromkeys((part, row["bits"], row["what"]) for row in rows))
+    keys: list[tuple[str, float | None, str]] = list(dict.fromkeys((part, row["bits"], row["what"]) for row in rows))
     if part != CALIBRATED:
         return keys
-    result = []
+    result: list[tuple[str, float | None, str]] = []
     for bits in CALIBRATED_RATES:  # each rate after the trellis masters of that rate
         result += [(TRELLIS, bits, name) for name in (f"trellis {bits:g}", f"trellis {bits:g}, 64 states")]
         result += [key for key in keys if key[1] == bits]
