@@ -464,25 +464,22 @@ def _first(
 def model_table(document: Document, model: str) -> str:
     """All rows of a model, by bits."""
     about = document["settings"][model]
-    rows = [row for row in document["rows"] if row["model"] == model]
-    found: dict[tuple[str, str, str], dict[str | None, Document]] = {}
-    for row in rows:
-        found.setdefault((row["tool"], row["format"], row["name"]), {})[row["data"]] = row
-    alike, processors = GRIDS.get(about["grid"], ()), list(dict.fromkeys(row["processor"] for row in rows))
-    shown: dict[str, Callable[[Document], str]] = {
-        "bits": lambda row: f"{row['bits_per_parameter']:.2f}",
-        "KL": lambda row: f"{row['kl']:.4f} ± {row['kl_error']:.4f}",
-        "perplexity": lambda row: f"{row['change']:+.2f}",
-        "CPU s": lambda row: f"{row['cpu_seconds']:.0f}{'*' * processors.index(row['processor'])}",
-    }
-    data = [of for of in (None, TEXT, SELF) if any(row["data"] == of for row in rows)]
-    header = ["", *(f"{name}, {of}" if of else name for name in shown for of in data)]
+    header = ("", "data", "bits", "KL", "top-1", "perplexity", "CPU s")
+    found = sorted(
+        (row for row in document["rows"] if row["model"] == model), key=lambda row: -float(row["bits_per_parameter"])
+    )
+    alike, processors = GRIDS.get(about["grid"], ()), list(dict.fromkeys(row["processor"] for row in found))
     lines = [
-        [
-            f"{' '.join(key)}{' (grid of the source)' if key[2] in alike else ''}",
-            *(cell(by_data[of]) if of in by_data else None for cell in shown.values() for of in data),
-        ]
-        for key, by_data in sorted(found.items(), key=lambda of: -max(r["bits_per_parameter"] for r in of[1].values()))
+        (
+            f"{row['tool']} {row['format']} {row['name']}{' (grid of the source)' if row['name'] in alike else ''}",
+            row["data"],
+            f"{row['bits_per_parameter']:.2f}",
+            f"{row['kl']:.4f} ± {row['kl_error']:.4f}",
+            f"{row['top1']:.1%}",
+            f"{row['change']:+.3f} ± {row['change_error']:.3f}",
+            f"{row['cpu_seconds']:.0f}{'*' * processors.index(row['processor'])}",
+        )
+        for row in found
     ]
     seconds = ", ".join(f"{'*' * number}{each}" for number, each in enumerate(processors))
     of = f", decoded from {about['grid']}" if about["grid"] else ""
