@@ -281,7 +281,7 @@ def export(
         holds one file of the source and one of the result at a time, and the source is fetched once for each file
     private: with `push`: create the repository as private; one that exists must be private
     dry_run: plan from headers alone, and write nothing; the report has all names and sizes, and no errors
-    target: "bf16", "torchao", "mlx", "gguf" or "vllm"; each takes some of the options below
+    target: "bf16", "torchao", "mlx", "gguf", "vllm" or "comfyui"; each takes some of the options below
     bits, group_size: of integers: bits of a code, by default 4, and weights that share a scale, by default 128 or 64
     qparams: how scales and offsets are chosen: by least squares (best), or as the runtime's converter does (minmax)
     rounding: to the nearest codes (plain), so that errors cancel in the outputs (gptq), or by importance
