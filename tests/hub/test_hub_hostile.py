@@ -153,7 +153,7 @@ def test_index_that_points_out_of_the_folder_is_refused(
     commit(hub, made, changes | ({name: real} if both else {}), only=SOURCE)
     for command in COMMANDS[:3]:
         line = expect_line_or_result(client, sandbox, command)
-        assert line is not None and "x.safetensors" in line
+        assert line is not None and name[:60] in line.replace("\\\\", "\\")
 
 
 def test_manifest_that_points_out_of_the_folder_is_refused(

@@ -43,19 +43,22 @@ def product(
     input: torch.Tensor,  # [tokens, inputs]
     q_weight: torch.Tensor,  # i32 [outputs / 16, inputs * 2]: for each input the words of 16 outputs
     scales: torch.Tensor,  # [inputs / group, outputs]
-    zeros: torch.Tensor | None,
+    zeros: torch.Tensor | None,  # i32 [inputs / group, outputs / 8]
     bias: torch.Tensor | None,
     pack_factor: int,
     isa_hint: str,
 ) -> torch.Tensor:
     """Do what vLLM's cpu_gemm_wna16 does, which its library has only for processors with AVX-512."""
-    if zeros is not None or pack_factor != NIBBLES:
-        raise ValueError("expected symmetric integers of 4 bits")
+    if pack_factor != NIBBLES:
+        raise ValueError("expected integers of 4 bits")
     words = q_weight.reshape(q_weight.shape[0], -1, BLOCK // NIBBLES)
     shifts = torch.arange(0, 4 * NIBBLES, 4, dtype=torch.int32)
-    integers = ((words[..., None] >> shifts) & 15) - ZERO  # [outputs / 16, inputs, 2, 8]
+    integers = (words[..., None] >> shifts) & 15  # [outputs / 16, inputs, 2, 8]
     integers = integers.transpose(0, 1).reshape(words.shape[1], -1)
-    weights = integers * scales.float().repeat_interleave(len(integers) // len(scales), 0)
+    no_zeros = torch.full(scales.shape, ZERO)
+    of_groups = no_zeros if zeros is None else ((zeros[..., None] >> shifts) & 15).reshape(scales.shape)
+    size = len(integers) // len(scales)
+    weights = (integers - of_groups.repeat_interleave(size, 0)) * scales.float().repeat_interleave(size, 0)
     result = input.float() @ weights
     return (result if bias is None else result + bias.float()).to(input.dtype)
 

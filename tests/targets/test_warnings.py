@@ -109,7 +109,7 @@ def test_vllm_ignores_modules_that_the_file_does_not_name(tmp_path: Path) -> Non
     ("family", "target", "reason"),
     [
         ("gpt_oss", "vllm", "the format stores single linear layers"),
-        ("gpt_oss", "torchao", "single linear layers"),
+        ("gpt_oss", "torchao", "the format stores single linear layers"),
         ("qwen3_moe", "torchao", "transformers stacks experts as it loads them"),
     ],
 )
