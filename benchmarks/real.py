@@ -218,6 +218,7 @@ class Bench:
 
     model: the folder of the original
     base: the original, opened
+    weights: how many it has
     ids: the tokens that are scored
     text: the file of those that follow
     work: where results are made
@@ -226,6 +227,7 @@ class Bench:
 
     model: Path
     base: Model
+    weights: int
     ids: Ids
     text: Path
     work: Path
@@ -261,13 +263,12 @@ class Bench:
             windows = TextWindows(size=WINDOW, stride=WINDOW)
             scores = measures(compare(open_model(made.opened), self.base, ids=self.ids, windows=windows))
             types = {tensor.type for tensor in open_gguf(made.opened).tensors} if row.format == GGUF else set()
-        weights = sum(parameter.numel() for parameter in self.base.net.parameters())
         kinds = [f"gguf {kind}" for kind in sorted(types & BLOCK_TYPES.keys())] if row.tool == OURS else []
         return {
             **scores,
             **measured_with([*row.codecs, *kinds]),
             "bytes": made.bytes,
-            "bits_per_parameter": 8 * made.bytes / weights,
+            "bits_per_parameter": 8 * made.bytes / self.weights,
             "seconds": made.cost.seconds,
             "cpu_seconds": made.cost.cpu_seconds,
         }
@@ -377,7 +378,10 @@ def open_bench(model: Path, text: str, options: Namespace, work: Path) -> Bench:
     file = work / f"{model.name}.txt"
     file.write_text(rest, encoding="utf-8")
     base, environments = remembering(open_model(model)), f"{options.environments.absolute()}"
-    return Bench(model=model, base=base, ids=ids[:tokens], text=file, work=work, environments=environments)
+    weights = sum(parameter.numel() for parameter in base.net.parameters())
+    return Bench(
+        model=model, base=base, weights=weights, ids=ids[:tokens], text=file, work=work, environments=environments
+    )
 
 
 def wanted(row: Row, known: Sequence[Document], options: Namespace) -> bool:
@@ -519,7 +523,7 @@ def settings(bench: Bench, grid: str | None) -> Document:
     bench.base.net.to("meta")  # its logits are remembered, so its weights need no more memory
     return {
         "grid": grid,
-        "parameters": sum(parameter.numel() for parameter in bench.base.net.parameters()),
+        "parameters": bench.weights,
         "scored": sum(loss.predictions for loss in alone.losses),
         "window": WINDOW,
         "calibration_tokens": CALIBRATION_TOKENS,
