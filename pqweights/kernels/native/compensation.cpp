@@ -113,7 +113,8 @@ struct Integers {
 template <class Element>
 struct ShortFloats {
     INLINE Floats nearest(Floats t, Bytes& code) const {
-        Unsigned found = Element::code_of(magnitude(t)), sign = choose<Unsigned>(found > 0, Element::sign_bit(t), Unsigned{});
+        Unsigned found = Element::code_of(magnitude(t));
+        Unsigned sign = choose<Unsigned>(found > 0, Element::sign_bit(t), Unsigned{});
         code = converted<Bytes>(found | sign);
         return choose<Floats>(sign > 0, -Element::value_of(found), Element::value_of(found));
     }
