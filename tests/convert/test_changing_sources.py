@@ -53,12 +53,16 @@ CHANGES = [in_place, by_rename, by_rename_with_the_same_time, Path.unlink]
 
 
 def once(act: Callable[[], None], at: int = 1) -> Callable[..., None]:
-    """A function that shows progress, which does something at a call."""
-    calls = iter(range(at, -1, -1))
+    """A function that shows progress, which does something when so many tensors were named.
+
+    How often it is called for a tensor depends on the threads.
+    """
+    named, acts = set[str](), iter([act])
 
     def progress(done: int, total: int, name: str) -> None:
-        if next(calls, None) == 1:
-            act()
+        named.add(name)
+        if len(named) == at:
+            next(acts, lambda: None)()
 
     return progress
 
@@ -99,7 +103,7 @@ def test_finished_tensors_stay_for_the_source_as_it_was(
     former, changed, out = tmp_path / "former", tmp_path / "changed", tmp_path / "out"
     shutil.copytree(own_source, former)
     with pytest.raises(SourceChangedError):
-        run_command(command(own_source, progress=once(lambda: by_rename(own_source / LAST), at=12)), out)
+        run_command(command(own_source, progress=once(lambda: by_rename(own_source / LAST), at=8)), out)
     with pytest.raises(SourceChangedError, match=f"{LAST}.*`overwrite`"):
         run_command(command(own_source), out)
     shutil.copytree(own_source, changed)
@@ -175,7 +179,7 @@ def test_run_continues_after_a_read_that_failed(
         return 0
 
     with monkeypatch.context() as patch:
-        cut_off = once(lambda: patch.setattr(os, "preadv", read), 12)
+        cut_off = once(lambda: patch.setattr(os, "preadv", read), 6)
         with pytest.raises(SourceReadError, match=r"model-0000\d-of-00002\.safetensors"):
             run_command(command(source, progress=cut_off), out, threads=1)
     known = finished(out)
