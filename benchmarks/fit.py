@@ -32,7 +32,7 @@ from pqweights.common.options import DEFAULT_SAMPLE_TOKENS, SELF, EvaluationOpti
 from pqweights.common.threads import usable_cores
 from pqweights.convert.convert import convert
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.plan import QUANTIZE, TensorPlan, block_format_of
+from pqweights.planning.layout import QUANTIZE, TensorPlan, block_format_of
 from pqweights.planning.recipe import Goal, Recipe, Rule, load_recipe
 from pqweights.planning.sensitivity import Sensitivity, alphas_for, groups_of
 from pqweights.results.inspect import inspect
@@ -128,7 +128,7 @@ class Bench:
     def row(self, what: str, recipe: Recipe, chosen_by: str = RULE) -> dict[str, Any]:
         """Quantize and measure, with what each kind of sensitivities predicts of the widths that came out."""
         learned = Learned(sensitivity=self.found[chosen_by])
-        plan = plan_quantize(self.model, recipe, learned=learned).plan
+        plan = plan_quantize(self.model, recipe, learned=learned)
         widths = tuple((tensor.name, tensor.bits) for tensor in plan.tensors)
         if widths not in self.measured:  # several sensitivities may choose the same
             self.measured[widths] = self._measure(recipe, learned)
@@ -160,7 +160,7 @@ class Bench:
     def groups(self, recipe: Recipe, kind: str, learned: Learned) -> Groups:
         """The groups of a recipe's plan, with their sensitivities of one kind."""
         made = plan_quantize(self.model, recipe, learned=learned)
-        planned = {tensor.name: tensor for tensor in made.plan.tensors if tensor.action == QUANTIZE}
+        planned = {tensor.name: tensor for tensor in made.tensors if tensor.action == QUANTIZE}
         roles = {name: tensor.role for name, tensor in planned.items()}
         names = groups_of(made.checkpoint, list(roles.items()))
         alphas, _ = alphas_for(names, roles=roles, known=self.found[kind])

@@ -49,7 +49,7 @@ from pqweights.formats.trellis import Trellis
 from pqweights.planning import fit
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.decisions import rate_planner
-from pqweights.planning.plan import QUANTIZE
+from pqweights.planning.layout import QUANTIZE
 from pqweights.planning.recipe import Goal, Recipe, load_recipe
 from pqweights.results.inspect import inspect
 from pqweights.runtime.evaluation import choose_windows

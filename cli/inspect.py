@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pqweights.checkpoint.storage import Storage
     from pqweights.convert.manifest import Manifest
     from pqweights.convert.records import TensorRecord
-    from pqweights.planning.plan import TensorPlan
+    from pqweights.planning.layout import TensorPlan
     from pqweights.results.inspect import GgufInspection, Inspection, TypeTotal
 
 # A list of more items in the metadata of a GGUF file, and a text of more characters, is cut.

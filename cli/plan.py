@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pqweights.planning.calibration import PlannedCalibration
     from pqweights.planning.expected import Measured
     from pqweights.planning.fit import Fit
-    from pqweights.planning.plan import TensorPlan
+    from pqweights.planning.layout import TensorPlan
     from pqweights.results.plan_report import PlanReport
     from pqweights.storage import Store
 

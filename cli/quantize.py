@@ -95,12 +95,12 @@ def _show(done: RewriteReport, what: str, *, out: str, summary: bool | None, jso
 
 
 def _lines(done: RewriteReport) -> list[str]:
-    fit = done.conversion.fit
+    fit = done.plan.fit
     return [
         *report.totals_lines(done.totals),
         *quality_lines(done.pairs),
         *(fit_lines(fit) if fit else []),
-        *report.divergence_lines(done.conversion.made_by),
+        *report.divergence_lines(done.plan.made_by),
         *report.scales_found(done),
         *report.kept_lines(done.plan.tensors),
         *report.already_quantized_lines(done.plan),

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
     from pqweights.checkpoint.storage import Storage
     from pqweights.convert.manifest import Manifest
+    from pqweights.convert.plan import Plan
     from pqweights.convert.records import TensorRecord
     from pqweights.convert.report import RewriteReport
-    from pqweights.planning.plan import Plan, TensorPlan, Totals
+    from pqweights.planning.layout import TensorPlan, Totals
     from pqweights.targets.memory import PossibleExport
 
     Pairs = Sequence[tuple[TensorPlan, TensorRecord]]
@@ -410,7 +411,7 @@ def scale_lines(about: Mapping[str, Any]) -> list[str]:
 
 def scales_found(done: RewriteReport) -> list[str]:
     """Return the last line of what a search of scales found, if there was one."""
-    awq = done.conversion.made_by.get("awq")
+    awq = done.plan.made_by.get("awq")
     return scale_lines(awq)[-1:] if awq else []
 
 

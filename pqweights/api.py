@@ -29,10 +29,10 @@ from pqweights.common.options import (
     text,
 )
 from pqweights.common.threads import Progress, no_progress
-from pqweights.convert.conversion import MASTER, Conversion
 from pqweights.convert.convert import convert, unmeasured
 from pqweights.convert.distributed.engine import engine_of
 from pqweights.convert.manifest import Manifest, parse_manifest, read_manifest
+from pqweights.convert.plan import MASTER, Plan
 from pqweights.convert.report import RewriteReport
 from pqweights.errors import OptionError
 from pqweights.planning.calibration import check_calibration, measures
@@ -201,15 +201,13 @@ def quantize(
     store, show = open_store(located("out", out)), calibration_progress or no_progress
     with (
         _with_engine(options, ray) as engaged,
-        _quantized(located("source", source), store, engaged, show) as (conversion, checked),
+        _quantized(located("source", source), store, engaged, show) as (plan, checked),
     ):
-        return convert(conversion, store, checked)
+        return convert(plan, store, checked)
 
 
 @contextlib.contextmanager
-def _quantized(
-    source: str | Path, store: Store, options: Options, show: Progress
-) -> Iterator[tuple[Conversion, Options]]:
+def _quantized(source: str | Path, store: Store, options: Options, show: Progress) -> Iterator[tuple[Plan, Options]]:
     """Learn what options ask for, and yield what is to be made of it. show: called with the steps of what is learned"""
     chosen, known = choose_recipe(options.recipe, options), Learned()
     learns = options.calibrate is not None or options.awq is not None
@@ -322,28 +320,28 @@ def export(
         raise OptionError("`push`: expected a folder on this machine as OUT")
     with (
         _with_engine(options, ray) as engaged,
-        _exported(given, store, target, engaged) as (conversion, checked),
+        _exported(given, store, target, engaged) as (plan, checked),
     ):
         if push is None:
-            return convert(conversion, store, checked)
-        return _sent(push, conversion, store, checked, private=private)
+            return convert(plan, store, checked)
+        return _sent(push, plan, store, checked, private=private)
 
 
-def _sent(repository: str, conversion: Conversion, store: Store, options: Options, *, private: bool) -> RewriteReport:
+def _sent(repository: str, plan: Plan, store: Store, options: Options, *, private: bool) -> RewriteReport:
     """Make a result, and send each of its files to a repository once it is whole. private: see `export`"""
     from pqweights.publish.card import PublishOptions
     from pqweights.publish.push import begin_sending, push
 
-    hub, read = Options(token=options.token, tell=options.tell), conversion.checkpoint.storage
+    hub, read = Options(token=options.token, tell=options.tell), plan.checkpoint.storage
     read.frees = min(1, read.frees)
-    sending = begin_sending(repository, hub, conversion.manifest, private=private)
-    report = convert(conversion, replace(store, sending=sending), options)
+    sending = begin_sending(repository, hub, plan.manifest, private=private)
+    report = convert(plan, replace(store, sending=sending), options)
     how = PublishOptions(threads=options.thread_count, private=private)
     return replace(report, pushed=push(store.path, repository, hub, options=how, sent=sending.files))
 
 
 @contextlib.contextmanager
-def _exported(source: str | Path, store: Store, target: str, options: Options) -> Iterator[tuple[Conversion, Options]]:
+def _exported(source: str | Path, store: Store, target: str, options: Options) -> Iterator[tuple[Plan, Options]]:
     """Learn what options ask for, and yield what is to be made of it."""
     to = get_target(target)
     options = to.with_recipe(options)
@@ -436,9 +434,9 @@ def verify(
     learning = calibration_progress or no_progress
     with (
         unkept_store() as store,
-        _as_stated(manifest, located("source", source), store, options, learning) as (conversion, checked),
+        _as_stated(manifest, located("source", source), store, options, learning) as (plan, checked),
     ):
-        again = made_again(conversion, store, checked)
+        again = made_again(plan, store, checked)
     return replace(verified, problems=(*verified.problems, *differences(manifest, again)))
 
 
@@ -483,9 +481,9 @@ def rebuild(
     store, learning = open_store(located("out", out)), calibration_progress or no_progress
     with (
         _with_engine(options, ray) as engaged,
-        _as_stated(stated, located("source", source), store, engaged, learning) as (conversion, checked),
+        _as_stated(stated, located("source", source), store, engaged, learning) as (plan, checked),
     ):
-        report = convert(conversion, store, checked)
+        report = convert(plan, store, checked)
     made = parse_manifest(store.read(MANIFEST_FILE) or b"")
     return Rebuilt(report=report, differences=tuple(differences(stated, made, some=type is not None)))
 
@@ -498,7 +496,7 @@ def _read_manifest(given: str | Path, access: Options) -> Manifest:
 
 def _as_stated(
     manifest: Manifest, source: str | Path, store: Store, given: Options, show: Progress
-) -> contextlib.AbstractContextManager[tuple[Conversion, Options]]:
+) -> contextlib.AbstractContextManager[tuple[Plan, Options]]:
     """Return what makes a result as its manifest states it."""
     options = options_of(manifest, source, given)
     if manifest.kind == MASTER:

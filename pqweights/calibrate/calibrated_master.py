@@ -31,10 +31,10 @@ from pqweights.common.options import BY_TENSOR, Options
 from pqweights.common.strict_json import rounded
 from pqweights.common.threads import Progress
 from pqweights.convert.distributed.engine import local_files
+from pqweights.convert.plan import Plan
 from pqweights.convert.ready import ReadyWeights
 from pqweights.formats.trellis import Trellis
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
-from pqweights.planning.plan import Plan
 from pqweights.planning.recipe import Goal, Recipe
 from pqweights.storage import Store
 from pqweights.targets.master import Learned, plan_quantize
@@ -53,8 +53,8 @@ def calibrated_codes(
 
     recipe: which weights are calibrated, those of the trellis, and about how many bits they take together
     """
-    conversion = plan_quantize(source, recipe, replace(options, revision=None))
-    checkpoint, plan = conversion.checkpoint, conversion.plan
+    plan = plan_quantize(source, recipe, replace(options, revision=None))
+    checkpoint = plan.checkpoint
     wanted = wanted_bits(recipe, plan.tensors)
     states = recipe.effort or STATES
     goal = recipe.goal or Goal()

@@ -33,7 +33,7 @@ from pqweights.common.threads import Progress, slow_step
 from pqweights.convert.scales import AwqScales, write_scales
 from pqweights.errors import RecipeError
 from pqweights.planning.calibration import states_bytes
-from pqweights.planning.plan import QUANTIZE, TensorPlan
+from pqweights.planning.layout import QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.storage import Store
 from pqweights.targets.master import plan_quantize
@@ -57,7 +57,7 @@ def found_scales(
     with slow_step("loading transformers"):
         made = plan_quantize(source, recipe, replace(options, revision=None))
         checkpoint = made.checkpoint
-        planned = [_without_scales(tensor) for tensor in made.plan.tensors if tensor.action == QUANTIZE]
+        planned = [_without_scales(tensor) for tensor in made.tensors if tensor.action == QUANTIZE]
         if not planned:
             raise RecipeError(f"recipe {recipe.name!r}: `awq`: expected a recipe that quantizes something here")
         sample = SampleOf.of(source, checkpoint, str(options.awq), options)

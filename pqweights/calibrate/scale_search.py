@@ -25,7 +25,7 @@ from pqweights.errors import SourceError
 from pqweights.formats.master import BlockFormat
 from pqweights.formats.weight import decode_weight, encode_weight
 from pqweights.planning.inputs import WeightInputs
-from pqweights.planning.plan import TensorPlan, block_format_of
+from pqweights.planning.layout import TensorPlan, block_format_of
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""The one verb: a conversion becomes a result. Quantizing and every export run through it.
+"""The one verb: a plan becomes a result. Quantizing and every export run through it.
 
 What is planned is made shard by shard in the work folder of a store, published, and stated by the manifest, which is
 written last: a folder with a manifest is a finished result, and in a folder without one, every file with a final name
@@ -13,62 +13,62 @@ from dataclasses import replace
 
 from pqweights.checkpoint.writer import check_room
 from pqweights.common.options import Options
-from pqweights.convert.conversion import Conversion
 from pqweights.convert.finished import finished_result
 from pqweights.convert.journal import is_under_way
 from pqweights.convert.manifest import Manifest
 from pqweights.convert.needs import result_need
+from pqweights.convert.plan import Plan
 from pqweights.convert.records import TensorRecord
 from pqweights.convert.report import RewriteReport
 from pqweights.convert.run import Run, ShardMark, open_run
 from pqweights.convert.shard import make_shards
 from pqweights.errors import ClusterError, MasterError, OutputError, SourceChangedError, SourceError, SourceReadError
-from pqweights.planning.plan import ShardPlan
+from pqweights.planning.layout import ShardPlan
 from pqweights.storage import Store
 
 
-def convert(conversion: Conversion, store: Store, options: Options = Options()) -> RewriteReport:
-    """Make a result in a store, continuing what an interrupted run of the same conversion left there.
+def convert(plan: Plan, store: Store, options: Options = Options()) -> RewriteReport:
+    """Make a result in a store, continuing what an interrupted run of the same plan left there.
 
     Raises SourceError, OutputError or HubError; after any of them every file under a final name is complete.
     """
-    assert not conversion.checkpoint.unproven
-    if not options.overwrite and (manifest := finished_result(conversion, store)) is not None:
-        return _report(conversion, manifest.records, already_done=True, resumed=len(manifest.records))
-    with open_run(conversion, store, overwrite=options.overwrite) as run, _changes_explained(run):
+    assert not plan.checkpoint.unproven
+    if not options.overwrite and (manifest := finished_result(plan, store)) is not None:
+        return _report(plan, manifest.records, already_done=True, resumed=len(manifest.records))
+    with open_run(plan, store, overwrite=options.overwrite) as run, _changes_explained(run):
         with _unusable_work_discarded(run):
             if options.engine is None:
-                check_room([result_need(conversion, run), *conversion.fetch_needs])
+                check_room([result_need(plan, run), *plan.fetch_needs])
             else:
-                options.engine.check(conversion, run)
-            resumed = _take_up(conversion, run.marks)
+                options.engine.check(plan, run)
+            resumed = _take_up(plan, run.marks)
             run.send(run.marks)
-            conversion.learn(options.progress)
+            plan.learn(options.progress)
             marks = dict(run.marks)
-            missing = [shard for shard in conversion.plan.shards if shard.file not in marks]
+            missing = [shard for shard in plan.shards if shard.file not in marks]
             if options.engine is not None:
-                marks |= options.engine.make_shards(conversion, run, missing, options.progress)
+                marks |= options.engine.make_shards(plan, run, missing, options.progress)
             else:
                 for shards in _together(missing, run.store):
                     marks |= make_shards(
-                        conversion, run, shards, threads=options.thread_count, progress=options.progress, made=marks
+                        plan, run, shards, threads=options.thread_count, progress=options.progress, made=marks
                     )
-            conversion.finish_checks()
-        conversion.check_sources()
+            plan.finish_checks()
+        plan.check_sources()
         options.check()
         run.publish()
-        records = tuple(record for shard in conversion.plan.shards for record in marks[shard.file].records)
-        run.complete(stated(conversion, run, records).to_pieces())
-    return _report(conversion, records, already_done=False, resumed=resumed)
+        records = tuple(record for shard in plan.shards for record in marks[shard.file].records)
+        run.complete(stated(plan, run, records).to_pieces())
+    return _report(plan, records, already_done=False, resumed=resumed)
 
 
-def _take_up(conversion: Conversion, marks: Mapping[str, ShardMark]) -> int:
+def _take_up(plan: Plan, marks: Mapping[str, ShardMark]) -> int:
     """Take up the shards that an interrupted run has finished, and return how many tensors they hold."""
-    plans = {planned.name: planned for planned in conversion.plan.tensors}
+    plans = {planned.name: planned for planned in plan.tensors}
     for mark in marks.values():
-        conversion.checkpoint.restore_fingerprints(dict(mark.fingerprints))
+        plan.checkpoint.restore_fingerprints(dict(mark.fingerprints))
         for record in mark.records:
-            conversion.accept(plans[record.name], record)
+            plan.accept(plans[record.name], record)
     return sum(len(mark.records) for mark in marks.values())
 
 
@@ -77,33 +77,31 @@ def _together(shards: list[ShardPlan], store: Store) -> list[list[ShardPlan]]:
     return [shards] if store.sending is None else [[shard] for shard in shards]
 
 
-def stated(conversion: Conversion, run: Run, records: tuple[TensorRecord, ...]) -> Manifest:
+def stated(plan: Plan, run: Run, records: tuple[TensorRecord, ...]) -> Manifest:
     """Write the files without tensors, and return the manifest of the result."""
-    storage, companions = conversion.checkpoint.storage, conversion.plan.companions
+    storage, companions = plan.checkpoint.storage, plan.companions
     with storage.fetching(run.fetched, dict.fromkeys(companions, 1)):
-        contents = conversion.contents(records)
+        contents = plan.contents(records)
         files = {name: run.store.write(name, pieces()) for name, pieces in contents.items()}
-        fingerprint = conversion.checkpoint.fingerprint()
-        conversion.check_sources()  # after everything was read, and before anything states what it was
-    return replace(conversion.manifest, source_fingerprint=fingerprint, records=records, files=files)
+        fingerprint = plan.checkpoint.fingerprint()
+        plan.check_sources()  # after everything was read, and before anything states what it was
+    return replace(plan.manifest, source_fingerprint=fingerprint, records=records, files=files)
 
 
-def unmeasured(conversion: Conversion) -> RewriteReport:
+def unmeasured(plan: Plan) -> RewriteReport:
     """Return the report of a result that is planned, and not made."""
-    records = tuple(TensorRecord(name=tensor.name) for tensor in conversion.plan.tensors)
-    return _report(conversion, records, already_done=False, resumed=0)
+    records = tuple(TensorRecord(name=tensor.name) for tensor in plan.tensors)
+    return _report(plan, records, already_done=False, resumed=0)
 
 
-def _report(
-    conversion: Conversion, records: tuple[TensorRecord, ...], *, already_done: bool, resumed: int
-) -> RewriteReport:
+def _report(plan: Plan, records: tuple[TensorRecord, ...], *, already_done: bool, resumed: int) -> RewriteReport:
     return RewriteReport(
-        conversion=conversion,
+        plan=plan,
         records=records,
         already_done=already_done,
         resumed=resumed,
-        source_bytes_read=conversion.bytes_read,
-        unchecked=conversion.checkpoint.is_master and conversion.checkpoint.checked is None,
+        source_bytes_read=plan.bytes_read,
+        unchecked=plan.checkpoint.is_master and plan.checkpoint.checked is None,
     )
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.convert.conversion import Conversion
 from pqweights.convert.journal import is_under_way
 from pqweights.convert.listed_files import file_problems
 from pqweights.convert.manifest import Manifest, parse_manifest
+from pqweights.convert.plan import Plan
 from pqweights.errors import MasterError, OutputError
 from pqweights.storage import Store
 
@@ -26,8 +26,8 @@ OTHERS = {
 }
 
 
-def finished_result(conversion: Conversion, store: Store) -> Manifest | None:
-    """Return the manifest of the result of a conversion, if a store holds it; None if nothing is finished there.
+def finished_result(plan: Plan, store: Store) -> Manifest | None:
+    """Return the manifest of the result of a plan, if a store holds it; None if nothing is finished there.
 
     Raises OutputError if the store holds another one.
     """
@@ -37,22 +37,22 @@ def finished_result(conversion: Conversion, store: Store) -> Manifest | None:
     if data is None:
         raise MasterError(f"{store}: {MANIFEST_FILE} was removed while it was read; run the same command again")
     manifest = parse_manifest(data)
-    if (difference := _difference(conversion, store, manifest)) is not None:
+    if (difference := _difference(plan, store, manifest)) is not None:
         raise OutputError(f"{store}: {difference}; pass `overwrite` to replace it, or choose another folder")
     for planned, record in manifest.pairs:
-        conversion.accept(planned, record)
+        plan.accept(planned, record)
     store.tidy(lambda: is_under_way(store))
     return manifest
 
 
-def _difference(conversion: Conversion, store: Store, manifest: Manifest) -> str | None:
+def _difference(plan: Plan, store: Store, manifest: Manifest) -> str | None:
     """Say how the finished result in the output folder differs from the one that is asked for; None if it is that."""
-    ours, theirs = conversion.manifest.decisive, manifest.decisive
+    ours, theirs = plan.manifest.decisive, manifest.decisive
     if _named(theirs) != _named(ours):
         return f"holds another result: {_named(theirs)}"
     # The content of a commit never changes; that of a local folder may.
     if (theirs.origin, theirs.source_bytes) != (ours.origin, ours.source_bytes) or (
-        ours.origin is None and manifest.source_fingerprint != conversion.checkpoint.fingerprint()
+        ours.origin is None and manifest.source_fingerprint != plan.checkpoint.fingerprint()
     ):
         source = "master" if ours.master else "source"
         return f"holds another result: {_named(theirs)} made from another {source}"
@@ -62,11 +62,11 @@ def _difference(conversion: Conversion, store: Store, manifest: Manifest) -> str
     problems = file_problems(store.finished_files(), manifest)
     if lost := [*problems, *(f"{name} is missing" for name in manifest.files if name not in files)]:
         return f"holds this result, but {lost[0]}"
-    contents = conversion.contents(manifest.records)
+    contents = plan.contents(manifest.records)
     if contents.keys() != manifest.files.keys():
         return "holds this result, but other files were copied to it (`include_files`)"
-    added = conversion.small_files(conversion.plan.shards)
-    newest = max(_newest(checkpoint) for checkpoint in conversion.checkpoints)
+    added = plan.small_files(plan.shards)
+    newest = max(_newest(checkpoint) for checkpoint in plan.checkpoints)
     # A source that is newer may have changed in bytes that its fingerprint does not cover. What the target adds follows
     # from its options, which the manifests have in common. A store may tell no times.
     if newest > (files[MANIFEST_FILE].modified or sys.maxsize) or any(

@@ -25,7 +25,7 @@ from pqweights.formats.master import VALUE_DTYPES, BlockFormat, Bytes, Part, Pas
 from pqweights.formats.weight import block_count, encode_chunk
 from pqweights.kernels import Measures
 from pqweights.kernels.workers import scratch
-from pqweights.planning.plan import TensorPlan, block_format_of
+from pqweights.planning.layout import TensorPlan, block_format_of
 
 # 2**20 weights are 2 MiB of BF16: few enough for the caches, and enough that the cost of a chunk does not show.
 CHUNK_WEIGHTS = 1 << 20

@@ -25,7 +25,7 @@ from pqweights.convert.manifest import Manifest, find_manifest, shards_of
 from pqweights.convert.master_config import encodings
 from pqweights.errors import MasterError
 from pqweights.formats.native import Native
-from pqweights.planning.plan import QUANTIZE
+from pqweights.planning.layout import QUANTIZE
 
 SizeOf = Callable[[str], int | None]
 

@@ -30,7 +30,7 @@ from pqweights.common.strict_json import json_pieces, parse_json
 from pqweights.convert.manifest_entries import TensorEntry, damaged, parse_tensor, tensor_json
 from pqweights.convert.records import TensorRecord, error_totals, exceeds
 from pqweights.errors import MasterError, SourceError
-from pqweights.planning.plan import (
+from pqweights.planning.layout import (
     DEFAULT_METADATA,
     Container,
     GgufFiles,
@@ -46,7 +46,7 @@ MANIFEST_VERSION = 1
 SAME_BYTES_SINCE = "0.3.0"
 # Of a manifest; that of a model with a million tensors has fewer.
 MOST_BYTES = 4_000_000_000
-# The key of what made a result (Conversion.made_by) that tells which kind of result it makes.
+# The key of what made a result (Plan.made_by) that tells which kind of result it makes.
 KINDS = {"recipe": "master", "target": "export"}
 
 

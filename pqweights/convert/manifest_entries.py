@@ -18,7 +18,7 @@ from pqweights.convert.records import TensorRecord
 from pqweights.errors import MasterError, RecipeError
 from pqweights.formats.master import exact_rate
 from pqweights.formats.native import Native
-from pqweights.planning.plan import DECODE, INTEGER, KEEP, QUANTIZE, TensorPlan, format_of, stored_bytes
+from pqweights.planning.layout import DECODE, INTEGER, KEEP, QUANTIZE, TensorPlan, format_of, stored_bytes
 
 
 class _StoredTensor(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from pqweights.checkpoint.master import Encoding, NativeSource, quantization_con
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.convert.records import TensorRecord
 from pqweights.formats.native import CODED, Native
-from pqweights.planning.plan import KEEP, QUANTIZE, TensorPlan, format_of
+from pqweights.planning.layout import KEEP, QUANTIZE, TensorPlan, format_of
 
 
 def master_config(

@@ -9,9 +9,8 @@ from pathlib import Path
 from pqweights.checkpoint.readers import file_uses, most_fetched
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import DiskNeed
-from pqweights.convert.conversion import Conversion
+from pqweights.convert.plan import Plan
 from pqweights.convert.run import Run
-from pqweights.planning.plan import Plan
 from pqweights.storage.bucket import upload_bytes_held
 
 # The interpreter and the libraries: 70 to 77 MB were measured with one thread, its chunk included.
@@ -77,37 +76,37 @@ def room_for_shards(plan: Plan) -> int:
     return sum(sorted((shard.file_bytes for shard in plan.shards), reverse=True)[:MOST_LOCAL_SHARDS])
 
 
-def result_need(conversion: Conversion, run: Run, *, fetched_bytes: int | None = None) -> DiskNeed:
+def result_need(plan: Plan, run: Run, *, fetched_bytes: int | None = None) -> DiskNeed:
     """Return what a result takes on a disk of this machine, beside an older one.
 
     fetched_bytes: see fetched_bytes_of, by default of one process
     """
-    fetched = fetched_bytes_of(conversion) if fetched_bytes is None else fetched_bytes
-    fetched += conversion.disk_bytes
+    fetched = fetched_bytes_of(plan) if fetched_bytes is None else fetched_bytes
+    fetched += plan.disk_bytes
     present = _bytes_in(run.fetched)
     if run.store.is_elsewhere:
-        needed = room_for_shards(conversion.plan) + fetched
+        needed = room_for_shards(plan) + fetched
         what = f"{run.store.work}: the shards of the result need {needed} bytes of disk space while they are made"
         remedy = "set PQWEIGHTS_SCRATCH to a folder on another disk"
     elif run.store.sending is not None:
-        largest = max(shard.file_bytes for shard in conversion.plan.shards)
-        needed = largest + conversion.plan.companion_bytes + fetched
+        largest = max(shard.file_bytes for shard in plan.shards)
+        needed = largest + plan.companion_bytes + fetched
         what = f"{run.store}: the largest file needs {needed} bytes of disk space until it is sent"
         remedy = "choose a folder on another disk"
     else:
-        needed = conversion.plan.output_bytes + conversion.plan.companion_bytes + fetched
-        present += sum(shard.file_bytes for shard in conversion.plan.shards if shard.file in run.marks)
+        needed = plan.output_bytes + plan.companion_bytes + fetched
+        present += sum(shard.file_bytes for shard in plan.shards if shard.file in run.marks)
         what = f"{run.store}: the result needs {needed} bytes of disk space"
         remedy = "choose a folder on another disk"
     return DiskNeed(folder=run.store.work, byte_count=needed, present=present, what=what, remedy=remedy)
 
 
-def fetched_bytes_of(conversion: Conversion) -> int:
+def fetched_bytes_of(plan: Plan) -> int:
     """Return the most bytes of fetched files of the source that one process holds at once until they are released."""
-    storage = conversion.checkpoint.storage
+    storage = plan.checkpoint.storage
     if not storage.frees:
         return 0
-    return most_fetched(file_uses(conversion.in_making_order), storage.files(), storage.frees)
+    return most_fetched(file_uses(plan.in_making_order), storage.files(), storage.frees)
 
 
 def _bytes_in(folder: Path) -> int:

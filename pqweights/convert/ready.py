@@ -38,7 +38,7 @@ from pqweights.formats.columns import (
     TrellisColumns,
     bits_of,
 )
-from pqweights.planning.plan import QUANTIZE, TensorPlan, stored_bytes
+from pqweights.planning.layout import QUANTIZE, TensorPlan, stored_bytes
 
 KEY = "pqweights_codes"
 SUFFIX = ".safetensors"

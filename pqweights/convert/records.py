@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pqweights.common.documents import Number
 from pqweights.common.strict_json import rounded
 from pqweights.formats.master import largest_error
-from pqweights.planning.plan import INTEGER, QUANTIZE, TensorPlan, format_of
+from pqweights.planning.layout import INTEGER, QUANTIZE, TensorPlan, format_of
 
 
 @dataclass(frozen=True, kw_only=True)

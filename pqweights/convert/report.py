@@ -1,21 +1,21 @@
-"""What a conversion did: the report that quantize, export and rebuild return."""
+"""What a run did: the report that quantize, export and rebuild return."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from pqweights.convert.conversion import Conversion
 from pqweights.convert.listed_files import UNCHECKED
+from pqweights.convert.plan import Plan
 from pqweights.convert.records import TensorRecord, TensorReport, error_totals, tensor_reports, total_relative_mse
-from pqweights.planning.plan import Plan, TensorPlan, Totals
+from pqweights.planning.layout import TensorPlan, Totals
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RewriteReport:
     """What a rewrite did.
 
-    conversion: what was planned
+    plan: the plan that it fulfilled
     records: what was measured of each tensor, in the order of the plan
     already_done: whether the output folder held the finished result before the run
     resumed: how many tensors an earlier run had finished
@@ -24,18 +24,13 @@ class RewriteReport:
     pushed: the PushReport of an export that was sent to the Hub
     """
 
-    conversion: Conversion
+    plan: Plan
     records: tuple[TensorRecord, ...]
     already_done: bool
     resumed: int
     source_bytes_read: int
     unchecked: bool = False
     pushed: Any = None
-
-    @property
-    def plan(self) -> Plan:
-        """Every name, byte and file of the result."""
-        return self.conversion.plan
 
     @property
     def pairs(self) -> tuple[tuple[TensorPlan, TensorRecord], ...]:
@@ -61,10 +56,10 @@ class RewriteReport:
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of the result before using it, a sentence each."""
         unchecked = (UNCHECKED,) if self.unchecked else ()
-        return (*self.plan.remarks, *self.conversion.warnings(self.records), *unchecked)
+        return (*self.plan.remarks, *self.plan.warnings(self.records), *unchecked)
 
     def __repr__(self) -> str:
-        return f"<RewriteReport of the {self.conversion.kind}: {self.totals}>"
+        return f"<RewriteReport of the {self.plan.kind}: {self.totals}>"
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of quantize --json and export --json, without the name of the output folder."""
@@ -73,8 +68,8 @@ class RewriteReport:
             "already_done": self.already_done,
             "resumed_tensors": self.resumed,
             "source_bytes_read": self.source_bytes_read,
-            **({} if self.conversion.fit is None else {"fit": self.conversion.fit.to_json()}),
-            **self.conversion.learned,
+            **({} if self.plan.fit is None else {"fit": self.plan.fit.to_json()}),
+            **self.plan.learned,
             "totals": self.totals.to_json() | error_totals(self.plan.tensors, self.records),
             "exceeding": [tensor.name for tensor in tensors if tensor.exceeds],
             "tensors": [tensor.to_json() for tensor in tensors],

@@ -35,13 +35,13 @@ from pqweights.checkpoint.names import (
 from pqweights.checkpoint.shard_file import ShardFile
 from pqweights.checkpoint.writer import PARTIAL_SUFFIX, disk_errors
 from pqweights.common.threads import slow_step
-from pqweights.convert.conversion import Conversion
 from pqweights.convert.journal import JOURNAL, Journal, is_under_way, may_continue, read_journal
 from pqweights.convert.listed_files import files_of_result
 from pqweights.convert.manifest import parse_manifest
+from pqweights.convert.plan import Plan
 from pqweights.convert.records import TensorRecord
 from pqweights.errors import OutputError, PqweightsError, StorageError
-from pqweights.planning.plan import ShardPlan
+from pqweights.planning.layout import ShardPlan
 from pqweights.storage import Store
 from pqweights.storage.local import clear
 from pqweights.storage.store import CheckLock
@@ -231,14 +231,14 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(conversion: Conversion, store: Store, *, overwrite: bool) -> Iterator[Run]:
-    """Lock a store, and continue what a run of the same conversion left there, or start.
+def open_run(plan: Plan, store: Store, *, overwrite: bool) -> Iterator[Run]:
+    """Lock a store, and continue what a run of the same plan left there, or start.
 
     Raises OutputError if the store cannot be taken, SourceChangedError if the source is not what it was, MasterError if
     the manifest of the result to be replaced is damaged.
     """
     _check_output(store, overwrite)
-    ours = conversion.journal
+    ours = plan.journal
     theirs: Journal | None = None
     continues = False
 
@@ -265,7 +265,7 @@ def open_run(conversion: Conversion, store: Store, *, overwrite: bool) -> Iterat
         run = Run(
             store=store,
             key=key,
-            shards={shard.file: shard.file_bytes for shard in conversion.plan.shards},
+            shards={shard.file: shard.file_bytes for shard in plan.shards},
             marks={},
             journal=ours,
             check_lock=check_lock,

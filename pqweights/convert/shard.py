@@ -22,11 +22,11 @@ from pqweights.checkpoint.readers import file_uses
 from pqweights.checkpoint.shard_file import ShardFile
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.threads import Progress
-from pqweights.convert.conversion import Conversion
 from pqweights.convert.jobs import Job
+from pqweights.convert.plan import Plan
 from pqweights.convert.records import TensorRecord
 from pqweights.convert.run import Run, ShardMark
-from pqweights.planning.plan import ShardPlan, in_groups, in_making_order, indices_together
+from pqweights.planning.layout import ShardPlan, in_groups, in_making_order, indices_together
 
 # Beside the threads that compute: those that wait for the disk meanwhile.
 WAITING_THREADS = 2
@@ -38,7 +38,7 @@ PROGRESS_SECONDS = 0.1
 
 
 def make_shards(
-    conversion: Conversion,
+    plan: Plan,
     run: Run,
     shards: Sequence[ShardPlan],
     *,
@@ -57,8 +57,8 @@ def make_shards(
     Raises SourceError if the source cannot deliver the tensors or is not what it was, StrictError if the result is not
     to be accepted, OutputError for a disk error.
     """
-    storage, tell = conversion.checkpoint.storage, _telling(conversion, made, progress)
-    needed, first_uses, last_uses = _uses_of_files(conversion, in_making_order(shards))
+    storage, tell = plan.checkpoint.storage, _telling(plan, made, progress)
+    needed, first_uses, last_uses = _uses_of_files(plan, in_making_order(shards))
     marks: dict[str, ShardMark] = {}
     with (
         contextlib.closing(Workers(threads)) as workers,
@@ -68,7 +68,7 @@ def make_shards(
         for group in in_groups(shards):
             records, fingerprints = dict[int, TensorRecord](), dict[str, str]()
             with _files_of(group, run, workers) as files:
-                with contextlib.closing(_under_way(conversion, group, files, first_uses, workers)) as under_way:
+                with contextlib.closing(_under_way(plan, group, files, first_uses, workers)) as under_way:
                     for tensor, chunks in under_way:
                         workers.check_sent()
                         if chunks is not None:
@@ -77,12 +77,12 @@ def make_shards(
                                 tell(tensor.index, tensor.collected / tensor.chunks)
                             continue
                         for index, job, file in tensor.parts:
-                            records[index] = _finished(conversion, workers, index, job, file)
+                            records[index] = _finished(plan, workers, index, job, file)
                             tell(index, 1)
-                            fingerprints |= _released(conversion.checkpoint, last_uses.pop(index, ()))
+                            fingerprints |= _released(plan.checkpoint, last_uses.pop(index, ()))
                 for file in files:
                     file.finish()
-                _check_sources(conversion, group, workers)
+                _check_sources(plan, group, workers)
             of_group = {
                 shard.file: ShardMark(records=tuple(records[p] for p in shard.tensors), fingerprints=fingerprints)
                 for shard in group
@@ -95,7 +95,7 @@ def make_shards(
 
 
 def _under_way(
-    conversion: Conversion,
+    plan: Plan,
     group: Sequence[ShardPlan],
     files: Sequence[ShardFile],
     first_uses: Container[int],
@@ -108,7 +108,7 @@ def _under_way(
     first_uses: the tensors that may have to wait until earlier ones have let go of files
     """
     under_way: deque[tuple[_Pass, Future[None] | None]] = deque()
-    left = sum(map(conversion.source_bytes, in_making_order(group)))
+    left = sum(map(plan.source_bytes_of, in_making_order(group)))
     try:
         for indices in indices_together(group):
             if any(index in first_uses for index in indices):
@@ -116,16 +116,16 @@ def _under_way(
                     yield under_way.popleft()
             parts = []
             for index, file in zip(indices, files, strict=True):
-                planned = conversion.plan.tensors[index]
+                planned = plan.tensors[index]
                 file.begin(of.name for of in planned.stored)
-                parts.append((index, conversion.encode(planned, conversion.checkpoint.tensors[index]), file))
+                parts.append((index, plan.encode(planned, plan.checkpoint.tensors[index]), file))
             for tensor in _reading_alike(parts):
                 for batch in workers.batches(tensor.chunks, left):
                     under_way.append((tensor, workers.pool.submit(tensor.make, batch, workers)))
                     while len(under_way) > workers.most_batches:
                         yield under_way.popleft()
                 under_way.append((tensor, None))
-            left -= sum(map(conversion.source_bytes, indices))
+            left -= sum(map(plan.source_bytes_of, indices))
         while under_way:
             yield under_way.popleft()
     finally:
@@ -172,9 +172,9 @@ def _reading_alike(parts: Iterable[tuple[int, Job, ShardFile]]) -> Iterator[_Pas
     return map(_Pass, alike.values())
 
 
-def _finished(conversion: Conversion, workers: Workers, index: int, job: Job, file: ShardFile) -> TensorRecord:
+def _finished(plan: Plan, workers: Workers, index: int, job: Job, file: ShardFile) -> TensorRecord:
     """Make the further passes that a job asks for, and return what was measured of the tensor."""
-    stored = [of.name for of in conversion.plan.tensors[index].stored]
+    stored = [of.name for of in plan.tensors[index].stored]
     while not isinstance(outcome := job.finish(), TensorRecord):
         job = outcome
         file.begin(stored)
@@ -182,16 +182,16 @@ def _finished(conversion: Conversion, workers: Workers, index: int, job: Job, fi
         for chunks in [workers.pool.submit(again.make, batch, workers) for batch in workers.batches(again.chunks)]:
             chunks.result()
     record = replace(outcome, digests=file.finish_tensors(stored))
-    conversion.accept(conversion.plan.tensors[index], record)
+    plan.accept(plan.tensors[index], record)
     return record
 
 
-def _check_sources(conversion: Conversion, group: Sequence[ShardPlan], workers: Workers) -> None:
+def _check_sources(plan: Plan, group: Sequence[ShardPlan], workers: Workers) -> None:
     """Check what the tensors were made of, of which nothing may be stated before."""
     indices = in_making_order(group)
-    parts = {part.name: part for index in indices for part in conversion.checkpoint.tensors[index].parts}
-    conversion.checkpoint.finish_checks(parts.values(), run=workers.pool.map)
-    for checkpoint in conversion.checkpoints:
+    parts = {part.name: part for index in indices for part in plan.checkpoint.tensors[index].parts}
+    plan.checkpoint.finish_checks(parts.values(), run=workers.pool.map)
+    for checkpoint in plan.checkpoints:
         checkpoint.storage.check_read()
 
 
@@ -280,16 +280,14 @@ class Workers:
             file.close()
 
 
-def _uses_of_files(
-    conversion: Conversion, indices: Sequence[int]
-) -> tuple[dict[str, int], set[int], dict[int, list[str]]]:
+def _uses_of_files(plan: Plan, indices: Sequence[int]) -> tuple[dict[str, int], set[int], dict[int, list[str]]]:
     """Return when the fetched files of a source are used while tensors are read in this order.
 
     Returns how many files are needed together when each is first read, in the order of reading; the tensors for which
     one is first read, if earlier ones are let go of; and the files that are let go of after a tensor.
     """
-    storage = conversion.checkpoint.storage
-    uses = {} if storage.origin is None else file_uses([conversion.checkpoint.tensors[index] for index in indices])
+    storage = plan.checkpoint.storage
+    uses = {} if storage.origin is None else file_uses([plan.checkpoint.tensors[index] for index in indices])
     last_uses: dict[int, list[str]] = {}
     for file, use in uses.items():
         last_uses.setdefault(indices[use.last], []).append(file)
@@ -311,24 +309,24 @@ def _released(checkpoint: Checkpoint, files: Sequence[str]) -> dict[str, str]:
     return fingerprints
 
 
-def _telling(conversion: Conversion, made: Container[str], progress: Progress) -> Callable[[int, float], None]:
+def _telling(plan: Plan, made: Container[str], progress: Progress) -> Callable[[int, float], None]:
     """Return what tells, a few times in a second at most, how many bytes of the source are done, of all shards.
 
     It is called with a tensor, by its index, and its share that is done; with all of it once.
 
     made: the shards that are finished
     """
-    total = sum(map(conversion.source_bytes, in_making_order(conversion.plan.shards)))
-    finished = (shard for shard in conversion.plan.shards if shard.file in made)
-    done = sum(map(conversion.source_bytes, (index for shard in finished for index in shard.tensors)))
+    total = sum(map(plan.source_bytes_of, in_making_order(plan.shards)))
+    finished = (shard for shard in plan.shards if shard.file in made)
+    done = sum(map(plan.source_bytes_of, (index for shard in finished for index in shard.tensors)))
     told = time.monotonic()
 
     def tell(index: int, share: float) -> None:
         nonlocal done, told
-        now, part = time.monotonic(), round(conversion.source_bytes(index) * share)
+        now, part = time.monotonic(), round(plan.source_bytes_of(index) * share)
         done += part if share == 1 else 0
         if now - told >= PROGRESS_SECONDS or done == total:
             told = now
-            progress(done if share == 1 else done + part, total, conversion.plan.tensors[index].name)
+            progress(done if share == 1 else done + part, total, plan.tensors[index].name)
 
     return tell

@@ -15,7 +15,7 @@ from pqweights.errors import OptionError, RecipeError
 from pqweights.formats.columns import MOST_STORED_COLUMNS, ColumnCut
 from pqweights.formats.trellis import Trellis
 from pqweights.planning.context_memory import layers_and_width
-from pqweights.planning.plan import QUANTIZE, TensorPlan
+from pqweights.planning.layout import QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe
 
 # A weight of fewer rows does not fill a strip, and would grow.

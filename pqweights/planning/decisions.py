@@ -26,7 +26,7 @@ from pqweights.kernels import BLOCK_SIZE
 from pqweights.models import text_model
 from pqweights.models.description import UNKNOWN, ModelDescription
 from pqweights.models.names import is_behind, role_name, without_numbers
-from pqweights.planning.plan import KEEP, QUANTIZE, TensorPlan
+from pqweights.planning.layout import KEEP, QUANTIZE, TensorPlan
 from pqweights.planning.recipe import DEFAULT_BITS, Recipe, Weight, instead_of
 from pqweights.planning.roles import ROLES, Role, classify
 from pqweights.storage.sources import merged, open_source

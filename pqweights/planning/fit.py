@@ -20,7 +20,7 @@ from pqweights.errors import RecipeError
 from pqweights.formats import get_codec
 from pqweights.planning.decisions import RatePlanner, Rates
 from pqweights.planning.knapsack import Choice, Solution, best_within, cheapest, least_cost, solve
-from pqweights.planning.plan import QUANTIZE, Safetensors, block_format_of
+from pqweights.planning.layout import QUANTIZE, Safetensors, block_format_of
 from pqweights.planning.recipe import Goal
 from pqweights.planning.sensitivity import HEURISTIC, Sensitivity, alphas_for, groups_of, taken_apart
 

@@ -11,8 +11,8 @@ from pqweights.checkpoint.config import MAX_CARD_BYTES
 from pqweights.checkpoint.gguf.file import SUFFIX as GGUF_SUFFIX
 from pqweights.checkpoint.names import CARD_FILE, MANIFEST_FILE
 from pqweights.common.units import counted
-from pqweights.convert.conversion import EXPORT
 from pqweights.convert.manifest import Manifest, evaluations_of, manifest_beside, parse_manifest, shards_of
+from pqweights.convert.plan import EXPORT
 from pqweights.errors import HubError, MasterError
 from pqweights.publish.card import MAIN, card_text, check_branch
 from pqweights.storage.addresses import RepositoryName, is_repository_id, repository_named

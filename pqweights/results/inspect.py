@@ -17,7 +17,7 @@ from pqweights.checkpoint.gguf.file import open_gguf
 from pqweights.checkpoint.storage import Storage
 from pqweights.convert.manifest import Manifest, read_manifest, shards_of
 from pqweights.convert.records import TensorReport, tensor_reports, total_relative_mse
-from pqweights.planning.plan import Totals, total
+from pqweights.planning.layout import Totals, total
 
 
 @dataclass(frozen=True, repr=False)

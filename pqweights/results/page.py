@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pqweights.common.markdown import html_text
 from pqweights.common.units import counted, first_names, size_text
 from pqweights.convert.records import TensorRecord, exceeds, is_rescued, mean_error, promise
-from pqweights.planning.plan import INTEGER, QUANTIZE, TensorPlan, Totals
+from pqweights.planning.layout import INTEGER, QUANTIZE, TensorPlan, Totals
 from pqweights.results.evaluation_record import EvaluationRecord
 from pqweights.results.inspect import Inspection
 from pqweights.results.offers import Offer, offers_in

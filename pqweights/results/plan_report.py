@@ -14,10 +14,11 @@ from pqweights.checkpoint.storage import LOW_DISK_FILES
 from pqweights.common.options import Options
 from pqweights.common.strict_json import LIST_ITEM, JsonText, json_pieces, json_text
 from pqweights.convert.needs import ResourceNeeds, resource_needs
+from pqweights.convert.plan import Plan
 from pqweights.planning.calibration import PlannedCalibration, check_calibration, planned_calibration
 from pqweights.planning.expected import Measured, expected, expected_json
 from pqweights.planning.fit import Fit
-from pqweights.planning.plan import Plan, TensorPlan, Totals
+from pqweights.planning.layout import TensorPlan, Totals
 from pqweights.planning.recipe import Recipe
 from pqweights.storage import Store
 from pqweights.targets.lossless import sampled_grids
@@ -33,7 +34,6 @@ class PlanReport:
     """What quantizing a checkpoint would do.
 
     plan: every output tensor and byte
-    fit: how bit widths were chosen for a target; None without one
     needs: disk space and memory
     hub: what is fetched of a source on the Hub: `repository`, `revision`, the commit of the plan, `source_bytes`, the
         size of the weight files, and `low_disk_bytes`, the most of them that `low_disk` keeps at a time; else empty
@@ -45,7 +45,6 @@ class PlanReport:
     """
 
     plan: Plan
-    fit: Fit | None
     needs: ResourceNeeds
     hub: dict[str, Any]
     exports: tuple[PossibleExport, ...]
@@ -63,6 +62,11 @@ class PlanReport:
     def totals(self) -> Totals:
         """Sizes, counts and bits per weight of the whole result."""
         return self.plan.totals
+
+    @property
+    def fit(self) -> Fit | None:
+        """How bit widths were chosen for a target; None without one."""
+        return self.plan.fit
 
     def __repr__(self) -> str:
         return f"<PlanReport: {self.totals}>"
@@ -125,8 +129,8 @@ def report_plan(
 
     Raises SourceError, RecipeError, OptionError or HubError.
     """
-    conversion = plan_quantize(source, recipe, options, learned)
-    checkpoint, plan = conversion.checkpoint, conversion.plan
+    plan = plan_quantize(source, recipe, options, learned)
+    checkpoint = plan.checkpoint
     calibration = None
     if options.calibrate is not None or options.awq is not None:
         check_calibration(options)
@@ -144,7 +148,6 @@ def report_plan(
     )
     return PlanReport(
         plan=plan,
-        fit=conversion.fit,
         needs=needs,
         hub=_traffic(checkpoint),
         exports=exports,

@@ -15,15 +15,15 @@ from pqweights.checkpoint.ahead import Stop
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.shard_file import Bytes, ShardFile
 from pqweights.common.options import BY_MODEL, IMATRIX, MAKING, OPENING, Options
-from pqweights.convert.conversion import MASTER, Conversion
 from pqweights.convert.convert import stated
 from pqweights.convert.manifest import Manifest, shards_of
+from pqweights.convert.plan import MASTER, Plan
 from pqweights.convert.report import RewriteReport
 from pqweights.convert.run import Run, ShardMark
 from pqweights.convert.shard import make_shards
 from pqweights.errors import MasterError, OptionError
 from pqweights.formats.native import Native
-from pqweights.planning.plan import ShardPlan
+from pqweights.planning.layout import ShardPlan
 from pqweights.planning.recipe import Recipe, parse_recipe
 from pqweights.storage import Store
 from pqweights.storage.addresses import repository_id
@@ -200,7 +200,7 @@ def _stated_sample(option: str, about: dict[str, Any], given: Options) -> dict[s
     return {option: given.calibrate or about["sample"], "calibration_tokens": tokens, "eval": given.eval}
 
 
-def made_again(conversion: Conversion, store: Store, options: Options) -> Manifest:
+def made_again(plan: Plan, store: Store, options: Options) -> Manifest:
     """Make every tensor and every file of a result, hash them, and return the manifest of that result.
 
     store: a folder on this machine for what waits on the disk meanwhile, which the caller removes: fetched files of the
@@ -208,14 +208,14 @@ def made_again(conversion: Conversion, store: Store, options: Options) -> Manife
 
     Raises SourceError, MasterError, OutputError or HubError.
     """
-    run = _Unkept(store=store, key="again", shards={}, marks={}, journal=conversion.journal)
+    run = _Unkept(store=store, key="again", shards={}, marks={}, journal=plan.journal)
     run.folder.mkdir(parents=True, exist_ok=True)
-    conversion.learn(options.progress)
-    shards = conversion.plan.shards
-    marks = make_shards(conversion, run, shards, threads=options.thread_count, progress=options.progress)
-    conversion.finish_checks()
+    plan.learn(options.progress)
+    shards = plan.shards
+    marks = make_shards(plan, run, shards, threads=options.thread_count, progress=options.progress)
+    plan.finish_checks()
     records = tuple(record for shard in shards for record in marks[shard.file].records)
-    manifest = stated(conversion, run, records)
+    manifest = stated(plan, run, records)
     options.check()
     return manifest
 

@@ -30,7 +30,7 @@ from pqweights.common.threads import Progress, no_progress
 from pqweights.convert.listed_files import config_problems
 from pqweights.convert.manifest import MOST_BYTES, Manifest, container_of, manifests_beside, read_manifest, shards_of
 from pqweights.errors import MasterError, PqweightsError, StorageError
-from pqweights.planning.plan import QUANTIZE, ShardPlan, index_json
+from pqweights.planning.layout import QUANTIZE, ShardPlan, index_json
 from pqweights.results.evaluation_record import read_records
 from pqweights.targets import EXPORTS, get_target, target_name
 

@@ -16,7 +16,7 @@ from pqweights.checkpoint.views import sources_of
 from pqweights.common.options import Options
 from pqweights.models.description import ModelDescription
 from pqweights.models.names import role_name
-from pqweights.planning.plan import DECODE, KEEP, TensorPlan
+from pqweights.planning.layout import DECODE, KEEP, TensorPlan
 from pqweights.targets.integers import Assignment
 from pqweights.targets.loading import LoadableModel, by_transformers
 from pqweights.targets.target import TRANSFORMERS, ExportSettings, ExportTarget, one_of

@@ -20,7 +20,7 @@ from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.groups import BEST, FloatRule
 from pqweights.models import text_model
 from pqweights.models.diffusion import find_family
-from pqweights.planning.plan import DEFAULT_METADATA
+from pqweights.planning.layout import DEFAULT_METADATA
 from pqweights.planning.recipe import Recipe
 from pqweights.targets.assignment import describe, recipe_of, weight_of
 from pqweights.targets.carried import plain_beside_codes

@@ -1,7 +1,7 @@
 """Exporting: any checkpoint into what a runtime loads. Of a source weights are read, of a master decoded.
 
 What is rounded, how, and where each number goes is the target's decision (ExportSettings.assign); here that becomes a
-conversion. Warnings of the sizes of a result follow from these decisions. docs/exports.md has the rules, and what the
+plan. Warnings of the sizes of a result follow from these decisions. docs/exports.md has the rules, and what the
 errors mean.
 """
 
@@ -26,17 +26,17 @@ from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.views import sources_of
 from pqweights.common.options import Options
 from pqweights.common.units import counted, size_text
-from pqweights.convert.conversion import EXPORT, MASTER, Conversion, make_plan, no_files, nothing_to_learn
 from pqweights.convert.jobs import CopyJob, Job
 from pqweights.convert.listed_files import open_result
 from pqweights.convert.manifest import Manifest, find_manifest
+from pqweights.convert.plan import EXPORT, MASTER, Plan, no_files, nothing_to_learn
 from pqweights.convert.records import TensorRecord, master_part, mean_error, total_relative_mse
 from pqweights.errors import OptionError
 from pqweights.formats.packing import PackedFormat
 from pqweights.models import text_model
 from pqweights.planning.decisions import open_planned, with_weights
 from pqweights.planning.inputs import KnownInputs
-from pqweights.planning.plan import (
+from pqweights.planning.layout import (
     INTEGER,
     Container,
     Safetensors,
@@ -126,7 +126,7 @@ def plan_export(
     *,
     options: Options = Options(),
     inputs: KnownInputs | None = None,
-) -> Conversion:
+) -> Plan:
     """Plan what a target loads, of a checkpoint or a master.
 
     source: where it lies
@@ -159,11 +159,14 @@ def plan_export(
     most = options.max_shard_size or to.max_shard_bytes
     by_columns = sorted(how.column_bytes(tensor.shape) for tensor, how in assignment.rounded)
     about = _about_rounding(settings, inputs, **known) if assignment.decisions else {}
-    return Conversion(
+    return Plan(
         kind=EXPORT,
         made_by=settings.stated | dict(assignment.stated) | about,
         checkpoint=read,
-        plan=make_plan(read, tensors, _container(assignment, tensors, most), most, assignment.left_out),
+        tensors=tuple(tensors),
+        container=_container(assignment, tensors, most),
+        max_shard_bytes=most,
+        not_held=assignment.left_out,
         encode=partial(_encode, assignment=assignment, fused=fused, compensation=compensation, **known),
         configs={
             f"{folder}{CONFIG_FILE}": partial(_stated, part.config)

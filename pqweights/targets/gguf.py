@@ -40,11 +40,11 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_json_object
 from pqweights.common.markdown import fenced
 from pqweights.common.options import Options
-from pqweights.convert.conversion import SmallFiles
+from pqweights.convert.plan import SmallFiles
 from pqweights.errors import ExportError, OptionError
 from pqweights.kernels.gguf_types import BLOCK_TYPES
 from pqweights.models.diffusion import CLASS, COMFYUI, DIFFUSERS
-from pqweights.planning.plan import GgufFiles, ShardPlan, TensorPlan, cuts_together
+from pqweights.planning.layout import GgufFiles, ShardPlan, TensorPlan, cuts_together
 from pqweights.planning.recipe import Recipe
 from pqweights.storage.addresses import is_repository_id
 from pqweights.targets.gguf_types import (

@@ -20,15 +20,15 @@ from pqweights.checkpoint.shard_file import ShardFile
 from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.common.strict_json import rounded
 from pqweights.convert import jobs
-from pqweights.convert.conversion import SmallFiles
 from pqweights.convert.jobs import Job
+from pqweights.convert.plan import SmallFiles
 from pqweights.convert.records import TensorRecord
 from pqweights.errors import SourceError
 from pqweights.formats.packing import PackedFormat, RoundingRule
 from pqweights.kernels import Doubles, load_backend
 from pqweights.kernels.groups import BEST, GroupRule, Groups, merged, sums_of_squares
 from pqweights.kernels.workers import scratch
-from pqweights.planning.plan import DEFAULT_METADATA, Container, ShardPlan, TensorPlan
+from pqweights.planning.layout import DEFAULT_METADATA, Container, ShardPlan, TensorPlan
 from pqweights.targets.carried import SourceGrid, recovered_groups, stored_dtype
 
 # The most rows that a format stores together: with chunks of a multiple of it, all formats read the same chunks.

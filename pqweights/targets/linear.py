@@ -28,7 +28,7 @@ from pqweights.models.conventions import NEVER_QUANTIZED
 from pqweights.models.description import ModelDescription
 from pqweights.models.names import fused_layer
 from pqweights.planning.decisions import is_rounded_by_default
-from pqweights.planning.plan import stored_bytes
+from pqweights.planning.layout import stored_bytes
 from pqweights.planning.recipe import Recipe, Weight
 from pqweights.targets.architectures import check_architecture
 from pqweights.targets.assignment import PLAIN, PLAIN_ERROR, Candidate, chosen_within, distortion, weight_of

@@ -29,9 +29,9 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.dtypes import from_float32, item_bytes, to_float32
 from pqweights.common.options import Options
 from pqweights.common.threads import Progress
-from pqweights.convert.conversion import MASTER, Conversion, make_plan
 from pqweights.convert.jobs import CopyJob, Job
 from pqweights.convert.master_config import master_config
+from pqweights.convert.plan import MASTER, Plan
 from pqweights.convert.records import TensorRecord
 from pqweights.errors import SourceChangedError, SourceError
 from pqweights.formats.gguf_blocks import BlockRule
@@ -47,7 +47,7 @@ from pqweights.kernels.recovery import RECOVERED_TYPES, recover_blocks
 from pqweights.kernels.workers import scratch
 from pqweights.models import text_model
 from pqweights.models.description import ModelDescription
-from pqweights.planning.plan import KEEP, QUANTIZE, Safetensors, TensorPlan, stored_bytes
+from pqweights.planning.layout import KEEP, QUANTIZE, TensorPlan, stored_bytes
 from pqweights.planning.roles import classify
 from pqweights.targets.carried import recovered_groups
 
@@ -217,7 +217,7 @@ def _in_order(pool: ThreadPoolExecutor, runs: Sequence[ChunkRun], most: int) -> 
     yield from (future.result() for future in under_way)
 
 
-def plan_lossless(checkpoint: Checkpoint, max_shard_bytes: int, options: Options) -> Conversion:
+def plan_lossless(checkpoint: Checkpoint, max_shard_bytes: int, options: Options) -> Plan:
     """Plan a master of the codec `native` by coding every weight once.
 
     options: with how many threads, and how to show progress
@@ -227,13 +227,14 @@ def plan_lossless(checkpoint: Checkpoint, max_shard_bytes: int, options: Options
     checkpoint.storage.keep(checkpoint.weight_files, options.progress)
     measured, model = measure(checkpoint, options.thread_count, options.progress), text_model(checkpoint.config)
     tensors = [_planned(tensor, model, measured) for tensor in checkpoint.tensors]
-    return Conversion(
+    return Plan(
         kind=MASTER,
         made_by={"recipe": RECIPE},
         checkpoint=checkpoint,
-        plan=make_plan(checkpoint, tensors, Safetensors(), max_shard_bytes),
+        tensors=tuple(tensors),
         encode=partial(encode, measured=measured),
         configs={CONFIG_FILE: master_config},
+        max_shard_bytes=max_shard_bytes,
     )
 
 

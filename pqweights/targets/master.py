@@ -13,10 +13,10 @@ from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, proven
 from pqweights.common.options import Options
-from pqweights.convert.conversion import MASTER, Conversion, accept_any, make_plan
 from pqweights.convert.jobs import CopyJob, EncodeJob, Job
 from pqweights.convert.manifest import Manifest
 from pqweights.convert.master_config import master_config
+from pqweights.convert.plan import MASTER, Plan, accept_any
 from pqweights.convert.ready import ReadyWeights
 from pqweights.convert.records import TensorRecord, exceeds
 from pqweights.convert.scales import AwqScales
@@ -26,7 +26,7 @@ from pqweights.formats.columns import TrellisColumns
 from pqweights.formats.trellis import Trellis
 from pqweights.planning.decisions import open_planned, rate_planner
 from pqweights.planning.fit import Fit, fit
-from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, KEEP, QUANTIZE, Safetensors, TensorPlan
+from pqweights.planning.layout import DEFAULT_MAX_SHARD_BYTES, KEEP, QUANTIZE, TensorPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.storage import Store
@@ -57,7 +57,7 @@ def plan_quantize(
     learned: Learned = Learned(),
     *,
     out: Store | None = None,
-) -> Conversion:
+) -> Plan:
     """Open a source, and decide what quantizing it does: from its headers alone, but for `lossless`.
 
     source: a folder or a file; a string may also be a repository on the Hub, whose files are fetched during the run,
@@ -83,13 +83,14 @@ def plan_quantize(
     tensors, fitted = _planned(checkpoint, recipe, options, learned)
     reads = {} if awq is None or awq.files is None else {"scales": awq.files}
     reads |= {} if ready is None else {"calibrated": ready.files}
-    return Conversion(
+    return Plan(
         kind=MASTER,
         made_by={"recipe": recipe.to_json(), **_about(learned, fitted)},
         checkpoint=checkpoint,
-        plan=make_plan(checkpoint, tensors, Safetensors(), _max_shard_bytes(options)),
+        tensors=tuple(tensors),
         encode=partial(encode, effort=recipe.effort, awq=awq, ready=ready),
         configs={CONFIG_FILE: master_config},
+        max_shard_bytes=_max_shard_bytes(options),
         reads=reads,
         accept=_refuse_exceeding if options.strict else accept_any,
         warnings=partial(_of_calibration, () if ready is None else ready.warnings),

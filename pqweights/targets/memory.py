@@ -23,7 +23,7 @@ from pqweights.errors import ExportError, MissingDependencyError, SourceError
 from pqweights.formats import UNRATED
 from pqweights.planning.context_memory import DEFAULT_CONTEXT, context_bytes, most_context
 from pqweights.planning.decisions import with_weights
-from pqweights.planning.plan import QUANTIZE, TensorPlan
+from pqweights.planning.layout import QUANTIZE, TensorPlan
 from pqweights.targets import EXPORTS, get_target
 from pqweights.targets.architectures import UNEXAMINED, is_examined
 from pqweights.targets.target import COMPRESSED_TENSORS, TORCHAO, ExportTarget

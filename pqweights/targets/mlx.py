@@ -40,7 +40,7 @@ from pqweights.models import described, text_config, text_model
 from pqweights.models.conventions import HEADS
 from pqweights.models.description import UNWRAPPED, ModelDescription
 from pqweights.models.names import is_leftover
-from pqweights.planning.plan import stored_bytes
+from pqweights.planning.layout import stored_bytes
 from pqweights.planning.recipe import Recipe, Weight
 from pqweights.targets.architectures import MLX as MLX_TARGET
 from pqweights.targets.architectures import check_computed, other_targets

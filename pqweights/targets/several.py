@@ -9,10 +9,10 @@ from functools import partial
 from pqweights.checkpoint.gguf.views import RenamedTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.options import Options
-from pqweights.convert.conversion import SmallFiles
+from pqweights.convert.plan import SmallFiles
 from pqweights.errors import OptionError
 from pqweights.formats.packing import PackedFormat
-from pqweights.planning.plan import ShardPlan
+from pqweights.planning.layout import ShardPlan
 from pqweights.targets.integers import Assignment
 from pqweights.targets.target import ExportSettings
 

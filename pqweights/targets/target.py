@@ -19,7 +19,7 @@ from pqweights.common.options import TRANSFORMERS as TRANSFORMERS
 from pqweights.errors import ExportError, OptionError
 from pqweights.formats.packing import PackedFormat
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, stored_bytes
+from pqweights.planning.layout import DEFAULT_MAX_SHARD_BYTES, stored_bytes
 from pqweights.planning.recipe import NOTHING, Recipe
 from pqweights.targets.integers import Assignment
 from pqweights.targets.loading import LoadableModel

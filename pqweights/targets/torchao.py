@@ -30,7 +30,7 @@ from pqweights.formats.torchao import (
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.models import described
 from pqweights.models.names import names_in_memory
-from pqweights.planning.plan import stored_bytes
+from pqweights.planning.layout import stored_bytes
 from pqweights.planning.recipe import Recipe
 from pqweights.targets.assignment import describe, recipe_of
 from pqweights.targets.integers import Assignment

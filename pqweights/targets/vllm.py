@@ -20,7 +20,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.options import Options
 from pqweights.common.strict_json import json_bytes
 from pqweights.common.units import first_names
-from pqweights.convert.conversion import SmallFiles
+from pqweights.convert.plan import SmallFiles
 from pqweights.errors import ExportError, OptionError
 from pqweights.formats.compressed_tensors import config_group
 from pqweights.formats.fp8 import DEEPSEEK, FLOAT_QUANTIZED, TILE, deepseek_configuration
@@ -50,7 +50,7 @@ from pqweights.kernels.groups import BEST, FloatRule, GroupRule
 from pqweights.models import described, has_trait, text_config, text_model
 from pqweights.models.names import renamed, tower_of
 from pqweights.models.traits import Trait
-from pqweights.planning.plan import ShardPlan
+from pqweights.planning.layout import ShardPlan
 from pqweights.planning.recipe import Recipe
 from pqweights.targets.architectures import renames_towers, uses_weights_early
 from pqweights.targets.assignment import describe, recipe_of

@@ -25,7 +25,7 @@ from pqweights.calibrate.sampled_inputs import SampledInputs, inputs_of
 from pqweights.checkpoint.source import open_local
 from pqweights.common.options import Options
 from pqweights.planning.decisions import rate_planner
-from pqweights.planning.plan import QUANTIZE
+from pqweights.planning.layout import QUANTIZE
 from pqweights.planning.recipe import load_recipe
 from pqweights.storage import open_store
 

@@ -22,7 +22,7 @@ from pqweights.common.markdown import words
 from pqweights.convert.manifest import read_manifest
 from pqweights.convert.records import mean_error
 from pqweights.errors import MasterError
-from pqweights.planning.plan import Safetensors
+from pqweights.planning.layout import Safetensors
 from pqweights.results import evaluation_record
 from pqweights.results.inspect import inspect
 from pqweights.results.verify import verify

@@ -133,7 +133,7 @@ def test_manifest_cannot_make_overwrite_remove_objects_elsewhere(source: Path, r
 def test_scratch_folder_needs_room_for_two_shards(
     source: Path, tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_quantize(source, load_recipe("q5"), Options(max_shard_size=SHARD_BYTES)).plan
+    plan = plan_quantize(source, load_recipe("q5"), Options(max_shard_size=SHARD_BYTES))
     room = sum(sorted(shard.file_bytes for shard in plan.shards)[-2:])
     assert room < plan.output_bytes
     usage = shutil.disk_usage(tmp_path)

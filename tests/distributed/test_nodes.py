@@ -37,7 +37,7 @@ def run(ray: RayHere, tmp_path: Path) -> Callable[[], object]:
 
 def work(**needs: Any) -> bytes:
     run = SimpleNamespace(store=SimpleNamespace(work=Path("/out/.pqweights")))
-    defaults = {"out": "/out", "conversion": None, "run": run, "groups": (), "threads": 1, "files": ()}
+    defaults = {"out": "/out", "plan": None, "run": run, "groups": (), "threads": 1, "files": ()}
     defaults |= {"shared": None, "room": 0}
     return pickle.dumps(ShardWork(**(defaults | needs)))
 

@@ -21,10 +21,10 @@ from remote_server import SECRETS, ObjectServer
 import pqweights
 from pqweights.checkpoint.names import WORK_FOLDER
 from pqweights.common.options import Options
-from pqweights.convert.conversion import Conversion
 from pqweights.convert.convert import convert
 from pqweights.convert.distributed import cluster as clusters
 from pqweights.convert.distributed.engine import engine_of
+from pqweights.convert.plan import Plan
 from pqweights.errors import ClusterError, MissingDependencyError, OptionError, StorageError
 from pqweights.planning.recipe import load_recipe
 from pqweights.storage import open_store
@@ -55,8 +55,8 @@ def cluster(ray_cluster: RayCluster) -> RayCluster:
     return ray_cluster
 
 
-def faulty_run(source: Path | str, marker: Path, fault: str) -> Conversion:
-    """A conversion in which something happens at the fifth layer, which then makes a marker."""
+def faulty_run(source: Path | str, marker: Path, fault: str) -> Plan:
+    """A plan in which something happens at the fifth layer, which then makes a marker."""
     planned = plan_quantize(source, load_recipe("q5"), Options(max_shard_size=SHARD))
     return replace(planned, encode=Faulty(encode=planned.encode, tensor=weight(4), marker=marker, fault=fault))
 
@@ -118,12 +118,12 @@ from pqweights.convert.convert import convert
 from pqweights.common.options import Options
 from pqweights.storage import open_store
 marker = Path({str(tmp_path / "marker")!r})
-conversion = faulty_run(Path({str(source)!r}), marker, "hang")
+plan = faulty_run(Path({str(source)!r}), marker, "hang")
 def progress(done, total, name):
     if name == "{LAYERS - 1} of {LAYERS} files":
         (marker.parent / "ALMOST").touch()
 with engine_of({cluster.address!r}) as engine:
-    convert(conversion, open_store(Path({str(tmp_path / "out")!r})), Options(engine=engine, progress=progress))
+    convert(plan, open_store(Path({str(tmp_path / "out")!r})), Options(engine=engine, progress=progress))
 """
     here = Path(__file__).parent
     paths = [str(here), str(here.parent), str(here.parent / "support"), *filter(None, sys.path)]

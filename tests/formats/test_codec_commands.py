@@ -228,8 +228,8 @@ def test_fit_of_a_codec_of_any_rate_leaves_less_than_a_thousandth(share: float, 
 
     def fitted(**target: Any) -> tuple[Any, Any]:
         made = plan_quantize(folder / "model", choose_recipe("q5", Options(codec=TRELLIS, **target)))
-        assert made.fit is not None and made.fit.output_bytes == made.plan.output_bytes
-        return made.fit, made.plan
+        assert made.fit is not None and made.fit.output_bytes == made.output_bytes
+        return made.fit, made
 
     bits = 1.6 + share * 6
     fit, _ = fitted(target_bpw=bits)

@@ -257,12 +257,12 @@ def test_search_without_result_changes_nothing(source: Path, tmp_path: Path) -> 
 
 def test_plan_counts_scales_for_all_matrices(source: Path, awq: Path) -> None:
     """Which ones get any is found by the search; a size holds whatever it finds."""
-    plans = [plan_quantize(source, load_recipe("q5"), **given).plan for given in ({"awq": "text.txt"}, {})]
+    plans = [plan_quantize(source, load_recipe("q5"), **given) for given in ({"awq": "text.txt"}, {})]
     assert {t.name for t in plans[0].tensors if t.is_scaled} == TENSORS.keys() - {KEPT}
     assert not any(t.is_scaled for t in plans[1].tensors)
     target = replace(load_recipe("q5"), goal=Goal(output_bytes=plans[0].output_bytes))
-    most = plan_quantize(source, target, awq="text.txt").plan
-    found = plan_quantize(source, target, awq="text.txt", learned=learned_scales(awq)).plan
+    most = plan_quantize(source, target, awq="text.txt")
+    found = plan_quantize(source, target, awq="text.txt", learned=learned_scales(awq))
     assert [t.bits for t in most.tensors] == [t.bits for t in found.tensors]
     assert found.output_bytes < most.output_bytes <= plans[0].output_bytes
 

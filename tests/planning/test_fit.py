@@ -20,10 +20,11 @@ from commands import invoke
 from helpers import Tensor, bf16, f32, folder_bytes, gaussian, write_checkpoint
 from pqweights_cli.plan import fit_lines
 
+from pqweights.convert.plan import Plan
 from pqweights.errors import OutputError, RecipeError
 from pqweights.formats.lloyd_max import DISTORTION
 from pqweights.planning.fit import Fit
-from pqweights.planning.plan import DEFAULT_MAX_SHARD_BYTES, Plan
+from pqweights.planning.layout import DEFAULT_MAX_SHARD_BYTES
 from pqweights.planning.recipe import Recipe, load_recipe, make_goal, parse_recipe
 from pqweights.planning.sensitivity import Sensitivity
 from pqweights.results.verify import verify
@@ -72,8 +73,8 @@ def fitted(
 ) -> tuple[Fit, Plan]:
     made = plan_quantize(source, recipe, max_shard_bytes=shard, learned=Learned(sensitivity=known))
     assert made.fit is not None
-    assert made.fit.output_bytes == made.plan.output_bytes
-    return made.fit, made.plan
+    assert made.fit.output_bytes == made.output_bytes
+    return made.fit, made
 
 
 def refused(source: Path, recipe: Recipe, shard: int = DEFAULT_MAX_SHARD_BYTES) -> str:
@@ -146,7 +147,7 @@ def test_smallest_and_largest_targets_are_met(source: Path, shard: int) -> None:
     largest, plan = fitted(source, targeted(most), shard)
     assert {group.bits for group in largest.groups} == {None, 8}
     assert "quantize" in {tensor.action for tensor in plan.tensors}
-    kept = plan_quantize(source, parse_recipe(KEEP_ALL, "all"), max_shard_bytes=shard).plan
+    kept = plan_quantize(source, parse_recipe(KEEP_ALL, "all"), max_shard_bytes=shard)
     assert kept.output_bytes == most + 1
     assert fitted(source, targeted(largest.output_bytes), shard)[0].rates == largest.rates
 
@@ -221,7 +222,7 @@ def test_no_other_choice_of_bit_widths_is_better(tmp_path: Path) -> None:
             for (name,), bits in zip([group.weights for group in some.groups], widths, strict=True)
         ]
         recipe = parse_recipe(json.dumps({"name": "fixed", "rules": entries}), "fixed")
-        plan = plan_quantize(small, recipe).plan
+        plan = plan_quantize(small, recipe)
         rises = [g.alpha * DISTORTION[b] for g, b in zip(some.groups, widths, strict=True) if b is not None]
         by_widths.append((plan.output_bytes, math.fsum(rises)))
     for size in np.linspace(least, most, 12).astype(int).tolist():

@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from pqweights.checkpoint.header import TensorSpec, build_header, parse_header
 from pqweights.checkpoint.storage import Storage
 from pqweights.common.dtypes import DTYPE_BITS
-from pqweights.planning.plan import KEEP, Plan, Safetensors, TensorPlan, stored_bytes
+from pqweights.convert.plan import Plan
+from pqweights.planning.layout import KEEP, Safetensors, TensorPlan, stored_bytes
 from pqweights.planning.recipe import load_recipe
 
 SHARD_BYTES = 20_000
 
 
 def planned(source: Path, max_shard_bytes: int = SHARD_BYTES, recipe: str = "q5") -> Plan:
-    return plan_quantize(source, load_recipe(recipe), max_shard_bytes=max_shard_bytes).plan
+    return plan_quantize(source, load_recipe(recipe), max_shard_bytes=max_shard_bytes)
 
 
 @pytest.mark.parametrize("recipe", ["q2", "q5", "q8"])

@@ -19,7 +19,7 @@ from measurements import measure
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.convert.manifest import read_manifest
 from pqweights.convert.records import TensorRecord
-from pqweights.planning.plan import KEEP, QUANTIZE, TensorPlan, total
+from pqweights.planning.layout import KEEP, QUANTIZE, TensorPlan, total
 from pqweights.results.page import STEPS, Scale, error_of, heat_map, plan_page, scale_for, stacks
 
 VOID = {"meta", "br", "line", "circle", "rect", "polyline"}

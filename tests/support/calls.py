@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqweights.common.options import EvaluationOptions, Options
-from pqweights.convert.conversion import Conversion
 from pqweights.convert.convert import convert
+from pqweights.convert.plan import Plan
 from pqweights.convert.report import RewriteReport
 from pqweights.convert.scales import AwqScales
 from pqweights.planning.recipe import Recipe
@@ -45,7 +45,7 @@ def quantize(source: str | Path, out: str | Path, recipe: Recipe, **keywords: An
     return convert(master.plan_quantize(source, recipe, options, learned, out=store), store, options)
 
 
-def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> Conversion:
+def plan_quantize(source: str | Path, recipe: Recipe, **keywords: Any) -> Plan:
     learned = keywords.pop("learned", master.Learned())
     options = quantize_options(keywords)
     assert not keywords, keywords

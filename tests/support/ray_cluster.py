@@ -22,7 +22,7 @@ import pytest
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.convert.jobs import Job
-from pqweights.planning.plan import TensorPlan
+from pqweights.planning.layout import TensorPlan
 
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes is 75 MB
 WAIT_SECONDS = 60.0

@@ -13,7 +13,7 @@ from export_decoders import Floats, export_weight, master_weight, values_of
 from pqweights.checkpoint.source import open_local, read_config
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import SourceError
-from pqweights.planning.plan import DECODE, INTEGER, QUANTIZE
+from pqweights.planning.layout import DECODE, INTEGER, QUANTIZE
 from pqweights.runtime.packages import package, quiet
 from pqweights.targets import get_target, target_name
 from pqweights.targets.target import MLX

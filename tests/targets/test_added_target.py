@@ -24,7 +24,7 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.common.options import Options
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import OptionError
-from pqweights.planning.plan import DEFAULT_METADATA
+from pqweights.planning.layout import DEFAULT_METADATA
 from pqweights.results.verify import verify
 from pqweights.targets import ALIASES, EXPORTS, bf16
 from pqweights.targets.integers import Assignment

@@ -16,7 +16,7 @@ from pqweights.checkpoint.header import TensorSpec, build_header
 from pqweights.checkpoint.source import open_local
 from pqweights.formats.packing import PackedFormat
 from pqweights.planning.decisions import with_weights
-from pqweights.planning.plan import stored_bytes
+from pqweights.planning.layout import stored_bytes
 from pqweights.targets import get_target
 
 ROOT = Path(__file__).parents[2]

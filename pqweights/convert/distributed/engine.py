@@ -19,7 +19,6 @@ from typing import Any
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.writer import check_room, disk_errors
 from pqweights.common.threads import Progress, usable_cores
-from pqweights.convert.conversion import Conversion
 from pqweights.convert.distributed.cluster import (
     MOST_RETRIES,
     Node,
@@ -31,9 +30,10 @@ from pqweights.convert.distributed.cluster import (
 )
 from pqweights.convert.distributed.worker import MAKE, TIDY, VERSIONS, ClusterWork, Done, ShardWork, remote_call
 from pqweights.convert.needs import fetched_bytes_of, resource_needs, result_need, room_for_shards
+from pqweights.convert.plan import Plan
 from pqweights.convert.run import Run, ShardMark, unlocked
 from pqweights.errors import ClusterError, MasterError, PqweightsError, SourceError
-from pqweights.planning.plan import ShardPlan, in_groups
+from pqweights.planning.layout import ShardPlan, in_groups
 
 # More threads than this wait for each other; several tasks then share a node.
 MOST_THREADS = 8
@@ -83,14 +83,14 @@ class RayEngine:
     threads: int
     tell: Callable[[str], None]
 
-    def check(self, conversion: Conversion, run: Run) -> None:
+    def check(self, plan: Plan, run: Run) -> None:
         """Find out whether all nodes can do their part. Raises ClusterError if not, OutputError without room."""
-        pickled, memory_bytes = self._work(conversion, run, ())
+        pickled, memory_bytes = self._work(plan, run, ())
         used = self._rooms(memory_bytes)
-        disk_needs = conversion.fetch_needs
+        disk_needs = plan.fetch_needs
         if not run.store.is_elsewhere:
-            fetched = fetched_bytes_of(conversion) * sum(used.values())
-            disk_needs.append(result_need(conversion, run, fetched_bytes=fetched))
+            fetched = fetched_bytes_of(plan) * sum(used.values())
+            disk_needs.append(result_need(plan, run, fetched_bytes=fetched))
         check_room(disk_needs)
         check_nodes(self.ray, pickled, used)
 
@@ -109,15 +109,15 @@ class RayEngine:
         return used
 
     def make_shards(
-        self, conversion: Conversion, run: Run, shards: Sequence[ShardPlan], progress: Progress
+        self, plan: Plan, run: Run, shards: Sequence[ShardPlan], progress: Progress
     ) -> dict[str, ShardMark]:
         """Make shards, a group in each task, the largest first; see convert.shard.make_shards."""
         if not shards:
             return {}
         groups = in_groups(shards)
-        groups.sort(key=lambda group: -_source_bytes(conversion, group))
-        pickled, memory_bytes = self._work(conversion, run, groups)
-        total, left = _source_bytes(conversion, conversion.plan.shards), _source_bytes(conversion, shards)
+        groups.sort(key=lambda group: -_source_bytes(plan, group))
+        pickled, memory_bytes = self._work(plan, run, groups)
+        total, left = _source_bytes(plan, plan.shards), _source_bytes(plan, shards)
         marks = dict[str, ShardMark]()
         progress(total - left, total, f"0 of {len(shards)} files")
         with contextlib.closing(self._each(pickled, range(len(groups)), memory_bytes)) as made:
@@ -125,9 +125,9 @@ class RayEngine:
                 run.check_lock()
                 marks |= of_group
                 for mark in of_group.values():
-                    conversion.checkpoint.restore_fingerprints(dict(mark.fingerprints))
-                conversion.checkpoint.storage.bytes_read += bytes_read
-                left -= _source_bytes(conversion, groups[number])
+                    plan.checkpoint.restore_fingerprints(dict(mark.fingerprints))
+                plan.checkpoint.storage.bytes_read += bytes_read
+                left -= _source_bytes(plan, groups[number])
                 progress(total - left, total, f"{len(marks)} of {len(shards)} files")
         if run.store.is_elsewhere:
             called = call_nodes(self.ray, TIDY, pickled, dict.fromkeys(nodes_of(self.ray), 0))
@@ -163,30 +163,30 @@ class RayEngine:
             if under_way:
                 self.ray.wait(list(under_way), num_returns=len(under_way), timeout=END_SECONDS)
 
-    def _work(self, conversion: Conversion, run: Run, groups: Sequence[Sequence[ShardPlan]]) -> tuple[bytes, int]:
+    def _work(self, plan: Plan, run: Run, groups: Sequence[Sequence[ShardPlan]]) -> tuple[bytes, int]:
         """Return what all tasks have in common, pickled, and the most memory that one of them needs, in bytes."""
-        storages = [checkpoint.storage for checkpoint in conversion.checkpoints]
-        read = [(checkpoint.storage, checkpoint.weight_files) for checkpoint in conversion.checkpoints]
+        storages = [checkpoint.storage for checkpoint in plan.checkpoints]
+        read = [(checkpoint.storage, checkpoint.weight_files) for checkpoint in plan.checkpoints]
         pickled = pickle.dumps(
             ShardWork(
                 out=str(run.store),
-                conversion=conversion,
+                plan=plan,
                 run=replace(run, marks={}, check_lock=unlocked),
                 groups=groups,
                 threads=self.threads,
                 files=tuple(file for storage, names in read for file in local_files(storage, names)),
                 shared=None if run.store.is_elsewhere else witness_in(run.store.work),
-                room=fetched_bytes_of(conversion) + room_for_shards(conversion.plan) if run.store.is_elsewhere else 0,
+                room=fetched_bytes_of(plan) + room_for_shards(plan) if run.store.is_elsewhere else 0,
             )
         )
         needs = resource_needs(
-            conversion.plan,
+            plan,
             self.threads,
             storages=storages,
             is_elsewhere=run.store.is_elsewhere,
         )
         # A worker has the pickled task twice, and the task itself.
-        return pickled, needs.peak_memory_bytes + conversion.memory_bytes + 3 * len(pickled)
+        return pickled, needs.peak_memory_bytes + plan.memory_bytes + 3 * len(pickled)
 
     def _room_on(self, node: Node, memory_bytes: int) -> int:
         """Return how many tasks have room on a node at once."""
@@ -231,8 +231,8 @@ class RayEngine:
         raise (type(outcome) if isinstance(outcome, PqweightsError) else ClusterError)(f"node {name}: {outcome}")
 
 
-def _source_bytes(conversion: Conversion, shards: Iterable[ShardPlan]) -> int:
-    return sum(conversion.source_bytes(index) for shard in shards for index in shard.tensors)
+def _source_bytes(plan: Plan, shards: Iterable[ShardPlan]) -> int:
+    return sum(plan.source_bytes_of(index) for shard in shards for index in shard.tensors)
 
 
 def witness_in(work: Path) -> Path:

@@ -17,12 +17,12 @@ from typing import Any
 from pqweights import __version__
 from pqweights.checkpoint.writer import free_bytes
 from pqweights.common.threads import no_progress
-from pqweights.convert.conversion import Conversion
 from pqweights.convert.manifest import SAME_BYTES_SINCE
+from pqweights.convert.plan import Plan
 from pqweights.convert.run import Run, ShardMark
 from pqweights.convert.shard import make_shards
 from pqweights.errors import ClusterError, PqweightsError
-from pqweights.planning.plan import ShardPlan
+from pqweights.planning.layout import ShardPlan
 
 # How late a file server may show what another machine has written.
 APPEAR_SECONDS = 5.0
@@ -61,7 +61,7 @@ class ShardWork(ClusterWork):
     threads: how many threads compute
     """
 
-    conversion: Conversion
+    plan: Plan
     run: Run
     groups: Sequence[Sequence[ShardPlan]]
     threads: int
@@ -178,23 +178,23 @@ def _make(pickled: bytes, number: int) -> str | Done:
 
 
 def _made(work: ShardWork, number: int) -> tuple[Mapping[str, ShardMark], int]:
-    conversion, folder = work.conversion, work.run.folder
-    read_before = conversion.bytes_read
+    plan, folder = work.plan, work.run.folder
+    read_before = plan.bytes_read
     if work.run.store.is_elsewhere:
         folder.mkdir(parents=True, exist_ok=True)
     # A folder of its own: other tasks on this node may fetch the same files.
     with tempfile.TemporaryDirectory(prefix="fetched-", dir=folder, ignore_cleanup_errors=True) as fetched:
-        conversion.learn(no_progress)
+        plan.learn(no_progress)
         marks = make_shards(
-            conversion,
+            plan,
             work.run,
             work.groups[number],
             threads=work.threads,
             progress=no_progress,
             fetched=Path(fetched),
         )
-    conversion.finish_checks()
-    return marks, conversion.bytes_read - read_before
+    plan.finish_checks()
+    return marks, plan.bytes_read - read_before
 
 
 def _tidy(pickled: bytes, number: int) -> None:

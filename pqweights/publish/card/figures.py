@@ -14,7 +14,7 @@ from pqweights.convert.records import TensorRecord, is_rescued, mean_error
 from pqweights.formats.master import RESCUE_FACTOR
 from pqweights.formats.native import Native
 from pqweights.planning.context_memory import DEFAULT_CONTEXT
-from pqweights.planning.plan import DECODE, INTEGER, KEEP, TensorPlan
+from pqweights.planning.layout import DECODE, INTEGER, KEEP, TensorPlan
 from pqweights.planning.roles import ROLES
 from pqweights.results.evaluation_record import EvaluationRecord, Figure
 from pqweights.results.offers import Offer

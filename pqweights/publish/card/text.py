@@ -18,7 +18,7 @@ from pqweights.common.units import counted, size_text
 from pqweights.convert.manifest import Manifest, manifest_beside, shards_of
 from pqweights.convert.records import figures_by_type
 from pqweights.formats import MASTER_CODECS
-from pqweights.planning.plan import INTEGER
+from pqweights.planning.layout import INTEGER
 from pqweights.planning.recipe import load_recipe, recipe_names
 from pqweights.publish.card.figures import is_lossless
 from pqweights.results.inspect import Inspection

@@ -1,10 +1,15 @@
-"""A conversion: one result of a checkpoint, planned to the byte, which quantizing and every export hand to convert."""
+"""The plan: one result of a checkpoint, known to the byte before a weight is read, which convert fulfils.
+
+Quantizing and every export make one. A dry run prints it, a run fulfils it, and a resumed run compares its journal with
+it.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pqweights.checkpoint.config import original_of
@@ -13,6 +18,7 @@ from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage, read_bytes
 from pqweights.checkpoint.writer import COPY_BYTES, DiskNeed
+from pqweights.common.dtypes import FLOAT8_DTYPES, PACKED_DTYPES
 from pqweights.common.strict_json import json_pieces
 from pqweights.common.threads import Progress
 from pqweights.convert.jobs import Job
@@ -20,15 +26,19 @@ from pqweights.convert.journal import Journal
 from pqweights.convert.manifest import Manifest
 from pqweights.convert.records import TensorRecord
 from pqweights.errors import SourceError
+from pqweights.formats.native import Native
 from pqweights.planning.fit import Fit
-from pqweights.planning.plan import (
+from pqweights.planning.layout import (
+    DEFAULT_MAX_SHARD_BYTES,
+    QUANTIZE,
     Container,
-    Plan,
     Safetensors,
     ShardPlan,
     TensorPlan,
+    Totals,
     in_making_order,
     index_json,
+    total,
 )
 
 # What manifests call the two kinds of results.
@@ -55,17 +65,20 @@ def _no_warnings(records: Sequence[TensorRecord]) -> tuple[str, ...]:
     return ()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Conversion:
+@dataclass(kw_only=True, eq=False)
+class Plan:
     """What becomes of a checkpoint, and how. It may be pickled.
 
     kind: what manifests call the result: MASTER or EXPORT
-    made_by: what they say of how it is made: a recipe, or a target with its options; equal ones turn the same plan into
-        the same bytes
+    made_by: what they say of how it is made: a recipe, or a target with its options; equal ones turn the same tensors
+        into the same bytes
     checkpoint: what is read, with the tensors as the result holds them
-    plan: every name, shape, dtype, byte and file of the result
+    tensors: what becomes of each of them
     encode: returns the first pass over a tensor of the plan
     configs: return the config.json of the finished result, or of each of its folders, by name
+    container: the format of the files
+    max_shard_bytes: data bytes after which a new shard begins
+    not_held: further tensors that the result cannot hold, each with the reason
     small_files: returns the other files that are made, given those of the plan
     reads: what is read besides the checkpoint, by the option that names it
     learn: reads what must be known before the first tensor is encoded
@@ -76,14 +89,19 @@ class Conversion:
     memory_bytes: what it holds in memory, whatever the number of threads
     disk_bytes: what waits on the disk beside the result: what comes by columns, of the largest weights
     model, master: what the result descends from, see Manifest
+
+    Raises SourceError for a name that two tensors of the result would have.
     """
 
     kind: str
     made_by: dict[str, Any]
     checkpoint: Checkpoint
-    plan: Plan
+    tensors: tuple[TensorPlan, ...]
     encode: Callable[[TensorPlan, LogicalTensor], Job]
     configs: Mapping[str, Config]
+    container: Container = field(default_factory=Safetensors)
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
+    not_held: Mapping[str, str] = field(default_factory=dict)
     small_files: Callable[[Sequence[ShardPlan]], SmallFiles] = no_files
     reads: Mapping[str, Checkpoint] = field(default_factory=dict)
     learn: Callable[[Progress], None] = nothing_to_learn
@@ -96,23 +114,84 @@ class Conversion:
     model: dict[str, Any] = field(default_factory=dict)
     master: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        names = Counter(spec.name for tensor in self.tensors for spec in tensor.stored)
+        if twice := next((name for name, count in names.items() if count > 1), None):
+            raise SourceError(f"tensor {twice!r}: two tensors of the output would have this name")
+        self.shards = self.container.shards(self.tensors, self.max_shard_bytes)  # the files that hold tensors
+        # The model that the source says it was made from, of which a master would round once less.
+        self.original = original_of(self.checkpoint.storage) if self.already_quantized else None
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """Files of the source that are copied."""
+        return self.checkpoint.companions
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Files of the source that are not copied, each with the reason."""
+        return self.checkpoint.left_out
+
+    @functools.cached_property
+    def companion_bytes(self) -> int:
+        """Their size, in all folders of the result."""
+        files = self.checkpoint.storage.files()
+        return sum(files[name].byte_count for name in self.companions) * len(self.container.folders)
+
+    @property
+    def left_out_tensors(self) -> dict[str, str]:
+        """Tensors that the result does not hold, each with the reason."""
+        return self.checkpoint.left_out_tensors | dict(self.not_held)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the user should know of the source, a sentence each."""
+        return (*self.checkpoint.remarks, *(pair.seems for pair in self.checkpoint.unproven))
+
+    @functools.cached_property
+    def already_quantized(self) -> list[dict[str, Any]]:
+        """The formats in which weights were that a master rounds again: the squared errors of both add up.
+
+        Each has `format`, what users call it, `bits`, those of a code, and `tensors`, how many there are.
+        """
+        formats = {**PACKED_DTYPES, **dict.fromkeys(FLOAT8_DTYPES, (8, "FP8"))}
+        again = (t for t in self.tensors if t.action == QUANTIZE and t.codec != Native.codec)
+        of = Counter(formats[t.dtype] for t in again if t.dtype in formats)
+        return [{"format": name, "bits": bits, "tensors": count} for (bits, name), count in of.items()]
+
+    def quantized_before(self) -> dict[str, Any]:
+        """Return what the documents of plan and quantize have of it."""
+        if not self.already_quantized:
+            return {}
+        return {"already_quantized": {"formats": self.already_quantized, "original": self.original}}
+
+    @property
+    def output_bytes(self) -> int:
+        """The size of the files that hold tensors in bytes, headers included."""
+        return sum(shard.file_bytes for shard in self.shards)
+
+    @functools.cached_property
+    def totals(self) -> Totals:
+        """Counts, sizes and bits per weight."""
+        return total(self.tensors, source_bytes=self.checkpoint.weight_file_bytes, output_bytes=self.output_bytes)
+
     @functools.cached_property
     def manifest(self) -> Manifest:
         """What the manifest will state, without what is measured."""
-        plan, adapters = self.plan, [adapter.describe() for adapter in self.checkpoint.adapters]
-        by_folder = plan.container.by_folder if isinstance(plan.container, Safetensors) else {}
+        adapters = [adapter.describe() for adapter in self.checkpoint.adapters]
+        by_folder = self.container.by_folder if isinstance(self.container, Safetensors) else {}
         return Manifest(
             kind=self.kind,
             made_by=self.made_by | ({"adapters": adapters} if adapters else {}),
-            source_bytes=plan.source_bytes,
-            max_shard_bytes=plan.max_shard_bytes,
-            tensors=plan.tensors,
+            source_bytes=self.checkpoint.weight_file_bytes,
+            max_shard_bytes=self.max_shard_bytes,
+            tensors=self.tensors,
             origin=self.checkpoint.storage.origin,
-            metadata=plan.container.metadata,
-            container=plan.container.to_json(),
+            metadata=self.container.metadata,
+            container=self.container.to_json(),
             folders={folder: of for folder, of in by_folder.items() if folder},
-            left_out=plan.left_out_tensors,
-            remarks=plan.remarks,
+            left_out=self.left_out_tensors,
+            remarks=self.remarks,
             model=self.model,
             master=self.master,
         )
@@ -120,14 +199,14 @@ class Conversion:
     @functools.cached_property
     def journal(self) -> Journal:
         """What a run states before it begins: the files that it reads and writes."""
-        plan, storage = self.plan, self.checkpoint.storage
+        storage = self.checkpoint.storage
         others = [name for name in (CONFIG_FILE, CARD_FILE) if name in storage.files()]
-        read = _states(storage, [*self.checkpoint.weight_files, *others, *plan.companions])
+        read = _states(storage, [*self.checkpoint.weight_files, *others, *self.companions])
         for option, other in self._beside.items():
             read |= _states(other.storage, other.weight_files, f"{option} ")
-        copied = [f"{folder}{name}" for name in plan.companions for folder in plan.container.folders]
-        written = [*(shard.file for shard in plan.shards), *copied, *self.small_files(plan.shards)]
-        written += [*plan.container.index_files, *self.configs, MANIFEST_FILE]
+        copied = [f"{folder}{name}" for name in self.companions for folder in self.container.folders]
+        written = [*(shard.file for shard in self.shards), *copied, *self.small_files(self.shards)]
+        written += [*self.container.index_files, *self.configs, MANIFEST_FILE]
         return Journal(
             work=self.manifest.digest(),
             origin=storage.origin,
@@ -142,29 +221,28 @@ class Conversion:
 
         A call returns the content, in pieces. records: what was measured
         """
-        plan = self.plan
-        *first, last = plan.container.folders
+        *first, last = self.container.folders
         contents: dict[str, Callable[[], Iterable[bytes]]] = {}
-        for name in plan.companions:
+        for name in self.companions:
             contents |= {f"{folder}{name}": functools.partial(_pieces, self.checkpoint, name) for folder in first}
             contents[f"{last}{name}"] = functools.partial(_pieces, self.checkpoint, name, is_last=True)
-        for name in plan.container.index_files:
+        for name in self.container.index_files:
             contents[name] = functools.partial(self._index, name.removesuffix(INDEX_FILE))
         for name, config in self.configs.items():
             contents[name] = functools.partial(self._config, config, records)
-        added = self.small_files(plan.shards)
+        added = self.small_files(self.shards)
         return contents | {name: functools.partial(_whole, content) for name, content in added.items()}
 
     def _index(self, folder: str) -> Iterator[bytes]:
-        return json_pieces(index_json(self.plan.shards, folder))
+        return json_pieces(index_json(self.shards, folder))
 
     def _config(self, config: Config, records: Sequence[TensorRecord]) -> Iterator[bytes]:
-        return json_pieces(config(self.checkpoint, self.plan.tensors, records))
+        return json_pieces(config(self.checkpoint, self.tensors, records))
 
     @property
     def in_making_order(self) -> list[LogicalTensor]:
         """The tensors that are read, in order; of a result with several files of each perhaps several times."""
-        return [self.checkpoint.tensors[index] for index in in_making_order(self.plan.shards)]
+        return [self.checkpoint.tensors[index] for index in in_making_order(self.shards)]
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
@@ -177,7 +255,7 @@ class Conversion:
         adapters = {f"adapter {adapter.name}": adapter.files for adapter in self.checkpoint.adapters}
         return {**adapters, **self.reads}
 
-    def source_bytes(self, index: int) -> int:
+    def source_bytes_of(self, index: int) -> int:
         """Return how many bytes of the source a tensor of the plan is made of."""
         return sum(part.byte_count for part in self.checkpoint.tensors[index].parts)
 
@@ -201,39 +279,6 @@ class Conversion:
     def bytes_read(self) -> int:
         """Bytes read so far from all checkpoints."""
         return sum(each.storage.bytes_read for each in self.checkpoints)
-
-
-def make_plan(
-    checkpoint: Checkpoint,
-    tensors: Sequence[TensorPlan],
-    container: Container,
-    max_shard_bytes: int,
-    left_out: Mapping[str, str] = {},
-) -> Plan:
-    """Return the plan of a result from what becomes of each tensor of a checkpoint.
-
-    left_out: the tensors that the result cannot hold, each with the reason
-
-    Raises SourceError for a name that two tensors of the result would have.
-    """
-    names = [spec.name for tensor in tensors for spec in tensor.stored]
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise SourceError(f"tensor {twice!r}: two tensors of the output would have this name")
-    files = checkpoint.storage.files()
-    plan = Plan(
-        tensors=tuple(tensors),
-        shards=container.shards(tensors, max_shard_bytes),
-        companions=checkpoint.companions,
-        left_out=checkpoint.left_out,
-        left_out_tensors=checkpoint.left_out_tensors | dict(left_out),
-        container=container,
-        source_bytes=checkpoint.weight_file_bytes,
-        companion_bytes=sum(files[name].byte_count for name in checkpoint.companions) * len(container.folders),
-        max_shard_bytes=max_shard_bytes,
-        remarks=(*checkpoint.remarks, *(pair.seems for pair in checkpoint.unproven)),
-    )
-    return replace(plan, original=original_of(checkpoint.storage)) if plan.already_quantized else plan
 
 
 def _pieces(checkpoint: Checkpoint, name: str, *, is_last: bool = False) -> Iterator[bytes]:

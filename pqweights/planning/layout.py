@@ -1,7 +1,6 @@
-"""The plan: every output name, shape, dtype and byte, decided from headers before a weight is read.
+"""The layout of a result: every name, shape, dtype and byte, decided from headers before a weight is read.
 
-A dry run prints the plan, a run fulfils it, a resumed run compares its journal with it, and verify rebuilds it. The
-files of a result are safetensors or GGUF, and a manifest says enough of them to find every byte again.
+The files are safetensors or GGUF, and a manifest says enough of them for verify to find every byte again.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -17,10 +15,8 @@ from typing import Any, NamedTuple
 from pqweights.checkpoint.header import StoredTensor, TensorSpec, aligned, encode_header, in_file_order, stored_tensors
 from pqweights.checkpoint.names import INDEX_FILE, awq_name, shard_name
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.common.dtypes import FLOAT8_DTYPES, PACKED_DTYPES
 from pqweights.formats import UNRATED, get_codec
 from pqweights.formats.master import BlockFormat, MasterFormat
-from pqweights.formats.native import Native
 
 DEFAULT_MAX_SHARD_BYTES = 2_000_000_000
 # What becomes of a tensor: it is encoded with a codec, kept as it is, decoded to a plain weight, or rounded to
@@ -261,63 +257,6 @@ def total(tensors: Sequence[TensorPlan], *, source_bytes: int, output_bytes: int
         source_bytes=source_bytes,
         output_bytes=output_bytes,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A whole rewrite.
-
-    tensors: what becomes of each tensor
-    shards: the files of the result that hold tensors
-    companions: other files that are copied
-    left_out: files that are not copied, each with the reason
-    left_out_tensors: tensors that the result does not hold, each with the reason
-    container: the format of the files
-    source_bytes: size of the source's weight files
-    companion_bytes: size of the companions
-    max_shard_bytes: data bytes after which a new shard begins
-    original: the model that the source says it was made from
-    remarks: those of the checkpoint
-    """
-
-    tensors: tuple[TensorPlan, ...]
-    shards: tuple[ShardPlan, ...]
-    companions: tuple[str, ...]
-    left_out: dict[str, str]
-    left_out_tensors: dict[str, str]
-    container: Container
-    source_bytes: int
-    companion_bytes: int
-    max_shard_bytes: int
-    original: str | None = None
-    remarks: tuple[str, ...] = ()
-
-    @functools.cached_property
-    def already_quantized(self) -> list[dict[str, Any]]:
-        """The formats in which weights were that a master rounds again: the squared errors of both add up.
-
-        Each has `format`, what users call it, `bits`, those of a code, and `tensors`, how many there are.
-        """
-        formats = {**PACKED_DTYPES, **dict.fromkeys(FLOAT8_DTYPES, (8, "FP8"))}
-        again = (t for t in self.tensors if t.action == QUANTIZE and t.codec != Native.codec)
-        of = Counter(formats[t.dtype] for t in again if t.dtype in formats)
-        return [{"format": name, "bits": bits, "tensors": count} for (bits, name), count in of.items()]
-
-    def quantized_before(self) -> dict[str, Any]:
-        """Return what the documents of plan and quantize have of it."""
-        if not self.already_quantized:
-            return {}
-        return {"already_quantized": {"formats": self.already_quantized, "original": self.original}}
-
-    @property
-    def output_bytes(self) -> int:
-        """The size of the files that hold tensors in bytes, headers included."""
-        return sum(shard.file_bytes for shard in self.shards)
-
-    @functools.cached_property
-    def totals(self) -> Totals:
-        """Counts, sizes and bits per weight."""
-        return total(self.tensors, source_bytes=self.source_bytes, output_bytes=self.output_bytes)
 
 
 def block_format_of(tensor: TensorPlan, effort: int | None = None) -> BlockFormat:
