@@ -78,6 +78,7 @@ class Checkpoint:
     remarks: where the files and config.json do not say the same, and what was made of it, a sentence each
     unproven: tensors that are to be the same, and are in the places that were read: `proven` reads all of them
     adapters: what is merged into the tensors as they are read (adapters.py)
+    leave_out: patterns of the tensors that the user left out
     """
 
     storage: Storage
@@ -94,6 +95,7 @@ class Checkpoint:
     remarks: tuple[str, ...] = ()
     unproven: tuple[Pair, ...] = ()
     adapters: tuple[Adapter, ...] = ()
+    leave_out: tuple[str, ...] = ()
     _fingerprints: dict[str, str] = field(default_factory=dict)  # by file
 
     def finish_checks(self, parts: Iterable[StoredTensor] | None = None, *, run: MapFunction = map) -> None:

@@ -179,10 +179,11 @@ class Plan:
     def manifest(self) -> Manifest:
         """What the manifest will state, without what is measured."""
         adapters = [adapter.describe() for adapter in self.checkpoint.adapters]
+        changed = {"adapters": adapters, "leave_out": [*self.checkpoint.leave_out]}
         by_folder = self.container.by_folder if isinstance(self.container, Safetensors) else {}
         return Manifest(
             kind=self.kind,
-            made_by=self.made_by | ({"adapters": adapters} if adapters else {}),
+            made_by=self.made_by | {key: value for key, value in changed.items() if value},
             source_bytes=self.checkpoint.weight_file_bytes,
             max_shard_bytes=self.max_shard_bytes,
             tensors=self.tensors,

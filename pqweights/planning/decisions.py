@@ -180,7 +180,8 @@ def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
     tensors = tuple(tensor for tensor in checkpoint.tensors if tensor.name not in left_out)
     if not tensors:
         raise RecipeError(f"`leave_out`: expected some tensors to stay, found none of {len(names)}")
-    return replace(checkpoint, tensors=tensors, left_out_tensors=checkpoint.left_out_tensors | left_out)
+    left_out_tensors = checkpoint.left_out_tensors | left_out
+    return replace(checkpoint, tensors=tensors, left_out_tensors=left_out_tensors, leave_out=tuple(patterns))
 
 
 Rates = Mapping[str, float | None]  # bit width by weight; None: the weight is kept

@@ -69,10 +69,8 @@ def _options_of(manifest: Manifest, source: str | Path, given: Options) -> Optio
     opening: dict[str, Any] = {name: getattr(given, name) for name in (*OPENING, *MAKING)}
     if given.revision is None and manifest.origin is not None and repository_id(str(source)) == manifest.origin.id:
         opening["revision"] = manifest.origin.revision
-    mark = "--leave-out "
-    patterns = (reason.removeprefix(mark) for reason in manifest.left_out.values() if reason.startswith(mark))
-    opening |= {"leave_out": [*dict.fromkeys(patterns)], "max_shard_size": manifest.max_shard_bytes}
     made_by = manifest.made_by
+    opening |= {"leave_out": made_by.get("leave_out", []), "max_shard_size": manifest.max_shard_bytes}
     places = (made_by.get("calibrated"), made_by.get("fit", made_by).get("sensitivity"))
     if given.eval is None and any("eval_sha256" in about for about in places if about is not None):
         raise OptionError("`eval`: the manifest has only the digest of the text on which `max_kl` was measured")

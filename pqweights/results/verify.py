@@ -36,8 +36,8 @@ from pqweights.targets import EXPORTS, get_target, target_name
 
 # The keys under which a manifest says how a result was made; an export's also has the options of its target.
 MADE_BY_KEYS = {
-    "master": {"adapters", "recipe", "calibrated", "awq", "fit"},
-    "export": {"adapters", "target", "results", "master_errors", "calibration"},
+    "master": {"adapters", "leave_out", "recipe", "calibrated", "awq", "fit"},
+    "export": {"adapters", "leave_out", "target", "results", "master_errors", "calibration"},
 }
 
 

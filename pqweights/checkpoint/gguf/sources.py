@@ -220,7 +220,7 @@ def _as_one(
         companions=copied,
         left_out=not_copied,
         left_out_tensors=text.left_out_tensors | dict.fromkeys(stored.keys() & {BREAK}, "a row of the embeddings"),
-        remarks=(remark, *(said for said in text.remarks if not said.startswith(opened.path.name)), *differing),
+        remarks=(remark, *(said for said in text.remarks if said not in _text_part(opened)[1]), *differing),
     )
 
 
