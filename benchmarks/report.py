@@ -302,9 +302,10 @@ def trellis_claim(of_peers: Document, of_quality: Document) -> str:
     change = [f"{each['relative_mse']:.6f}" for each in (one_step, own)]
     bound = [f"{each['above_bound']:.3f}" for each in (one_step, own)]
     text = (
-        f"The trellis has {share:.2f} of the squared error of llama.cpp's Q4_K with 0.375 bits less, without data. It "
-        "minimizes divergence, not squared error: steps that follow the norms of blocks take its relative MSE from "
-        f"{change[0]} to {change[1]}, {bound[0]} and {bound[1]} bits above the bound, and {' and '.join(lower)} off "
+        f"Without data, the trellis has {share:.2f} of the squared error of llama.cpp's Q4_K at 0.375 bits less. It "
+        "minimizes divergence rather than squared error: steps that follow the norms of blocks raise its relative MSE "
+        f"from {change[0]} to {change[1]} ({bound[0]} and {bound[1]} bits above the bound) and take "
+        f"{' and '.join(lower)} off "
         "the KL divergence of two models ([why](docs/trellis.md))."
     )
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
