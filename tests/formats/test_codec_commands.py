@@ -316,7 +316,7 @@ def test_flipped_bits_of_a_trellis_are_found_by_verify_and_nearly_all_by_the_dec
 
 def test_awq_scales_are_searched_and_applied_for_any_codec(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(" ".join(f"w{number % 499}" for number in range(0, 63000, 7)))
-    asked = ("--recipe", folder / "recipe.yaml", "--awq", tmp_path / "text", "--calibration-tokens", 8192)
+    asked = ("--recipe", folder / "recipe.yaml", "--awq", tmp_path / "text", "--calibration-tokens", 4096)
     done("quantize", folder / "model", tmp_path / "out", *asked)
     assert verify(tmp_path / "out", threads=2).ok
     assert {tensor.codec for tensor in read_manifest(tmp_path / "out").tensors if tensor.is_scaled} - {SCALAR, None}

@@ -129,8 +129,8 @@ INPUTS: dict[str, dict[str, Any]] = {
     "SanaTransformer2DModel": IMAGES,
     "UNet2DConditionModel": {"sample": numbers(1, 4, 8, 8), "encoder_hidden_states": numbers(1, 3, 64)},
 }
-# Of the sum of squares of outputs. Weights in Q8_0 have errors of 2e-5 of theirs, in Q4_K_M of 0.005.
-MOST = {"bf16": 1e-9, "q8_0": 1e-4, "q4_k_m": 0.02}
+# Of the sum of squares of outputs. Weights in Q4_K_M have errors of 0.005 of theirs.
+MOST = {"bf16": 1e-9, "q4_k_m": 0.02}
 
 
 def outputs(model: Any) -> torch.Tensor:

@@ -125,8 +125,7 @@ def test_a_ladder_is_made_file_by_file(
     assert len(on_hub.repositories[TARGET].commits) == commits
 
 
-@pytest.mark.parametrize("point", ["before", "after"])
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize(("number", "point"), [(0, "before"), (0, "after"), (1, "before"), (2, "after")])
 def test_killed_while_sending_continues(
     number: int, point: str, on_hub: LoopbackHub, client: Client, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -155,9 +154,9 @@ def test_killed_while_sending_continues(
 @pytest.mark.parametrize(
     ("method", "path", "after"),
     [
-        *(("GET", rf"{SOURCE}/resolve/.*safetensors", after) for after in (5, 6, 9, 12, 19)),
-        *(("PUT", "uploads", after) for after in (0, 1, 2)),
-        *(("POST", f"{TARGET}/commit", after) for after in (0, 1, 2, 3)),
+        *(("GET", rf"{SOURCE}/resolve/.*safetensors", after) for after in (5, 9, 19)),
+        *(("PUT", "uploads", after) for after in (0, 2)),
+        *(("POST", f"{TARGET}/commit", after) for after in (0, 1, 3)),
     ],
 )
 def test_killed_process_continues(

@@ -411,7 +411,8 @@ def test_error_is_below_that_of_llama_cpp(name: str) -> None:
     of_others = {"Q5_K": 0.93, "Q4_K": 0.96, "Q2_K": 0.96, "Q5_1": 0.98, "Q4_1": 0.98, "MXFP4": 0.97, "Q1_0": 1.0001}
     kinds = ("gaussian", "heavy tails", "outlier columns", "sparse", "uniform", "minilm")
     for kind, weighted in itertools.product(kinds, (False, True)):
-        values, factors = sample(kind), importance(1024) if weighted else None
+        values = sample(kind)[:16] if name in GRIDS else sample(kind)  # llama.cpp takes long for the points of grids
+        factors = importance(1024) if weighted else None
         theirs = decoded(name, ggml_blocks(name, values, factors), values.shape)
         blocks = encode_blocks(name, values, None) if factors is None else written(name, values, factors)
         ours = decoded(name, blocks, values.shape)

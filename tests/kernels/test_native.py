@@ -43,9 +43,9 @@ def run(*arguments: str, program: str = run_kernels.__file__, **environment: str
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All levels of this kind of processor; objects that an earlier run compiled are used again."""
+    """All levels that this processor can run; objects that an earlier run compiled are used again."""
     folder = tmp_path_factory.mktemp("libraries")
-    build_kernels.build(OWN, LEVELS, folder)
+    build_kernels.build(OWN, HERE, folder)
     return folder
 
 

@@ -1,6 +1,7 @@
 """Rotary embeddings and windows of MLX exports: mlx-lm computes what transformers does, or the export says what not.
 
-The weights are loaded by mlx-lm as they are, with the configuration that the export would write.
+The weights are loaded by mlx-lm as they are, with the configuration that the export would write. Families are those of
+test_position_matrix.py.
 """
 
 from __future__ import annotations
@@ -36,15 +37,8 @@ SAME: dict[str, dict[str, Any]] = {
     "yarn without an original length": {
         "model_type": "llama", "rope_theta": 500.0, "rope_scaling": {"type": "yarn", "factor": 4.0},
     },
-    "yarn with an attention factor": {"model_type": "llama", "rope_parameters": DEFAULT | {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 0.7,
-    }},
     "yarn with one mscale": {"model_type": "qwen2", "rope_parameters": DEFAULT | {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.5,
-    }},
-    "llama3": {"model_type": "llama", "rope_theta": 500.0, "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
     }},
     "a base by default": {"model_type": "qwen2"},
     "a kind that others call type": {
@@ -61,26 +55,14 @@ SAME: dict[str, dict[str, Any]] = {
         "sliding_window": 8, "head_dim": 32, "query_pre_attn_scalar": 32,
     },
     "kinds of layers of OLMo 3": {"model_type": "olmo3", **KINDS},
-    "layers without positions": {
-        "model_type": "smollm3", "no_rope_layers": [0, 1], "rope_theta": 50.0, "tie_word_embeddings": False,
-    },
 }  # fmt: skip
 # What is said; in short texts, or in long ones, mlx-lm computes the same.
 WINDOW = {"sliding_window": 8}
 WARNED: dict[str, tuple[dict[str, Any], str, int, int]] = {
     "mistral": ({"model_type": "mistral", **WINDOW}, "more than 8 tokens", 8, LENGTH),
-    "mixtral": ({"model_type": "mixtral", **WINDOW, **EXPERTS}, "more than 8 tokens", 8, LENGTH),
-    "phi3": ({"model_type": "phi3", **WINDOW}, "more than 8 tokens", 8, LENGTH),
-    "starcoder2": ({"model_type": "starcoder2", **WINDOW}, "more than 8 tokens", 8, LENGTH),
-    "ministral3": ({"model_type": "ministral3", "head_dim": 32, **WINDOW}, "more than 8 tokens", 8, LENGTH),
-    "gemma2": ({"model_type": "gemma2", "head_dim": 32, **WINDOW}, "more than 8 tokens", 8, LENGTH),
     "qwen2": (
         {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, **WINDOW},
         "whole context in 1 layers .* more than 8 tokens", 8, LENGTH,
-    ),
-    "qwen3_moe": (
-        {"model_type": "qwen3_moe", "use_sliding_window": True, "head_dim": 32, **WINDOW, **EXPERTS},
-        "more than 8 tokens", 8, LENGTH,
     ),
     "linear scaling": (
         {"model_type": "qwen2_moe", "rope_parameters": DEFAULT | {"rope_type": "linear", "factor": 8}, **EXPERTS},
