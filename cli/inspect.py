@@ -48,7 +48,9 @@ def command(
             result = find_result(folder, hub, only=[MANIFEST_FILE, EVALUATION_FILE], progress=progress)
         if isinstance(result.where, Path) and _is_foreign_gguf(result.where):
             if html is not None:
-                raise OptionError(f"`html`: expected a result of pqweights, found a GGUF file of others, {folder}")
+                raise OptionError(
+                    f"`html`: expected a result of pqweights, found {folder}, a GGUF file that pqweights did not make"
+                )
             inspection = inspect_gguf(result.where)
             if json:
                 output.print_json(inspection.to_json())

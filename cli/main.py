@@ -29,7 +29,7 @@ COMMANDS = {
     "generate": "Generate text with a model of transformers, as an answer in a chat or as a continuation, and show it "
     "as it comes.",
     "card": "Write or update the model card, DIR/README.md, from the manifest and the recorded evaluations.",
-    "push": "Bring a master or an export to the Hub, with a model card made from its manifest; a broken folder is "
+    "push": "Push a master or an export to the Hub, with a model card made from its manifest; a broken folder is "
     "refused.",
     "eval": "Evaluate models on a text: perplexity, and how far each model is from a reference.",
 }

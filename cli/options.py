@@ -54,15 +54,15 @@ Stated = Annotated[
     str,
     typer.Argument(
         metavar="MANIFEST",
-        help="The pqweights.json of a result, or where the result lies: a folder, ORG/NAME on the Hub, or an address.",
+        help="The pqweights.json of a result, or the result itself: a folder, ORG/NAME on the Hub, or an address.",
     ),
 ]
 MadeOf = Annotated[
     str,
     typer.Argument(
         metavar="SRC",
-        help="What the result was made of, or a master without loss of that: a folder, a file, ORG/MODEL "
-        "on the Hub, of which the commit that the manifest names is taken, or an address.",
+        help="Source of the result, or a lossless master of it: a folder, a file, ORG/MODEL on the Hub (at the commit "
+        "that the manifest names), or an address.",
     ),
 ]
 Out = Annotated[
@@ -178,7 +178,7 @@ Codec = Annotated[
     typer.Option(
         metavar="NAME",
         show_default="the recipe's",
-        help="Default codec, where no rule of the recipe gives another.",
+        help="Default codec, unless a rule of the recipe gives another.",
     ),
 ]
 Bits = Annotated[
@@ -188,16 +188,14 @@ Bits = Annotated[
         "-b",
         metavar="BITS",
         show_default="the recipe's",
-        help="Default bit width, where no rule of the recipe gives another; a fraction for codecs that "
-        "have such rates.",
+        help="Default bit width, unless a rule of the recipe gives another; a fraction for codecs with such rates.",
     ),
 ]
 Effort = Annotated[
     int | None,
     typer.Option(
         show_default="the recipe's, else the codec's least",
-        help="How much work goes into encoding, for codecs that have a choice: more takes longer and errs less, in the "
-        "same bytes.",
+        help="Effort of encoding, for codecs with a choice: more takes longer, for smaller errors at the same size.",
     ),
 ]
 Keep = Annotated[
@@ -248,7 +246,7 @@ Eval = Annotated[
     typer.Option(
         metavar="FILE",
         show_default=False,
-        help="With --max-kl: measure the divergence on this text, of which up to 8192 tokens are read.",
+        help="With --max-kl: measure the divergence on up to 8192 tokens of this text.",
     ),
 ]
 # How a source is read and quantized
@@ -301,8 +299,8 @@ Lossless = Annotated[
     bool,
     typer.Option(
         "--lossless",
-        help="Round nothing: store every weight in the source's own numbers, coded by their entropy, and bit for bit "
-        "the same when it is read. The source is read twice.",
+        help="Round nothing: store the source's own numbers, entropy-coded, so that every weight is read back bit for "
+        "bit. The source is read twice.",
     ),
 ]
 LowDisk = Annotated[
@@ -349,8 +347,7 @@ From = Annotated[
         "--from",
         metavar="SRC",
         show_default=False,
-        help="Also make every tensor again from SRC, what the result was made of, and compare its hash; nothing of it "
-        "is kept.",
+        help="Also make every tensor again from SRC, the source of the result, and compare its hash; nothing is kept.",
     ),
 ]
 StatedSample = Annotated[
@@ -373,7 +370,7 @@ StatedEval = Annotated[
 StatedTypes = Annotated[
     str | None,
     typer.Option(
-        "--type", metavar="TYPE", show_default="all", help="Of several GGUF files: make those of these types alone."
+        "--type", metavar="TYPE", show_default="all", help="With several GGUF files: make only those of these types."
     ),
 ]
 
@@ -399,7 +396,7 @@ Runtime = Annotated[
     str | None,
     typer.Option(
         metavar="llama.cpp|mlx|vllm|transformers",
-        help="For --memory: propose what this runtime loads, and nothing else.",
+        help="For --memory: propose only what this runtime loads.",
     ),
 ]
 
@@ -426,7 +423,7 @@ IntegerBits = Annotated[
         "-b",
         metavar="BITS",
         show_default="4",
-        help="Bits per code of an integer target; several with commas between them as for --format.",
+        help="Bits per code of an integer target; several, separated by commas, as for --format.",
     ),
 ]
 GroupSize = Annotated[
@@ -500,7 +497,7 @@ Format = Annotated[
         show_default="w4a16, q4, int4, q4_k_m",
         help="Format of the weights, of those that the target has: w4a16, w8a16, int8, fp8, nvfp4, mxfp4, ... for "
         "vllm; q2 to q8, mxfp4, mxfp8, nvfp4 or a mix for mlx; int4, int8, int8-dynamic or fp8 for torchao; a type "
-        "for gguf. Several with commas between them make a folder of each in OUT, in one reading of the source.",
+        "for gguf. Several, separated by commas, make a folder of each in OUT, in one reading of the source.",
     ),
 ]
 StoredDtype = Annotated[
@@ -531,7 +528,7 @@ WithoutTokenizer = Annotated[
     typer.Option(
         "--without-tokenizer",
         help="For gguf: write the file although the model has no tokenizer, for programs that give llama.cpp the ids "
-        "of tokens; its own end at the first text.",
+        "of tokens; llama.cpp's own programs end at the first text.",
     ),
 ]
 Name = Annotated[
@@ -629,8 +626,8 @@ SaveReference = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.pqref",
-        help="Write the distributions of the reference, or of the only MODEL without one: for --reference where the "
-        "original is not. The file contains the text.",
+        help="Write the distributions of the reference, or of the only MODEL: for --reference on a machine without the "
+        "original. The file contains the text.",
     ),
 ]
 NoRecord = Annotated[

@@ -207,8 +207,8 @@ def _fused_experts_lines(tensors: Sequence[TensorPlan]) -> list[str]:
     weights = sum(tensor.weights for tensor in fused)
     return [
         f"fused experts: {counted(len(fused), 'tensor')} of {weights} weights: torchao stores them in BF16 "
-        f"({size_text(2 * weights)}), and so does vllm unless it takes single ones of this model (of gpt-oss, stacks "
-        "in --format mxfp4-gpt-oss); gguf and mlx round them"
+        f"({size_text(2 * weights)}), and so does vllm unless it supports single experts of this model (for gpt-oss, "
+        "stacks with --format mxfp4-gpt-oss); gguf and mlx round them"
     ]
 
 

@@ -29,7 +29,7 @@ def command(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Bring a master or an export to the Hub, with a model card made from its manifest; a broken folder is refused.
+    """Push a master or an export to the Hub, with a model card made from its manifest; a broken folder is refused.
 
     What is there already is not sent again: after an interruption, the same command continues.
     """

@@ -137,7 +137,7 @@ def warn_of_files_beside(source: str) -> None:
     if isinstance(path, Path) and beside:
         warn(
             f"{path.name}: only this file is read; its folder also holds {listed(beside)} of the same model: give "
-            f"{path.parent} to take them"
+            f"{path.parent} to include them"
         )
 
 

@@ -313,7 +313,9 @@ def export(
     given, store = located("source", source), open_store(located("out", out))
     if dry_run:
         if calibrate is not None and _has_goal(target, options):
-            raise OptionError("`dry_run`: the formats for a goal depend on what `calibrate` measures; leave out one")
+            raise OptionError(
+                "`dry_run`: the formats for a goal depend on what `calibrate` measures; leave out one of them"
+            )
         opened = open_exported(given, options)
         return unmeasured(plan_export(given, opened, store, target, options=options))
     if push is not None and store.is_elsewhere:

@@ -123,7 +123,7 @@ def _arrange(model: Any) -> None:
 def _with_room(cache: Any, tokens: int) -> Any:
     """Return a cache after the first token, with room for all; layers of other kinds stay as they are."""
     if cache is None:
-        raise EvaluationError("the sample: the model keeps no cache of what it read; give a text, or mixture")
+        raise EvaluationError("the sample: the model has no KV cache to draw tokens with; give a text, or mixture")
     for number, layer in enumerate(getattr(cache, "layers", ())):
         if type(layer) is DynamicLayer and layer.is_initialized:
             cache.layers[number] = RoomyLayer(tokens)

@@ -401,7 +401,7 @@ def read_sample(path: Path, folder: Path) -> Windows:
     model = read_folder(folder)
     check_vocabulary(model, ids)
     if model.context is not None and ids.shape[1] > model.context:
-        raise EvaluationError(f"{path}: has windows of {ids.shape[1]} tokens, and {folder} takes {model.context}")
+        raise EvaluationError(f"{path}: has windows of {ids.shape[1]} tokens, but {folder} accepts {model.context}")
     return ids
 
 

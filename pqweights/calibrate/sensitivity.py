@@ -201,7 +201,7 @@ def measure(
         sample.check_source()
         if not alphas:
             raise SourceError(
-                f"{sample.source}: the model uses none of the weights that the recipe quantizes as they are"
+                f"{sample.source}: the model uses none of the weights that the recipe quantizes as they are stored"
             )
         save_whole(file, {name: np.float64(alphas[name]).reshape(1) for name in block_sizes if name in alphas})
         shutil.rmtree(folder)

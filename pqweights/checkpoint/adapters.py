@@ -121,8 +121,8 @@ def _check_mlx_settings(adapter: Adapter) -> None:
     kind, parameters = adapter.settings.get("fine_tune_type", "lora"), adapter.settings.get("lora_parameters")
     if kind not in ("lora", "dora"):
         raise adapter.refused(
-            f"`fine_tune_type`: expected lora or dora, found {str(kind)[:40]!r}, whose tensors are whole weights of "
-            "mlx-lm's model; give what mlx_lm.fuse writes as the source"
+            f"`fine_tune_type`: expected lora or dora, found {str(kind)[:40]!r}, which has whole weights of "
+            "mlx-lm's model; run mlx_lm.fuse, and give its output as the source"
         )
     numbers = [parameters.get(key) if isinstance(parameters, dict) else None for key in ("rank", "scale")]
     if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
@@ -353,8 +353,7 @@ class _Merging:
         if self.of_mlx and text_model(self.config).mlx.folds:
             model_type = self.config.get("model_type")
             raise adapter.refused(
-                f"mlx-lm's model of type {model_type!r} has weights that are multiplied by its settings: its adapters "
-                "cannot be merged"
+                f"mlx-lm multiplies weights of type {model_type!r} by its settings, so its adapters cannot be merged"
             )
 
     def merged(self) -> Checkpoint:

@@ -122,7 +122,7 @@ REASONS = {
 def check_links(broken: Iterable[str], outside_links: Iterable[str]) -> None:
     """Raise SourceError for a link of a checkpoint to a file that is not there, or that may not lie elsewhere."""
     for name in broken:
-        raise SourceError(f"{name}: a link to a file that is not there: fetch it again")
+        raise SourceError(f"{name}: a broken link: fetch the file again")
     for name in outside_links:
         if name in (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE) or is_needed(name):
             raise SourceError(outside(name))

@@ -136,6 +136,6 @@ def _changes_explained(run: Run) -> Iterator[None]:
         if not is_under_way(run.store):
             raise
         raise SourceChangedError(
-            f"{error}, with `overwrite` to use the files as they are now: what is finished was made of the earlier "
-            "ones, and is kept for those"
+            f"{error}, with `overwrite` to use the files as they are now; the finished tensors were made from the "
+            "earlier files, and are kept for them"
         ) from None

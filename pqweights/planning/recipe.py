@@ -237,7 +237,7 @@ class Recipe:
                 before, earlier = decided[taken[0]]
                 narrower = "" if earlier.keep or set(earlier.name) == set(rule.name) else "; give it before that option"
                 raise RecipeError(
-                    f"{label}: applies to no tensor, because {before} comes first for all that it matches, such as "
+                    f"{label}: applies to no tensor, because {before} matches all of its tensors first, such as "
                     f"{taken[0]!r}{narrower}"
                 )
             for name in taken:

@@ -73,7 +73,7 @@ def _options_of(manifest: Manifest, source: str | Path, given: Options) -> Optio
     opening |= {"leave_out": made_by.get("leave_out", []), "max_shard_size": manifest.max_shard_bytes}
     places = (made_by.get("calibrated"), made_by.get("fit", made_by).get("sensitivity"))
     if given.eval is None and any("eval_sha256" in about for about in places if about is not None):
-        raise OptionError("`eval`: the manifest has only the digest of the text on which `max_kl` was measured")
+        raise OptionError("`eval`: give the text on which `max_kl` was measured; the manifest has only its digest")
     if manifest.kind == MASTER:
         return _quantize_options(manifest, opening, given)
     return replace(_export_options(manifest, given), **opening)
@@ -132,7 +132,7 @@ def _export_options(manifest: Manifest, given: Options) -> Options:
     about = made_by.get("calibration") or made_by.get("sensitivity")
     if about is not None and about["sample"] == IMATRIX:
         if given.imatrix is None:
-            raise OptionError("`imatrix`: the manifest has only the digest of the file of importances")
+            raise OptionError("`imatrix`: give the file of importances; the manifest has only its digest")
         options["imatrix"] = given.imatrix
     elif about is not None:
         options |= _stated_sample("calibrate", about, given)
@@ -193,7 +193,7 @@ def _recipe(stated: dict[str, Any]) -> Recipe:
 def _stated_sample(option: str, about: dict[str, Any], given: Options) -> dict[str, Any]:
     """Return the option that names a sample, of which a manifest has the kind, the size and the digest."""
     if given.calibrate is None and about["sample"] in ("text", "tokens"):
-        raise OptionError("`calibrate`: the sample was a file of the user's, of which the manifest has only the digest")
+        raise OptionError("`calibrate`: give the file of the sample; the manifest has only its digest")
     tokens = about["tokens"] + about.get("held_back_tokens", 0)
     return {option: given.calibrate or about["sample"], "calibration_tokens": tokens, "eval": given.eval}
 

@@ -414,8 +414,8 @@ def _check_same_tokens(path: Path, ids: Ids, *, other: Path, expected: Ids) -> N
     place = int(differing[0]) if len(differing) else shared
     counts = "" if len(ids) == len(expected) else f"{len(ids)} tokens against {len(expected)}, "
     raise EvaluationError(
-        f"{path}: its tokenizer splits the text into other tokens than that of {other} ({counts}the "
-        f"first different one is token {place}), so losses per token cannot be compared; evaluate the models separately"
+        f"{path}: its tokenizer splits the text differently from that of {other} ({counts}the first "
+        f"difference is at token {place}), so losses per token cannot be compared; evaluate the models separately"
     )
 
 

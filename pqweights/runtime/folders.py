@@ -137,8 +137,8 @@ def refuse_transforms(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise SourceError if the quantization_config of a folder declares transforms, which transformers ignores."""
     if settings.get("transform_config"):
         raise SourceError(
-            f"{path}: {CONFIG_FILE} has a transform_config: transformers does not transform the inputs, and computes "
-            "something else; run the folder in vLLM"
+            f"{path}: {CONFIG_FILE} has a transform_config: transformers does not transform the inputs, so its "
+            "results would be wrong; run the folder in vLLM"
         )
 
 

@@ -166,7 +166,7 @@ def read_range(
             unit, span, size = "bytes", f"0-{end - 1}", str(end)  # all of it is a part, too
         elif response.status_code != 206 or unit != "bytes" or not size.isdecimal():
             raise SourceError(
-                f"{shown}: the server sends the whole file where a part is asked for: fetch it, and give the local file"
+                f"{shown}: the server ignores requests for a part of a file: fetch the file, and give the local one"
             )
         if span != f"{start}-{end - 1}":
             raise Truncated(f"expected bytes {start}-{end - 1}, found {span[:40]} of {size[:20]}")

@@ -250,7 +250,7 @@ def place_apart(source: str | Path, checkpoint: Checkpoint, out: Store) -> Path 
         if str(Path(source)) == str(out):
             raise OutputError(
                 f"{out}: expected a folder whose name is not that of the repository, or later commands would read the "
-                "folder in its place; choose another folder"
+                "folder instead of the repository; choose another folder"
             )
         return None
     place = parse_location(source)

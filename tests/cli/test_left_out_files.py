@@ -44,10 +44,9 @@ def test_many_left_out_files_are_counted(source: Path) -> None:
 def test_single_file_of_a_model_is_warned_of(command: str, quiet: tuple[str], source: Path, tmp_path: Path) -> None:
     file = source / "model.safetensors"
     result = done(command, file, *([tmp_path / "out"] if command == "quantize" else []), *quiet)
-    assert result.stderr == (
-        "WARNING: model.safetensors: only this file is read; its folder also holds config.json, tokenizer.json of the "
-        f"same model: give {source} to take them\n"
-    )
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("WARNING: model.safetensors: ") and f"give {source} " in line
+    assert "config.json, tokenizer.json" in line
     assert "left out" not in result.stdout
     assert not (tmp_path / "out/config.json").exists() or "llama" not in (tmp_path / "out/config.json").read_text()
     found = invoke(command, file, *([tmp_path / "json"] if command == "quantize" else []), "--json")

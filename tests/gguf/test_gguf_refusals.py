@@ -110,7 +110,7 @@ QWEN4 = {
         (
             {"model_type": "olmo3", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
             | {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}, "full_attention": {"rope_theta": 2.0}}},
-            "rope_theta 2.0, but sliding_attention has 1.0",
+            "rope_theta 2.0 .*sliding_attention has 1.0",
         ),
     ],
 )  # fmt: skip

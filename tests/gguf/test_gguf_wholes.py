@@ -107,7 +107,7 @@ def test_both_files_come_out_again(of_master: bool, tmp_path: Path) -> None:
         ("gemma3", {"clip__vision__projection_dim": 48}, "projection_dim"),
         ("gemma3", {"clip__vision__attention__layer_norm_epsilon": None}, "layer_norm_epsilon"),
         ("gemma3", {"clip__vision__new": 7}, "clip.vision.new"),
-        ("gemma3", {"clip__has_audio_encoder": True}, "sounds"),
+        ("gemma3", {"clip__has_audio_encoder": True}, "audio"),
         ("gemma3", {"clip__use_gelu": False}, "gelu"),
         ("gemma3", {"clip__vision__block_count": 2**31 - 1}, "num_hidden_layers"),
         ("gemma3", {"clip__vision__patch_size": 2**31 - 1}, "patch_size"),

@@ -121,7 +121,7 @@ def test_a_file_that_is_replaced_is_refused(server: WebServer, model: Path, tmp_
         ("", 403, "403"),
         ("", 401, "401"),
         ("", 500, "failing"),
-        ("", "whole", "whole file"),
+        ("", "whole", "part of a file"),
         ("", "cut", "RemoteProtocolError"),
     ],
 )

@@ -435,7 +435,7 @@ def check_configuration(
         ):
             continue
         raise ExportError(
-            f"{prefix}{key} is {in_file!r:.80}, and the model of that architecture has {written.get(key)!r:.80}"
+            f"{prefix}{key} is {in_file!r:.80}, but a model of this architecture has {written.get(key)!r:.80}"
         )
     for name, values in factors.items():
         if name in {tensor.name for tensor in contents.tensors} and not np.allclose(values_of(name), values, rtol=1e-5):

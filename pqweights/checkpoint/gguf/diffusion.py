@@ -25,11 +25,11 @@ COLUMNS = 256
 FEWEST_WEIGHTS = 512
 SHAPE_KEY = "comfy.gguf.orig_shape."
 NOT_COMFYUI = (
-    f"{DIFFUSERS} alone loads the file, as its tensors have the names of {DIFFUSERS}: for ComfyUI, give the single "
+    f"only {DIFFUSERS} loads the file, because its tensors have the names of {DIFFUSERS}: for ComfyUI, give the single "
     "file of the model in its original layout as the source"
 )
 NOT_DIFFUSERS = (
-    f"{COMFYUI} alone loads the file, as weights lie in rows of {COLUMNS} there: for {DIFFUSERS}, give the model's "
+    f"only {COMFYUI} loads the file, because its weights are in rows of {COLUMNS}: for {DIFFUSERS}, give the model's "
     f"folder in the layout of {DIFFUSERS} as the source"
 )
 

@@ -43,7 +43,7 @@ def word_pieces(tokenizer: Mapping[str, Any], rows: int, around: Around) -> Voca
     normal = int(gguf_package().TokenType.NORMAL)
     marked = [_marked(token) if kind == normal else token for token, kind in zip(tokens, types, strict=True)]
     if len(set(marked)) < rows:
-        raise unmapped("a token that begins a word has the same text as one that goes on with it")
+        raise unmapped("a token that begins a word has the same text as one that continues a word")
     accents = lowercase if normalizer.get("strip_accents") is None else bool(normalizer["strip_accents"])
     return Vocabulary(
         model="bert",
@@ -132,7 +132,7 @@ def _spaces(tokenizer: Mapping[str, Any], vocab: Collection[str]) -> tuple[bytes
             raise unmapped(f"it changes or splits text by {step!r:.200}")
     joined = next((token for token in vocab if SPACE in token[1:] and token.strip(SPACE)), None)
     if not one_space or not prefix or joined is not None:
-        raise unmapped("it has unigrams, and does not split text into words with a single space before each")
+        raise unmapped("it has unigrams, but does not split text into words with a single space before each")
     differs = ("text that ends with a space",) * (not trims) + ("text with tabs or line ends",) * (not charsmap)
     return charsmap, differs
 

@@ -115,8 +115,8 @@ def _stacked(name: str, experts: dict[int, LogicalTensor], settings: Settings, c
     whole = len(experts) == count == max(experts) + 1  # a file may claim 2^31 of them
     if not whole or any(tensor.shape != first.shape for tensor in experts.values()):
         raise ExportError(
-            f"tensor {first.name!r}: expected the same matrix of {count} experts, found {len(experts)} or of other "
-            "shapes"
+            f"tensor {first.name!r}: expected the same matrix of {count} experts, found {len(experts)}, or "
+            "different shapes"
         )
     rows, columns = first.shape
     segments = tuple(Segment(tensor=experts[number], first=0, count=rows) for number in range(count))

@@ -242,7 +242,7 @@ def _check_halves(settings: Settings, parameters: Mapping[str, Any]) -> None:
     shares = [float(of["partial_rotary_factor"]) for of in (parameters, rope_parameters(settings, SLIDING))]
     if shares != [0.5, 1.0] or not any(windowed_layers(settings)):
         raise settings.refusal(
-            "llama.cpp rotates half of a head, and whole ones in layers with a window, and partial_rotary_factor is "
+            "llama.cpp rotates half of a head, and whole heads in layers with a window, but partial_rotary_factor is "
             f"{shares[0]} and {shares[1]}"
         )
 
@@ -269,7 +269,7 @@ def _add_windowed(settings: Settings, writer: Any) -> None:
     local = _number(settings, parameters, "rope_theta")
     base = rope_parameters(settings)["rope_theta"]
     if local != base and not windows.own_base:
-        raise settings.refusal(f"llama.cpp uses in all layers the rope_theta {base}, but {SLIDING} has {local}")
+        raise settings.refusal(f"llama.cpp uses rope_theta {base} in all layers, but {SLIDING} has {local}")
     writer.add_rope_freq_base_swa(float(local))
 
 

@@ -106,9 +106,7 @@ def open_gguf_source(stored_in: Storage, file: str = "", include: Sequence[str] 
     """
     opened = gguf_in(stored_in, file)
     if opened.architecture == TOWER:
-        raise SourceError(
-            f"{opened.path}: it holds a tower for images alone: give the file of its text model, beside which it lies"
-        )
+        raise SourceError(f"{opened.path}: it holds only an image tower: give the file of the text model beside it")
     contents, remarks = _text_part(opened)
     check_not_interrupted(stored_in)
     check_links(stored_in.broken_links, stored_in.outside_links)

@@ -229,9 +229,9 @@ def check_ids(added: Sequence[Mapping[str, Any]]) -> None:
     for entry in added:
         if entry["id"] != entry["given"]:
             raise ExportError(
-                f"{entry['file']}: token {entry['content']!r:.80} has the id {entry['id']!r:.20}, and transformers "
-                f"gives it {entry['given']!r:.20}: AutoTokenizer.from_pretrained(...).save_pretrained(...) writes the "
-                "ids that transformers uses, if these are those that the model was trained with"
+                f"{entry['file']}: token {entry['content']!r:.80} has the id {entry['id']!r:.20}, but transformers "
+                f"gives it {entry['given']!r:.20}; if the model was trained with the ids of transformers, "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes these"
             )
 
 
@@ -380,7 +380,7 @@ def _spaces(tokenizer: Mapping[str, Any]) -> tuple[bool, bool, str]:
         elif step_type != "Split" or pattern.get("String") != " " or not escapes:
             raise unmapped(f"it changes or splits text by {step}")
     if not escapes:
-        raise unmapped("it has tokens of bytes, and no character that stands for spaces")
+        raise unmapped("it has byte tokens, but no character that stands for spaces")
     return prefix, splits, differs
 
 
@@ -396,8 +396,8 @@ def _check_all_joined(
         if token in fixed or BYTE.fullmatch(token):
             continue
         if splits and SPACE in token[1:]:
-            raise unmapped(f"it splits text at spaces, and has the token {token!r}")
+            raise unmapped(f"it splits text at spaces, but has the token {token!r}")
         for at in range(1, len(token)):
             left, right = token[:at], token[at:]
             if left in vocab and right in vocab and (left, right) not in listed and not fixed & {left, right}:
-                raise unmapped(f"it does not join {left!r} and {right!r} to {token!r}, as SentencePiece would")
+                raise unmapped(f"it does not join {left!r} and {right!r} into {token!r}, as SentencePiece would")

@@ -121,7 +121,7 @@ def tower_settings(tower: Tower, vision: dict[str, Any], config: dict[str, Any])
     if isinstance(full := values.get("fullatt_block_indexes"), list):
         values["full_attention_interval"] = first = full[0] + 1 if full and isinstance(full[0], int) else 0
         if first < 1 or full != list(range(first - 1, settings.number("depth"), first)):
-            raise settings.refusal("llama.cpp has full attention in every n-th layer of its tower only")
+            raise settings.refusal("llama.cpp supports full attention only in every n-th layer of its tower")
     return settings
 
 

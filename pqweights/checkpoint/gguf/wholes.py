@@ -55,9 +55,9 @@ def whole_models(
     Raises ExportError if there is none.
     """
     if tower.architecture != ARCHITECTURE or tower.metadata.get("clip.has_vision_encoder") is not True:
-        raise ExportError("it holds no tower for images")
+        raise ExportError("it holds no image tower")
     if tower.metadata.get("clip.has_audio_encoder") is True:
-        raise ExportError("it holds a tower for sounds, too")
+        raise ExportError("it also holds an audio tower")
     named = tower.text("clip.vision.projector_type") or tower.text("clip.projector_type")
     types = vars(gguf_package().VisionProjectorType)
     fitting = [
@@ -267,7 +267,7 @@ def _check(contents: GgufContents, config: dict[str, Any], tower: Tower, setting
         in_file = TAKEN.get(key, {}).get(tower.projector) if in_file is None else in_file
         if last not in SAY_NOTHING and not key.startswith("general.") and not same_value(written.get(key), in_file):
             raise ExportError(
-                f"clip.{key} is {in_file!r:.80}, and the tower of this model has {written.get(key)!r:.80}"
+                f"clip.{key} is {in_file!r:.80}, but the tower of this model has {written.get(key)!r:.80}"
             )
 
 

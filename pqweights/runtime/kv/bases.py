@@ -33,7 +33,7 @@ def model_bases(net: Any, model: CachedModel) -> dict[int, LayerBases]:
         if number not in attentions:
             raise OptionError(
                 f"KV cache klt: {model.config.model_type}: layer {number}: expected q_proj, k_proj, v_proj and o_proj, "
-                "from which the transform is made; take hadamard"
+                "from which the transform is made; use hadamard"
             )
         rope = _rope(net, model, number, attentions[number][0])
         heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads

@@ -336,5 +336,5 @@ def cached_model(config: Any, scheme: Scheme) -> CachedModel:
     scheme.check_size(size)
     model = CachedModel(config=decoder, layers=tuple(layers), options=tuple(options), size=size)
     if scheme.needs_rope and model.pairs is None:
-        raise OptionError(f"{subject} has no rotary position embedding, on which the method rests; take hadamard")
+        raise OptionError(f"{subject} has no rotary position embedding, which the method needs; use hadamard")
     return model
