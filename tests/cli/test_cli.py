@@ -226,7 +226,7 @@ def test_closed_pipe_ends_a_command_silently(unbuffered: str, source: Path) -> N
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "wb") as pipe:
-        assert run_into(pipe, unbuffered, "plan", source) == (1, "")
+        assert run_into(pipe, unbuffered, "plan", source, "--quiet") == (1, "")
 
 
 @BUFFERING
