@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor, whole_blocks
-from pqweights.common.dtypes import item_bytes
+from pqweights.common.dtypes import convert, item_bytes
 from pqweights.common.threads import ProcessLock
 
 # Matrices of at most this many bytes are kept while parts of them are transposed.
@@ -55,6 +55,11 @@ def sources_of(tensor: LogicalTensor) -> tuple[LogicalTensor, ...]:
     """
     sources: tuple[LogicalTensor, ...] = getattr(tensor, "sources", ())
     return sources
+
+
+def made_of(tensor: LogicalTensor) -> tuple[LogicalTensor, ...]:
+    """Return the tensors whose values a tensor moves or is computed from; nothing for one that is stored."""
+    return tensor.made_of if isinstance(tensor, EvaluatedTensor) else sources_of(tensor)
 
 
 class MatrixCache:
@@ -241,6 +246,59 @@ class MovedTensor:
         width = self.shape[-1]
         # The tensor itself is part of the key, not its id, which a later tensor may have.
         return self.cache.matrix((self, matrix, dtype), lambda: self._rows(matrix * width, width, dtype))
+
+
+class Values:
+    """Tensors that are computed all at once, when the first is read; another process gets them computed."""
+
+    def __init__(self, compute: Callable[[], dict[str, npt.NDArray[np.uint8]]]) -> None:
+        """Know what computes the bytes of all of them, by name, each in its dtype."""
+        self._compute, self._lock = compute, ProcessLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_raw": self._raw, "_lock": self._lock}
+
+    @cached_property
+    def _raw(self) -> dict[str, npt.NDArray[np.uint8]]:
+        return self._compute()
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a tensor."""
+        with self._lock:
+            return self._raw[name]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EvaluatedTensor:
+    """A tensor of values that are computed from those of others, such as a norm's weight plus one.
+
+    Nothing is known of how; so it is no view, and `sources_of` returns nothing.
+
+    made_of: the tensors that it is computed from
+    values: has its values
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    made_of: tuple[LogicalTensor, ...]
+    values: Values
+
+    @property
+    def plain_dtype(self) -> str:
+        """The dtype in which it is computed."""
+        return self.dtype
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors of all that it is computed from."""
+        return tuple(part for tensor in sorted(self.made_of, key=lambda of: of.name) for part in tensor.parts)
+
+    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
+        """Copy elements."""
+        size = item_bytes(self.dtype)
+        raw = self.values.raw(self.name)[start * size : (start + count) * size]
+        out[: count * item_bytes(dtype)] = raw if dtype == self.dtype else convert(raw, self.dtype, dtype)
 
 
 @dataclass(frozen=True)

@@ -11,28 +11,23 @@ import functools
 import importlib.util
 import math
 import shlex
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from pqweights.checkpoint.config import declare_drafts, edited_config, model_dtype
-from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.header import byte_count
 from pqweights.checkpoint.promise import differing_head
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_json_object
 from pqweights.checkpoint.structure import unused_tensors
-from pqweights.checkpoint.views import MatrixCache, MovedTensor, sources_of
+from pqweights.checkpoint.views import EvaluatedTensor, made_of, sources_of
 from pqweights.common.advice import pip_install
-from pqweights.common.dtypes import DTYPE_BITS, convert, item_bytes
 from pqweights.common.markdown import fenced
 from pqweights.common.options import Options
 from pqweights.common.strict_json import json_bytes
-from pqweights.common.threads import ProcessLock
 from pqweights.errors import ExportError, MissingDependencyError, OptionError
 from pqweights.formats.mlx import mlx_format
 from pqweights.formats.packing import PackedFormat
@@ -73,10 +68,6 @@ from pqweights.targets.target import (
     read_rounding,
 )
 
-if TYPE_CHECKING:
-    from pqweights.targets.mlx_model import MlxModel, QuantizedModule
-    from pqweights.targets.mlx_trace import Traced
-
 NAME = "mlx"
 # Bit widths and group sizes of the modes; the first is the default.
 BITS = {"affine": (4, 2, 3, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
@@ -109,21 +100,21 @@ class MlxFormat:
         """
         _check_packages()
         model = self._with_or_without_head(checkpoint)
-        outputs = _outputs(model)
+        outputs, config = model.tensors, model.config or {}
+        _check_size(outputs)
         text = text_model(checkpoint.config)
-        fused_with = _fused_with_kept(model, text, checkpoint.weights)
+        fused_with = _fused_with_kept(outputs, text, checkpoint.weights)
         stay = self._plain_in_source(checkpoint)
         fused = {name for names in fused_with.values() for name in names}
-        decisions = self._decisions(model, outputs, text, weights=checkpoint.weights, fused=fused, stay=stay)
-        used = {tensor.name for output in model.outputs.values() for tensor in output.sources}
+        decisions = self._decisions(model, text, weights=checkpoint.weights, fused=fused, stay=stay)
+        used = {tensor.name for output in outputs for tensor in made_of(output)}
         _check_head(checkpoint, used)
-        declare_drafts(model.config, sorted(used))
+        declare_drafts(config, sorted(used))
         model_type = (checkpoint.config or {}).get("model_type")
         reason = f"mlx-lm's model of type {model_type!r} does not hold them"
-        return Assignment(
-            tensors=outputs,
+        return replace(
+            model,
             decisions=decisions,
-            config=model.config,
             left_out=dict.fromkeys((t.name for t in checkpoint.tensors if t.name not in used), reason),
             metadata={"format": "mlx"},
             plain_dtype=None,
@@ -133,7 +124,7 @@ class MlxFormat:
             ),
         )
 
-    def _with_or_without_head(self, checkpoint: Checkpoint) -> MlxModel:
+    def _with_or_without_head(self, checkpoint: Checkpoint) -> Assignment:
         """Return the model that mlx-lm makes of the checkpoint; without its head where it has no place for one."""
         try:
             return self._model(checkpoint)
@@ -144,7 +135,7 @@ class MlxFormat:
                     return self._model(replace(checkpoint, tensors=others))
             raise
 
-    def _model(self, checkpoint: Checkpoint) -> MlxModel:
+    def _model(self, checkpoint: Checkpoint) -> Assignment:
         """Return the model that mlx-lm makes of the checkpoint."""
         from pqweights.targets import mlx_model, mlx_trace
 
@@ -166,20 +157,20 @@ class MlxFormat:
             tensors={tensor.name: tensor for tensor in checkpoint.tensors},
             weights=checkpoint.weights,
             dtypes=dtypes,
-            default=mlx_model.QuantizedModule(self.bits, self.groups.size, self.mode),
+            default=self._format(self.mode, self.bits, self.groups.size),
             smaller=self.groups.tried[1:],
             mix=self.mix,
             choose=functools.partial(self._choose, checkpoint) if self.recipe.decides or stay else None,
         )
 
     def _choose(
-        self, checkpoint: Checkpoint, outputs: Mapping[str, Traced], quantized: Mapping[str, QuantizedModule]
-    ) -> dict[str, QuantizedModule | None]:
-        """Return how modules are quantized otherwise than mlx-lm would, None for those that stay plain."""
-        weights = {f"{path}.weight": outputs[f"{path}.weight"] for path in quantized}
+        self, checkpoint: Checkpoint, outputs: Mapping[str, LogicalTensor], quantized: Collection[str]
+    ) -> dict[str, PackedFormat | None]:
+        """Return the formats of weights that mlx-lm would quantize otherwise, None for those that stay plain."""
+        weights = {name: outputs[name] for name in quantized}
         model = text_model(checkpoint.config)
         known = {
-            name: Weight((name, *(t.name for t in o.sources)), role_of(o.sources[0], model), o.shape)
+            name: Weight((name, *(t.name for t in made_of(o))), role_of(made_of(o)[0], model), o.shape)
             for name, o in weights.items()
         }
         rules = {name: self.recipe.rule_for([weight])[0] for name, weight in known.items()}
@@ -187,56 +178,54 @@ class MlxFormat:
         self.recipe.check([*known.values()], [*(name for of in known.values() for name in of.names), *others])
         formats = {name: rule.format or PLAIN for name, rule in rules.items() if rule is not None}
         stay = self._plain_in_source(checkpoint)
-        in_source = (n for n, o in weights.items() if o.sources and all(source.name in stay for source in o.sources))
+        in_source = (n for n, o in weights.items() if made_of(o) and all(of.name in stay for of in made_of(o)))
         formats |= {name: PLAIN for name in in_source if name not in formats}
         if self.recipe.goal is not None:
             formats |= self._within(checkpoint, outputs, weights=weights, ruled=formats)
         return {
-            name.removesuffix(".weight"): None if how == PLAIN else self._module(how, weights[name].shape[-1])
-            for name, how in formats.items()
+            name: None if how == PLAIN else self._fitting(how, weights[name].shape[-1]) for name, how in formats.items()
         }
 
     def _plain_in_source(self, checkpoint: Checkpoint) -> set[str]:
         """Return the weights that stay plain as in the source, unless a rule, a mix or a size decides."""
-        from pqweights.targets.mlx_model import QuantizedModule
-
         if self.mix is not None or self.recipe.goal is not None:
             return set()
-        usual = _format(QuantizedModule(self.bits, self.groups.size, self.mode), self.qparams)
-        return plain_beside_codes(checkpoint.tensors, usual.rule)
+        return plain_beside_codes(checkpoint.tensors, self._format(self.mode, self.bits, self.groups.size).rule)
 
-    def _module(self, name: str, columns: int) -> QuantizedModule | None:
-        """Return how a module is quantized in a format; None if no group size divides its rows."""
-        from pqweights.targets.mlx_model import QuantizedModule
+    def _format(self, mode: str, bits: int, group_size: int) -> PackedFormat:
+        """Return the format of a mode."""
+        return mlx_format(mode, bits, group_size, name=BEST if self.qparams == BEST else "mlx")
 
+    def _fitting(self, name: str, columns: int) -> PackedFormat | None:
+        """Return a format with the largest groups that divide rows of `columns` weights; None if there are none."""
         mode, bits = FORMATS[name]
         groups = self.groups if mode == self.mode else GroupSize.of(NAME, GROUP_SIZES[mode], None)
         size = groups.fitting([columns])
-        return None if size is None else QuantizedModule(bits, size, mode)
+        return None if size is None else self._format(mode, bits, size)
 
     def _within(
         self,
         checkpoint: Checkpoint,
-        outputs: Mapping[str, Traced],
+        outputs: Mapping[str, LogicalTensor],
         *,
-        weights: Mapping[str, Traced],
+        weights: Mapping[str, LogicalTensor],
         ruled: Mapping[str, str],
     ) -> dict[str, str]:
         """Choose formats for the weights about which no rule decides, so that the files have at most a size."""
         overhead = sum(HEADER_BYTES + _stored(o.shape, None) for n, o in outputs.items() if n not in weights)
         for name, how in ruled.items():
             columns = weights[name].shape[-1]
-            overhead += _stored(weights[name].shape, None if how == PLAIN else self._module(how, columns))
-        layers = Layers.of(checkpoint, {name: o.sources[0] for name, o in weights.items() if name not in ruled})
+            overhead += _stored(weights[name].shape, None if how == PLAIN else self._fitting(how, columns))
+        layers = Layers.of(checkpoint, {name: made_of(o)[0] for name, o in weights.items() if name not in ruled})
         candidates: dict[str, list[Candidate]] = {}
         for layer, names in layers.members.items():
             shapes = [weights[name].shape for name in names]
             candidates[layer] = [Candidate(PLAIN, 2 * sum(map(math.prod, shapes)), PLAIN_ERROR)]
             for name in INTEGERS if self.mode == "affine" else (self.mode, "q8"):
-                modules = [self._module(name, shape[-1]) for shape in shapes]
-                if (first := modules[0]) is not None and None not in modules:
-                    cost = sum(HEADER_BYTES + _stored(shape, how) for shape, how in zip(shapes, modules, strict=True))
-                    candidates[layer].append(Candidate(name, cost, distortion(_format(first, self.qparams).rule)))
+                fitting = [self._fitting(name, shape[-1]) for shape in shapes]
+                if (first := fitting[0]) is not None and None not in fitting:
+                    cost = sum(HEADER_BYTES + _stored(shape, how) for shape, how in zip(shapes, fitting, strict=True))
+                    candidates[layer].append(Candidate(name, cost, distortion(first.rule)))
         chosen = chosen_within(
             self.recipe,
             candidates,
@@ -249,8 +238,7 @@ class MlxFormat:
 
     def _decisions(
         self,
-        model: MlxModel,
-        outputs: tuple[LogicalTensor, ...],
+        model: Assignment,
         text: ModelDescription,
         *,
         weights: frozenset[str],
@@ -259,14 +247,13 @@ class MlxFormat:
     ) -> dict[str, PackedFormat | str]:
         """Decide what becomes of each weight.
 
+        model: what mlx-lm makes of the checkpoint
         weights: see Checkpoint
         fused: the names of those that stay plain as they are partly kept
         stay: the names in the checkpoint of those that stay plain as the source has them
         """
-        decisions: dict[str, PackedFormat | str] = {}
-        for module, how in model.quantized.items():
-            decisions[f"{module}.weight"] = _format(how, self.qparams)
-        for tensor in outputs:
+        decisions = dict(model.decisions)
+        for tensor in model.tensors:
             if tensor.name in fused:
                 decisions[tensor.name] = FUSED_WITH_KEPT
             elif tensor.name not in decisions and is_weight(tensor, weights):
@@ -275,7 +262,7 @@ class MlxFormat:
                 as_source = all(source.name in stay for source in sources_of(tensor) or (tensor,))
                 why = PLAIN_IN_SOURCE if as_source else self._why_plain(tensor, text)
                 decisions[tensor.name] = self.groups.why_not(columns) or why
-        if not model.quantized:
+        if not model.decisions:
             why = next(map(str, decisions.values()), "mlx-lm quantizes no layer of it")
             raise ExportError(f"no weight of this model can become integers for {NAME}: {why}")
         return decisions
@@ -289,14 +276,9 @@ class MlxFormat:
         return "mlx-lm does not quantize it" if goal is None else f"chosen for {goal}"
 
 
-def _format(how: QuantizedModule, qparams: str) -> PackedFormat:
-    """Return the format of the weight of a module."""
-    return mlx_format(how.mode, how.bits, how.group_size, name=BEST if qparams == BEST else "mlx")
-
-
-def _stored(shape: tuple[int, ...], how: QuantizedModule | None) -> int:
+def _stored(shape: tuple[int, ...], how: PackedFormat | None) -> int:
     """Return the bytes of a weight that is quantized, or of a tensor that is not."""
-    return 2 * math.prod(shape) if how is None else stored_bytes(_format(how, BEST).specs("", shape))
+    return 2 * math.prod(shape) if how is None else stored_bytes(how.specs("", shape))
 
 
 def _check_head(checkpoint: Checkpoint, used: Set[str]) -> None:
@@ -339,38 +321,21 @@ def _config(checkpoint: Checkpoint, model_plain: str) -> dict[str, Any]:
     return config
 
 
-def _outputs(model: MlxModel) -> tuple[LogicalTensor, ...]:
-    """Return the tensors that mlx-lm holds: moved from those of the checkpoint, or computed from them."""
-    _check_size(model)
-    values: _Values | None = None
-    cache = MatrixCache()
-    outputs: list[LogicalTensor] = []
-    for name, output in model.outputs.items():
-        known: dict[str, Any] = {"name": name, "shape": output.shape, "dtype": model.dtypes[name]}
-        if output.segments is None:
-            parts = tuple(part for source in sorted(output.sources, key=lambda t: t.name) for part in source.parts)
-            values = values or _Values(model.compute)
-            outputs.append(EvaluatedTensor(**known, parts=parts, values=values))
-        else:
-            known |= {"segments": output.segments, "columns": output.columns, "transposed": output.transposed}
-            outputs.append(MovedTensor(**known, cache=cache))
-    return tuple(outputs)
-
-
-def _fused_with_kept(model: MlxModel, text: ModelDescription, weights: frozenset[str]) -> dict[str, list[str]]:
+def _fused_with_kept(
+    outputs: Iterable[LogicalTensor], text: ModelDescription, weights: frozenset[str]
+) -> dict[str, list[str]]:
     """Return the outputs that stay plain because a part is kept and others are not, by the first part that is kept."""
     result = dict[str, list[str]]()
-    for name, output in model.outputs.items():
-        kept = sorted(source.name for source in output.sources if kept_by_recipe(source, text, weights))
-        if kept and any(is_weight(source, weights) for source in output.sources):
-            result.setdefault(kept[0], []).append(name)
+    for output in outputs:
+        kept = sorted(of.name for of in made_of(output) if kept_by_recipe(of, text, weights))
+        if kept and any(is_weight(of, weights) for of in made_of(output)):
+            result.setdefault(kept[0], []).append(output.name)
     return result
 
 
-def _check_size(model: MlxModel) -> None:
+def _check_size(outputs: Iterable[LogicalTensor]) -> None:
     """Raise ExportError if the tensors that mlx computes do not fit into the memory set aside for them."""
-    computed = {name: output.shape for name, output in model.outputs.items() if output.segments is None}
-    sizes = {name: math.prod(shape) * DTYPE_BITS[model.dtypes[name]] // 8 for name, shape in computed.items()}
+    sizes = {of.name: byte_count(of.dtype, of.shape) for of in outputs if isinstance(of, EvaluatedTensor)}
     if sum(sizes.values()) > MOST_EVALUATED_BYTES:
         largest = max(sizes, key=lambda name: sizes[name])
         raise ExportError(
@@ -378,47 +343,6 @@ def _check_size(model: MlxModel) -> None:
             f"computes take more than the {MOST_EVALUATED_BYTES} bytes that this export holds in memory; use --target "
             "bf16 and mlx_lm.convert"
         )
-
-
-class _Values:
-    """The outputs that mlx computes, all of them when the first is asked for; another process gets them computed."""
-
-    def __init__(self, compute: Callable[[], dict[str, npt.NDArray[np.uint8]]]) -> None:
-        self._compute, self._lock = compute, ProcessLock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_raw": self._raw, "_lock": self._lock}
-
-    @functools.cached_property
-    def _raw(self) -> dict[str, npt.NDArray[np.uint8]]:
-        return self._compute()
-
-    def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return the bytes of an output, in the dtype in which it is kept."""
-        with self._lock:
-            return self._raw[name]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class EvaluatedTensor:
-    """An output of sanitize that is computed, such as a norm's weight plus one."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    parts: tuple[StoredTensor, ...]
-    values: _Values
-
-    @property
-    def plain_dtype(self) -> str:
-        """The dtype in which mlx keeps it."""
-        return self.dtype
-
-    def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
-        """Read elements [start, start + count) as raw bytes of `dtype` into `out`."""
-        size = item_bytes(self.dtype)
-        raw = self.values.raw(self.name)[start * size : (start + count) * size]
-        out[: count * item_bytes(dtype)] = raw if dtype == self.dtype else convert(raw, self.dtype, dtype)
 
 
 def read_options(options: Options) -> ExportSettings:

@@ -18,8 +18,9 @@ import textwrap
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,8 +31,11 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.views import EvaluatedTensor, Values, made_of
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
+from pqweights.formats.mlx import mlx_format
+from pqweights.formats.packing import PackedFormat
 from pqweights.models import described, text_model
 from pqweights.models.description import (
     AS_PUBLISHED,
@@ -48,9 +52,10 @@ from pqweights.models.optional_parts import part_defaults
 from pqweights.models.settings import OTHER_NAMES
 from pqweights.targets.architectures import MLX, check_computed, other_targets
 from pqweights.targets.bf16 import is_weight
+from pqweights.targets.integers import Assignment
 from pqweights.targets.linear import kept_by_recipe
 from pqweights.targets.mlx_positions import position_warnings, state_positions
-from pqweights.targets.mlx_trace import MLX_DTYPES, Sanitize, Traced, Weights, placeholder, trace
+from pqweights.targets.mlx_trace import DTYPE_NAMES, MLX_DTYPES, Output, Sanitize, Weights, placeholder, trace
 
 # Keys of a configuration: the old name, and the name that transformers 5 writes.
 RENAMED = {"num_experts": "num_local_experts", "n_ctx": "n_positions"}
@@ -70,40 +75,11 @@ IN_WORDS = (
     (r"Received (\d+) parameters? not in model: (.*)", r"its model has no place for \1 tensors: \2"),
     (r"Missing (\d+) parameters?: (.*)", r"its model needs \1 tensors that the checkpoint does not have: \2"),
 )
-DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64"}
-
-
-class QuantizedModule(NamedTuple):
-    """How mlx-lm quantizes the weight of a module."""
-
-    bits: int
-    group_size: int
-    mode: str
-
-
-# How a module is quantized, by its name: a dict of the fields of QuantizedModule, or whether it is, as by default.
+# How a module is quantized, by its name: its bits, group_size and mode, or whether it is, as by default.
 Predicate = Callable[[str, nn.Module], bool | dict[str, Any]]
-Choose = Callable[[Mapping[str, Traced], Mapping[str, QuantizedModule]], Mapping[str, QuantizedModule | None]]
+# Formats of weights by name, None for plain ones, given the outputs and the names of those that mlx-lm would quantize.
+Choose = Callable[[Mapping[str, Output], Collection[str]], Mapping[str, PackedFormat | None]]
 MIXES: tuple[str, ...] = tuple(QUANT_RECIPES)
-
-
-class MlxModel(NamedTuple):
-    """What mlx-lm makes of a checkpoint.
-
-    outputs: the parameters before quantization, by name, in the order of sanitize
-    dtypes: the dtypes in which they are kept, by name
-    quantized: how mlx-lm quantizes, by the name of the module
-    config: the configuration of the quantized model, as mlx-lm saves it
-    compute: returns the bytes of the outputs that mlx computes, by name
-    warnings: what mlx-lm computes otherwise than transformers
-    """
-
-    outputs: dict[str, Traced]
-    dtypes: dict[str, str]
-    quantized: dict[str, QuantizedModule]
-    config: dict[str, Any]
-    compute: Callable[[], dict[str, npt.NDArray[np.uint8]]]
-    warnings: tuple[str, ...]
 
 
 def read_model(
@@ -113,23 +89,27 @@ def read_model(
     weights: frozenset[str],
     tensors: Mapping[str, LogicalTensor],
     dtypes: Mapping[str, str],
-    default: QuantizedModule,
+    default: PackedFormat,
     smaller: Sequence[int],
     mix: str | None = None,
     choose: Choose | None = None,
-) -> MlxModel:
-    """Build the model of a configuration, and find out what mlx-lm makes of its tensors.
+) -> Assignment:
+    """Build the model of a configuration, and return what mlx-lm makes of its tensors.
+
+    These are the parameters before quantization, in the order of sanitize and in the dtypes in which they are kept. The
+    decisions are how mlx-lm quantizes weights, the configuration is that of the quantized model as mlx-lm saves it, and
+    the warnings say what mlx-lm computes otherwise than transformers.
 
     config: config.json
     generation_config: the content of generation_config.json, if there is one
     weights: see Checkpoint
     tensors, dtypes: the checkpoint's tensors and the dtypes that mlx-lm gets them in, by name
-    default: how a module is quantized for which mlx-lm has no settings of its own
+    default: the format of weights for which mlx-lm has no settings of its own
     smaller: other group sizes, the largest first, for modules of which the master encodes a part, and whose rows that
         of `default` does not divide
     mix: a recipe of mlx-lm's for the bits of each module, one of MIXES
-    choose: returns how modules are quantized otherwise than mlx-lm would, None for not at all, by their names, given
-        how mlx-lm would quantize each that it can
+    choose: returns the formats of weights that are quantized otherwise than mlx-lm would, None for plain ones, given
+        the outputs and the names of the weights that mlx-lm would quantize
 
     Raises ExportError if mlx-lm does not support the model.
     """
@@ -145,34 +125,27 @@ def read_model(
         load = functools.partial(_with_placeholders, config, build, mlx.layout, tensors, dtypes)
         model, outputs = load()
         warnings = position_warnings(model, of_source) + _without_router_biases(tensors, outputs, known)
-    kept_in = {name: DTYPE_NAMES[array.dtype] for name, array in tree_flatten(model.parameters())}
-    kept = {
-        p.removesuffix(".weight")
-        for p, o in outputs.items()
-        if any(kept_by_recipe(s, known, weights) for s in o.sources)
-    }
-    coded = [path for path, o in outputs.items() if any(is_weight(source, weights) for source in o.sources)]
-    in_codes = {path.removesuffix(".weight") for path in coded}
+    kept = {name for name, o in outputs.items() if any(kept_by_recipe(of, known, weights) for of in made_of(o))}
+    in_codes = {name for name, o in outputs.items() if any(is_weight(of, weights) for of in made_of(o))}
     predicate = getattr(model, "quant_predicate", None)  # the model's own function for how a module is quantized
     quantize = functools.partial(_quantize_in_sizes, config=config, default=default, smaller=smaller, in_codes=in_codes)
     with checked():
         if mix is not None:
-            predicate = mixed_quant_predicate_builder(mix, model, default.group_size)
+            predicate = mixed_quant_predicate_builder(mix, model, default.rule.group_size)
         model, stated = quantize(model, predicate, kept)
         if choose is not None:
-            chosen = choose(outputs, _quantized(model))
-            plain = kept | {path for path, how in chosen.items() if how is None}
+            chosen = choose(outputs, _quantized(model, default))
+            plain = kept | {name for name, how in chosen.items() if how is None}
             model, stated = quantize(load()[0], _with_choices(predicate, chosen), plain)
-        quantized, config = _quantized(model), _saved(stated, "vision_tower" in getattr(model, "model", {}))
-    compute = functools.partial(_computed, outputs, kept_in, build, mlx.layout, tensors, dtypes)
-    return MlxModel(outputs, kept_in, quantized, config, compute, warnings)
+        formats, config = _quantized(model, default), _saved(stated, "vision_tower" in getattr(model, "model", {}))
+    return Assignment(tensors=tuple(outputs.values()), decisions=formats, config=config, warnings=warnings)
 
 
 def _without_router_biases(
-    tensors: Mapping[str, LogicalTensor], outputs: Mapping[str, Traced], model: ModelDescription
+    tensors: Mapping[str, LogicalTensor], outputs: Mapping[str, Output], model: ModelDescription
 ) -> tuple[str, ...]:
     """Return a warning if mlx-lm chooses experts without what transformers adds to their scores, as of ERNIE 4.5."""
-    used, layers = {tensor.name for o in outputs.values() for tensor in o.sources}, model.layers or sys.maxsize
+    used, layers = {tensor.name for o in outputs.values() for tensor in made_of(o)}, model.layers or sys.maxsize
     names = [name for name in tensors if name.endswith(ROUTER_BIAS) and name not in used]
     left = [name for name in names if not predicts_further(name, layers) and mx.any(_load(tensors[name], "F32")).item()]
     if not left:
@@ -189,32 +162,35 @@ def _with_placeholders(
     layout: str | None,
     tensors: Mapping[str, LogicalTensor],
     dtypes: Mapping[str, str],
-) -> tuple[Any, dict[str, Traced]]:
-    """Return a model with placeholders, and its parameters before quantization. build ... dtypes: see read_model"""
+) -> tuple[Any, dict[str, Output]]:
+    """Return a model with placeholders, and its parameters before quantization. tensors, dtypes: see read_model"""
     model = build()
+    outputs: dict[str, Output] = {}
+    values = Values(functools.partial(_computed, outputs, build, layout, tensors, dtypes))
     # With the sanitize of this very model: some models drop parts of themselves in it.
-    outputs = trace(_sanitize(model, layout), tensors, dtypes)
+    outputs |= trace(_sanitize(model, layout), tensors, dtypes, values)
     model.eval()
-    model.load_weights([(name, mx.zeros(o.shape, o.dtype)) for name, o in outputs.items()], strict=True)
+    model.load_weights([(name, placeholder(o, o.dtype)) for name, o in outputs.items()], strict=True)
     _cast(model, config)
+    for name, array in tree_flatten(model.parameters()):
+        outputs[name] = replace(outputs[name], dtype=DTYPE_NAMES[array.dtype])
     return model, outputs
 
 
 def _computed(
-    outputs: Mapping[str, Traced],
-    kept_in: Mapping[str, str],
+    outputs: Mapping[str, Output],
     build: Callable[[], Any],
     layout: str | None,
     tensors: Mapping[str, LogicalTensor],
     dtypes: Mapping[str, str],
 ) -> dict[str, npt.NDArray[np.uint8]]:
     """Return the bytes of the outputs that mlx computes, in the dtypes in which they are kept."""
-    names = [name for name, output in outputs.items() if output.segments is None]
-    needed = {tensor.name for name in names for tensor in outputs[name].sources}
+    evaluated = {name: output for name, output in outputs.items() if isinstance(output, EvaluatedTensor)}
+    needed = {tensor.name for output in evaluated.values() for tensor in output.made_of}
     weights = {n: (_load if n in needed else placeholder)(t, dtypes[n]) for n, t in tensors.items()}
     result = _sanitize(build(), layout)(weights)
-    mx.eval([result[name] for name in names])
-    return {n: np.array(result[n].astype(MLX_DTYPES[kept_in[n]]).reshape(-1).view(mx.uint8)) for n in names}
+    mx.eval([result[name] for name in evaluated])
+    return {n: np.array(result[n].astype(MLX_DTYPES[o.dtype]).reshape(-1).view(mx.uint8)) for n, o in evaluated.items()}
 
 
 def _quantize_in_sizes(
@@ -223,15 +199,16 @@ def _quantize_in_sizes(
     plain: Collection[str],
     *,
     config: dict[str, Any],
-    default: QuantizedModule,
+    default: PackedFormat,
     smaller: Sequence[int],
     in_codes: Set[str],
 ) -> tuple[Any, dict[str, Any]]:
-    """Have modules quantized but for the plain ones; of those in codes, what is left in groups of smaller sizes."""
-    quantized, described = _quantize(model, config, default, predicate, lambda path: path not in plain)
+    """Have weights quantized but for the plain ones; of those in codes, what is left in groups of smaller sizes."""
+    rule = default.rule
+    quantized, described = _quantize(model, config, default, predicate, lambda name: name not in plain)
     for size in smaller:
-        if left := in_codes - set(plain) - set(_quantized(quantized)):
-            how = default._replace(group_size=size)
+        if left := in_codes - set(plain) - set(_quantized(quantized, default)):
+            how = mlx_format(rule.kind, rule.bits, size)
             quantized, described = _quantize(quantized, described, how, predicate, left.__contains__, only_size=True)
     return quantized, described
 
@@ -271,12 +248,13 @@ def _checked(model_type: object, advice: str) -> Iterator[None]:
         raise ExportError(f"{what}: {textwrap.shorten(said, MOST_QUOTED, placeholder=' ...')}; {advice}") from error
 
 
-def _with_choices(predicate: Predicate | None, chosen: Mapping[str, QuantizedModule | None]) -> Predicate:
-    """Return a function for how modules are quantized that some were chosen for."""
+def _with_choices(predicate: Predicate | None, chosen: Mapping[str, PackedFormat | None]) -> Predicate:
+    """Return a function for how modules are quantized whose weights some formats were chosen for."""
 
     def decided(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        how = chosen.get(path)
-        return (predicate is None or predicate(path, module)) if how is None else how._asdict()
+        if (how := chosen.get(f"{path}.weight")) is None:
+            return predicate is None or predicate(path, module)
+        return {"bits": how.rule.bits, "group_size": how.rule.group_size, "mode": how.rule.kind}
 
     return decided
 
@@ -284,7 +262,7 @@ def _with_choices(predicate: Predicate | None, chosen: Mapping[str, QuantizedMod
 def _quantize(
     model: Any,
     config: dict[str, Any],
-    how: QuantizedModule,
+    how: PackedFormat,
     predicate: Predicate | None,
     wanted: Callable[[str], bool],
     only_size: bool = False,
@@ -293,27 +271,31 @@ def _quantize(
 
     It names each module in the configuration that is quantized otherwise than the first ones.
 
+    wanted: whether a weight is to be quantized, by its name
     only_size: the model's own settings for a module get this group size
     """
+    size = how.rule.group_size
 
     def quantizes(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if not wanted(path):
+        if not wanted(f"{path}.weight"):
             return False
         decided = predicate is None or predicate(path, module)
-        return {**decided, "group_size": how.group_size} if only_size and isinstance(decided, dict) else decided
+        return {**decided, "group_size": size} if only_size and isinstance(decided, dict) else decided
 
     with contextlib.redirect_stdout(io.StringIO()):
         result: tuple[Any, dict[str, Any]] = mlx_lm_utils.quantize_model(
-            model, config, how.group_size, how.bits, mode=how.mode, quant_predicate=quantizes
+            model, config, size, how.rule.bits, mode=how.rule.kind, quant_predicate=quantizes
         )
     return result
 
 
-def _quantized(model: Any) -> dict[str, QuantizedModule]:
-    """Return how mlx-lm quantized the modules of a model, by name."""
+def _quantized(model: Any, default: PackedFormat) -> dict[str, PackedFormat]:
+    """Return the formats of the weights that mlx-lm quantized. default: has the name of the rule for scales"""
     names = {name for name, _ in tree_flatten(model.parameters())}
     return {
-        path: QuantizedModule(module.bits, module.group_size, getattr(module, "mode", "affine"))
+        f"{path}.weight": mlx_format(
+            getattr(module, "mode", "affine"), module.bits, module.group_size, name=default.rule.name
+        )
         for path, module in model.named_modules()
         if f"{path}.scales" in names
     }

@@ -13,41 +13,25 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import Segment
+from pqweights.checkpoint.views import EvaluatedTensor, MatrixCache, MovedTensor, Segment, Values
 
 MLX_DTYPES = {
     "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "F64": mx.float32, "BOOL": mx.bool_, "U8": mx.uint8,
     "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16, "U32": mx.uint32, "I32": mx.int32, "U64": mx.uint64,
     "I64": mx.int64,
 }  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64"}
 
 Weights = dict[str, mx.array]
 Sanitize = Callable[[Weights], Weights]
-
-
-class Traced(NamedTuple):
-    """An output of sanitize.
-
-    shape, dtype: those of the output
-    sources: the tensors that it is made of, each once
-    segments: the rows of those that it holds, in order; None if it is computed
-    columns: which columns of those rows
-    transposed: whether it is [..., len(columns), R], and each of its matrices is the transpose of R rows
-    """
-
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-    sources: tuple[LogicalTensor, ...]
-    segments: tuple[Segment, ...] | None = None
-    columns: range = range(0)
-    transposed: bool = False
+Output = MovedTensor | EvaluatedTensor
 
 
 def placeholder(tensor: LogicalTensor, dtype: str) -> mx.array:
@@ -55,11 +39,14 @@ def placeholder(tensor: LogicalTensor, dtype: str) -> mx.array:
     return mx.zeros(tensor.shape, MLX_DTYPES[dtype])
 
 
-def trace(sanitize: Sanitize, tensors: Mapping[str, LogicalTensor], dtypes: Mapping[str, str]) -> dict[str, Traced]:
+def trace(
+    sanitize: Sanitize, tensors: Mapping[str, LogicalTensor], dtypes: Mapping[str, str], values: Values
+) -> dict[str, Output]:
     """Run sanitize on placeholders, and return each of its outputs by name, in the order in which it returned them.
 
     tensors: those of the checkpoint, by name
     dtypes: keys of MLX_DTYPES, by name
+    values: has those of outputs that are computed
 
     Raises whatever sanitize raises, and mlx's ValueError or RuntimeError if sanitize looks at values.
     """
@@ -73,8 +60,8 @@ def trace(sanitize: Sanitize, tensors: Mapping[str, LogicalTensor], dtypes: Mapp
 
     with _contiguous_is_no_operation():
         mx.export_function(events.append, function, *(placeholder(t, dtypes[n]) for n, t in tensors.items()))
-    graph = _Graph(list(tensors.values()), events)
-    return {name: graph.output(*output) for name, output in zip(names, graph.outputs, strict=True)}
+    graph = _Graph(list(tensors.values()), events, values)
+    return {name: graph.output(name, *output) for name, output in zip(names, graph.outputs, strict=True)}
 
 
 @contextlib.contextmanager
@@ -116,9 +103,9 @@ class _Rows:
 class _Graph:
     """The graph that mx.export_function reported: which node each node is made from."""
 
-    def __init__(self, tensors: list[LogicalTensor], events: list[dict[str, Any]]) -> None:
+    def __init__(self, tensors: list[LogicalTensor], events: list[dict[str, Any]], values: Values) -> None:
         by_type = {event["type"]: event for event in events}
-        self._tensors = tensors
+        self._tensors, self._values, self._cache = tensors, values, MatrixCache()
         self._inputs = {node[0]: index for index, node in enumerate(by_type["inputs"]["inputs"])}
         self.outputs: list[tuple[str, tuple[int, ...], mx.Dtype]] = by_type["outputs"]["outputs"]
         self._producers = {
@@ -130,14 +117,20 @@ class _Graph:
         counts = [math.prod(tensor.shape[:-1]) for tensor in tensors]
         self._first_rows = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
-    def output(self, node: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Traced:
-        """Return what an output is made of."""
+    def output(self, name: str, node: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Output:
+        """Return an output: a tensor that moves values of others, or is computed."""
         moved = self._rows_of(node)
+        known: dict[str, Any] = {"name": name, "shape": tuple(shape), "dtype": DTYPE_NAMES[dtype]}
         if moved is None or moved.axis not in (len(shape) - 1, len(shape) - 2):
-            return Traced(tuple(shape), dtype, tuple(self._tensors[index] for index in sorted(self._reached(node))))
-        segments = self._segments(moved.rows.reshape(-1))
-        sources = tuple({segment.tensor.name: segment.tensor for segment in segments}.values())
-        return Traced(tuple(shape), dtype, sources, segments, moved.columns, moved.axis == len(shape) - 2)
+            reached = tuple(self._tensors[index] for index in sorted(self._reached(node)))
+            return EvaluatedTensor(**known, made_of=reached, values=self._values)
+        return MovedTensor(
+            **known,
+            segments=self._segments(moved.rows.reshape(-1)),
+            columns=moved.columns,
+            transposed=moved.axis == len(shape) - 2,
+            cache=self._cache,
+        )
 
     def _rows_of(self, node: str) -> _Rows | None:
         """Return where the values of a node come from; None if they are computed."""

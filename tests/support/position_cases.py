@@ -74,7 +74,8 @@ def _as_stated(written: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any
 
 def read_by_mlx(folder: Path) -> Any:
     """What the export reads off mlx-lm's model."""
-    from pqweights.targets.mlx_model import QuantizedModule, read_model
+    from pqweights.formats.mlx import mlx_format
+    from pqweights.targets.mlx_model import read_model
 
     checkpoint = open_local(folder)
     return read_model(
@@ -83,7 +84,7 @@ def read_by_mlx(folder: Path) -> Any:
         weights=frozenset(),
         tensors={tensor.name: tensor for tensor in checkpoint.tensors},
         dtypes={tensor.name: "F32" for tensor in checkpoint.tensors},
-        default=QuantizedModule(8, 32, "affine"),
+        default=mlx_format("affine", 8, 32),
         smaller=(),
     )
 
