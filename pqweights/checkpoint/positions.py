@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from pqweights.models.llama_cpp import FULL, SLIDING
 from pqweights.models.rotary import DEFAULT_BASE
 from pqweights.models.traits import Trait
 
+Doubles = npt.NDArray[np.float64]
 # Names that older configurations have for kinds of scaling.
 OLD_KINDS = {"su": "longrope", "none": "default", "mrope": "default"}
 # More layers than any model has: what a configuration claims is not counted further.
@@ -211,15 +212,8 @@ def _entry(values: Any, layer: int) -> Any:
 # --- what the parameters mean ---
 
 
-class Frequencies(NamedTuple):
-    """What transformers multiplies positions by, [rotated / 2], and what it multiplies queries and keys by."""
-
-    inverse: npt.NDArray[np.float64]
-    scale: float
-
-
-def frequencies(parameters: Mapping[str, Any], rotated: int, *, length: int, most: int) -> Frequencies:
-    """Return the frequencies of rotary embeddings.
+def frequencies(parameters: Mapping[str, Any], rotated: int, *, length: int, most: int) -> Doubles:
+    """Return the frequencies of rotary embeddings: what transformers multiplies positions by, [rotated / 2].
 
     parameters: those of one kind of layers, resolved
     rotated: how many channels of a head are rotated; of proportional ones, all
@@ -236,17 +230,20 @@ def frequencies(parameters: Mapping[str, Any], rotated: int, *, length: int, mos
         base *= growth ** (rotated / (rotated - 2))
     plain = base ** (-np.arange(0, rotated, 2) / rotated)
     if kind == "linear":
-        return Frequencies(plain / parameters["factor"], 1.0)
+        factor: float = parameters["factor"]
+        return plain / factor
     if kind == "yarn":
         return _yarn(parameters, plain, base, most)
-    if kind == "longrope":
-        return _longrope(parameters, plain, length, most)
+    if kind == "longrope":  # LongRoPE (arXiv:2402.13753): factors for short texts and for long ones
+        name = "long_factor" if length > parameters["original_max_position_embeddings"] else "short_factor"
+        return plain / np.array(parameters[name], dtype=np.float64)
     if kind == "llama3":
-        return Frequencies(plain / llama3_divisors(parameters, plain), 1.0)
+        return plain / llama3_divisors(parameters, plain)
     if kind == "proportional":
         kept = int(parameters.get("partial_rotary_factor", 1.0) * rotated // 2)
-        return Frequencies(np.where(np.arange(rotated // 2) < kept, plain, 0) / parameters.get("factor", 1.0), 1.0)
-    return Frequencies(plain, 1.0)
+        factor = parameters.get("factor", 1.0)
+        return np.where(np.arange(rotated // 2) < kept, plain, 0) / factor
+    return plain
 
 
 def yarn_scale(factor: float, weight: float = 1.0) -> float:
@@ -255,7 +252,9 @@ def yarn_scale(factor: float, weight: float = 1.0) -> float:
 
 
 def attention_factor(parameters: Mapping[str, Any], most: int) -> float:
-    """Return what YaRN and LongRoPE multiply queries and keys by. most: max_position_embeddings"""
+    """Return what queries and keys are multiplied by: 1 but for YaRN and LongRoPE. most: max_position_embeddings"""
+    if parameters["rope_type"] not in ("yarn", "longrope"):
+        return 1.0
     original = parameters["original_max_position_embeddings"]
     factor = parameters.get("factor") or most / original
     if (stated := parameters.get("attention_factor")) is not None:
@@ -266,10 +265,10 @@ def attention_factor(parameters: Mapping[str, Any], most: int) -> float:
     return yarn_scale(factor, own) / yarn_scale(factor, every) if own and every else yarn_scale(factor)
 
 
-def _yarn(parameters: Mapping[str, Any], plain: npt.NDArray[np.float64], base: float, most: int) -> Frequencies:
+def _yarn(parameters: Mapping[str, Any], plain: Doubles, base: float, most: int) -> Doubles:
     """YaRN (arXiv:2309.00071)."""
     original, size = parameters["original_max_position_embeddings"], 2 * len(plain)
-    factor = parameters.get("factor") or most / original
+    factor: float = parameters.get("factor") or most / original
     bounds = [
         size * math.log(original / ((parameters.get(key) or turns) * 2 * math.pi)) / (2 * math.log(base))
         for key, turns in (("beta_fast", 32), ("beta_slow", 1))
@@ -279,24 +278,18 @@ def _yarn(parameters: Mapping[str, Any], plain: npt.NDArray[np.float64], base: f
     low, high = max(bounds[0], 0), min(bounds[1], size - 1)
     high += 0.001 if low == high else 0
     interpolated = np.clip((np.arange(len(plain)) - low) / (high - low), 0, 1)
-    inverse = plain / factor * interpolated + plain * (1 - interpolated)
-    return Frequencies(inverse, attention_factor(parameters, most))
+    frequencies: Doubles = plain / factor * interpolated + plain * (1 - interpolated)
+    return frequencies
 
 
-def _longrope(parameters: Mapping[str, Any], plain: npt.NDArray[np.float64], length: int, most: int) -> Frequencies:
-    """LongRoPE (arXiv:2402.13753): factors for short texts and for long ones."""
-    name = "long_factor" if length > parameters["original_max_position_embeddings"] else "short_factor"
-    return Frequencies(plain / np.array(parameters[name], dtype=np.float64), attention_factor(parameters, most))
-
-
-def llama3_divisors(parameters: Mapping[str, Any], plain: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def llama3_divisors(parameters: Mapping[str, Any], plain: Doubles) -> Doubles:
     """Return what Llama 3 divides each frequency by: 1 for high ones, `factor` for low ones."""
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     factor, low, high, context = (float(parameters[key]) for key in keys)
     rotations = context * plain / (2 * math.pi)
     # The share of the frequency that stays; of Llama 4 both bounds are 1, and there is nothing between them.
     share = np.clip((rotations - low) / (high - low), 0, 1) if high > low else (rotations > high).astype(float)
-    divisors: npt.NDArray[np.float64] = 1 / ((1 - share) / factor + share)
+    divisors: Doubles = 1 / ((1 - share) / factor + share)
     return divisors
 
 

@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 
 from pqweights.checkpoint.positions import (
-    Frequencies,
+    Doubles,
     attention_factor,
     frequencies,
     is_resolved,
@@ -170,15 +170,20 @@ def _layer_otherwise(
     module: nn.Module, parameters: Mapping[str, Any], rotated: int, config: Mapping[str, Any]
 ) -> Iterator[str]:
     """Compare the rotary embeddings of a layer of mlx-lm with those of transformers, in short and in long texts."""
-    computed = _computed(module, config)
+    computed, scale = _computed(module, config)
     most, kind = _most(text_config(config)) or LONG, parameters["rope_type"]
     original = parameters.get("original_max_position_embeddings")
-    as_short, as_long = (
-        _same(computed, frequencies(parameters, rotated, length=length, most=most)) for length in (1, LONG)
-    )
-    rounded = parameters.get("truncate") is False and _same(
-        computed, frequencies({**parameters, "truncate": True}, rotated, length=1, most=most)
-    )
+
+    def same(length: int = 1, **others: Any) -> bool:
+        expected = frequencies({**parameters, **others}, rotated, length=length, most=most)
+        return (
+            computed.shape == expected.shape
+            and bool(np.allclose(computed, expected, rtol=CLOSE, atol=1e-12))
+            and abs(scale - attention_factor({**parameters, **others}, most)) <= CLOSE
+        )
+
+    as_short, as_long = same(), same(LONG)
+    rounded = parameters.get("truncate") is False and same(truncate=True)
     if kind == "longrope" and as_short != as_long:
         takes, instead, these = (
             ("short", "long", f"texts of more than {original} tokens")
@@ -199,9 +204,7 @@ def _layer_otherwise(
             "mlx-lm rounds the bounds between which YaRN interpolates, and transformers does not: some frequencies are "
             "a little different"
         )
-    elif not as_short and _same(
-        computed, frequencies({**parameters, "rope_type": "default"}, rotated, length=1, most=most)
-    ):
+    elif not as_short and same(rope_type="default"):
         yield (
             f"mlx-lm ignores the scaling of this model's rotary embeddings ({kind}): it computes something different "
             "from transformers for texts of any length"
@@ -260,11 +263,11 @@ def _grows(module: nn.Module) -> bool:
     return type(module).__name__ == "DynamicNTKScalingRoPE"
 
 
-def _computed(module: nn.Module, config: Mapping[str, Any]) -> Frequencies:
-    """Return the frequencies of rotary embeddings of mlx-lm."""
+def _computed(module: nn.Module, config: Mapping[str, Any]) -> tuple[Doubles, float]:
+    """Return the frequencies of rotary embeddings of mlx-lm, and what it multiplies queries and keys by."""
     if (periods := getattr(module, "_freqs", None)) is not None:
         inverse = 1 / np.array(periods.astype(mx.float32), dtype=np.float64)
-        return Frequencies(inverse, float(getattr(module, "mscale", getattr(module, "_scale", 1.0))))
+        return inverse, float(getattr(module, "mscale", getattr(module, "_scale", 1.0)))
     if getattr(module, "max_position_embeddings", 0) is None:
         raise ExportError(
             f"config.json: mlx-lm's model of type {model_type_of(config)} fails with rope_type dynamic, as it does not "
@@ -272,13 +275,4 @@ def _computed(module: nn.Module, config: Mapping[str, Any]) -> Frequencies:
         )
     base: float = module.base if hasattr(module, "base") else module.original_base
     scale = module.scale if isinstance(module, nn.RoPE) else 1.0
-    return Frequencies(scale * base ** (-np.arange(0, module.dims, 2) / module.dims), 1.0)
-
-
-def _same(computed: Frequencies, expected: Frequencies) -> bool:
-    one, other = computed.inverse, expected.inverse
-    return (
-        one.shape == other.shape
-        and bool(np.allclose(one, other, rtol=CLOSE, atol=1e-12))
-        and abs(computed.scale - expected.scale) <= CLOSE
-    )
+    return scale * base ** (-np.arange(0, module.dims, 2) / module.dims), 1.0
