@@ -30,12 +30,12 @@ from safetensors.numpy import load_file
 
 import pqweights
 from pqweights.formats.column_encoding import InputFactors, encode_columns
-from pqweights.formats.gguf_blocks import BlockRule, block_format
+from pqweights.formats.gguf_blocks import block_format
 from pqweights.formats.lloyd_max import codebook
 from pqweights.formats.mlx import mlx_format as packed_by_mlx
 from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.compensation import MomentsFactor, compensate, empty_matrix, factorize, order_of
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES, BlockRule
 from pqweights.kernels.groups import FloatRule, GroupRule
 from pqweights.kernels.trellis import STATES
 from pqweights.runtime.kv.polar_transform import LEVELS

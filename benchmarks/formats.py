@@ -34,7 +34,7 @@ from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import PqweightsError
 from pqweights.formats import get_codec
-from pqweights.formats.gguf_blocks import BlockRule
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 from pqweights.kernels.groups import BEST, GroupRule, unpack_bits
 from pqweights.runtime.models import Model, open_model
 from pqweights.runtime.protocol import TextWindows, compare
@@ -277,7 +277,7 @@ def gptq_weight(stored: Stored, name: str) -> Floats:
 def quantizers(form: Format, ik: Path | None) -> Iterator[tuple[str, peers.Quantizer]]:
     """The encoders of a format that is made weight by weight."""
     if form.target == GGUF:
-        rule, plain = BlockRule.of(form.name), peers.gguf_type(form.name)
+        rule, plain = BLOCK_TYPES[form.name], peers.gguf_type(form.name)
         theirs = peers.GgmlType(peers.load_ggml(), form.name.lower().replace("_k", "_K"), importance=False)
         yield LLAMA_CPP, replace(plain, prepare=theirs.prepare, encode=theirs.encode, decode=theirs.decode)
         yield OURS, replace(plain, encode=lambda weight: rule.quantize(weight.reshape(-1)).codes)

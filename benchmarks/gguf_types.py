@@ -42,8 +42,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.views import View
 from pqweights.common.options import Options
 from pqweights.common.threads import usable_cores
-from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES, decode_blocks, encode_blocks
 from pqweights.runtime.models import Model, open_model
 from pqweights.runtime.protocol import TextWindows, compare
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize

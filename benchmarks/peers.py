@@ -59,8 +59,7 @@ from pqweights.formats.master import BlockFormat, Bytes, Pass
 from pqweights.formats.trellis import Trellis
 from pqweights.formats.weight import block_count, decode_weight, encode_chunk
 from pqweights.kernels import Measures
-from pqweights.kernels.gguf_encoding import encode_blocks
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES, encode_blocks
 
 PIECE_WEIGHTS = 1 << 20
 TIMED_SECONDS = 0.1  # a timing repeats the encoding until it takes at least this long
@@ -142,12 +141,12 @@ def gguf_type(name: str) -> Quantizer:
     kind, number = BLOCK_TYPES[name], gguf.GGMLQuantizationType[name]
 
     def prepare(weight: np.ndarray) -> np.ndarray:
-        columns = math.lcm(weight.shape[1], kind.block_size)
-        return weight.reshape(-1, columns if weight.size % columns == 0 else kind.block_size)
+        columns = math.lcm(weight.shape[1], kind.group_size)
+        return weight.reshape(-1, columns if weight.size % columns == 0 else kind.group_size)
 
     return Quantizer(
         name=f"pqweights GGUF {name}",
-        counted=f"{kind.block_bytes} bytes per {kind.block_size}",
+        counted=f"{kind.block_bytes} bytes per {kind.group_size}",
         threading=POOL,
         prepare=prepare,
         encode=lambda weight: encode_blocks(name, weight, None).codes,

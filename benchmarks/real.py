@@ -59,7 +59,7 @@ from pqweights.checkpoint.gguf.file import open_gguf
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.readers import element_count
 from pqweights.checkpoint.source import open_local
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 from pqweights.runtime.folders import size
 from pqweights.runtime.models import Model, open_model
 from pqweights.runtime.protocol import TextWindows, compare

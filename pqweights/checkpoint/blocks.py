@@ -11,8 +11,7 @@ from pqweights.checkpoint.header import ByteReads, StoredTensor, TensorSpec
 from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.formats.packed import check_decoded
 from pqweights.kernels import VALUE_DTYPES
-from pqweights.kernels.gguf_encoding import decode_blocks
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES, decode_blocks
 from pqweights.kernels.recovery import RECOVERED_TYPES
 from pqweights.kernels.workers import scratch
 
@@ -20,7 +19,7 @@ from pqweights.kernels.workers import scratch
 def grid_spec(name: str, shape: tuple[int, ...], kind: str) -> TensorSpec:
     """Return the stored tensor for a weight on the grid of a type: the blocks of each row, one after the other."""
     block = BLOCK_TYPES[kind]
-    return TensorSpec(f"{name}_{kind.lower()}", "U8", (*shape[:-1], shape[-1] // block.block_size * block.block_bytes))
+    return TensorSpec(f"{name}_{kind.lower()}", "U8", (*shape[:-1], shape[-1] // block.group_size * block.block_bytes))
 
 
 def grid_of_stored(name: str) -> tuple[str, str] | None:
@@ -57,8 +56,8 @@ class BlocksTensor:
         """Decode the blocks that hold the elements, and round."""
         kind, done = BLOCK_TYPES[self.kind], 0
         while done < count:
-            first, skip = divmod(start + done, kind.block_size)
-            blocks = min(-(-(skip + count - done) // kind.block_size), max(1, self.BAND_ELEMENTS // kind.block_size))
+            first, skip = divmod(start + done, kind.group_size)
+            blocks = min(-(-(skip + count - done) // kind.group_size), max(1, self.BAND_ELEMENTS // kind.group_size))
             raw = scratch("blocks", blocks * kind.block_bytes)
             self.storage.read_into(self.stored.file, self.stored.offset + first * kind.block_bytes, raw)
             decoded = decode_blocks(self.kind, raw.reshape(blocks, -1)).reshape(-1)[skip : skip + count - done]

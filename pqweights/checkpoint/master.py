@@ -45,7 +45,7 @@ from pqweights.formats.native import Native
 from pqweights.formats.packed import QuantizedTensor
 from pqweights.formats.weight import block_count
 from pqweights.kernels import VALUE_DTYPES
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 
 # Of the format of masters, docs/format.md.
 FORMAT_VERSION = 1
@@ -304,7 +304,7 @@ class _Reader:
         if weight not in self.overrides:
             return None
         own = self._weight_settings(weight)
-        if own.dtype not in VALUE_DTYPES or not own.shape or own.shape[-1] % BLOCK_TYPES[kind].block_size:
+        if own.dtype not in VALUE_DTYPES or not own.shape or own.shape[-1] % BLOCK_TYPES[kind].group_size:
             raise _damaged(
                 f"{weight!r}: expected a float dtype and whole blocks of {kind}, found {own.dtype} {own.shape}"
             )

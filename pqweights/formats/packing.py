@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.header import TensorSpec, aligned, byte_count
 from pqweights.common.dtypes import DTYPE_BITS, float8_table, from_float32, item_bytes, to_float32
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 from pqweights.kernels.groups import FloatRule, GroupRule, Groups, pack_bits, pack_tiles, unpack_bits
 
 Bytes = npt.NDArray[np.uint8]

@@ -1,6 +1,7 @@
-"""Weights as GGUF blocks, with nearly the least squared error: what calls the encoders of each format.
+"""The block formats of GGUF, and weights as their blocks, with nearly the least squared error.
 
-native/gguf_affine.cpp has those of blocks of scales and offsets, native/gguf_grids.cpp those of grid points,
+Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, the structures block_q1_0 to block_iq4_xs).
+native/gguf_affine.cpp has the encoders of blocks of scales and offsets, native/gguf_grids.cpp those of grid points,
 native/gguf_symmetric.cpp the others, and native/gguf_formats.hpp the bytes. Where the searches begin is in
 gguf_searches.py. Blocks of short floats are encoded by native/float_groups.cpp, and packed here.
 """
@@ -8,14 +9,15 @@ gguf_searches.py. Blocks of short floats are encoded by native/float_groups.cpp,
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.kernels import native
+from pqweights.kernels.gguf_gain import with_gain
 from pqweights.kernels.gguf_grids import UNITS, grid_of
 from pqweights.kernels.gguf_searches import SEARCHES, Points
-from pqweights.kernels.gguf_types import BLOCK_TYPES, BlockType
 from pqweights.kernels.groups import BEST, FloatRule, Groups, normalized_importance
 
 Floats = npt.NDArray[np.float32]
@@ -23,6 +25,93 @@ Doubles = npt.NDArray[np.float64]
 
 # Types of short floats with scales in bytes.
 FLOATS = {"MXFP4": FloatRule("mxfp4", 4, 32, BEST), "NVFP4": FloatRule("nvfp4", 4, 16, BEST)}
+# Types that hold integers of which a block is a group: what the codes are, and whether a number is added to products.
+INTEGER_TYPES = {"Q4_0": ("INT4", False), "Q4_1": ("INT4", True), "Q8_0": ("INT8", False)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRule:
+    """One block format, whose scales are chosen by least squares. `Groups.codes` are the bytes of the blocks.
+
+    kind: what GGUF calls it
+    number: ggml's number of it
+    bits: width of a code
+    group_size: weights of a block
+    block_bytes: bytes of a block, with its scales
+    distortion: the relative squared error of Gaussian weights, which for NVFP4 depends on their size: here 0.02
+    """
+
+    kind: str
+    number: int
+    bits: int
+    group_size: int
+    block_bytes: int
+    distortion: float
+
+    name, rows = BEST, 1
+
+    @property
+    def codes(self) -> str:
+        """What codes are."""
+        return INTEGER_TYPES.get(self.kind, (self.kind, False))[0]
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits per weight, with scales."""
+        return 8 * self.block_bytes / self.group_size
+
+    def row_bytes(self, columns: int) -> int:
+        """Return the size of a row in bytes; the block size must divide its length."""
+        assert columns % self.group_size == 0
+        return columns // self.group_size * self.block_bytes
+
+    def quantize(self, values: Floats) -> Groups:
+        """Quantize whole blocks of weights."""
+        return with_gain(self.kind, encode_blocks(self.kind, values.reshape(-1, self.group_size), None))
+
+    def quantize_weighted(self, values: Floats, importance: Floats) -> Groups:
+        """Quantize whole rows, given the mean square of each input: values [rows * K], importance [K]."""
+        return encode_blocks(self.kind, values.reshape(-1, len(importance)), importance)
+
+    def decode(self, groups: Groups) -> Floats:
+        """Return the weights that llama.cpp decodes: [blocks, block size]."""
+        return self.numbers(groups.codes)
+
+    def numbers(self, codes: npt.NDArray[np.uint8]) -> Floats:
+        """Return the weights of blocks."""
+        return decode_blocks(self.kind, codes)
+
+
+BLOCK_TYPES = {
+    rule.kind: rule
+    for rule in (
+        BlockRule(kind="Q8_0", number=8, bits=8, group_size=32, block_bytes=34, distortion=2.1e-5),
+        BlockRule(kind="Q6_K", number=14, bits=6, group_size=256, block_bytes=210, distortion=2.74e-4),
+        BlockRule(kind="Q5_K", number=13, bits=5, group_size=256, block_bytes=176, distortion=1.17e-3),
+        BlockRule(kind="Q5_1", number=7, bits=5, group_size=32, block_bytes=24, distortion=1.11e-3),
+        BlockRule(kind="Q5_0", number=6, bits=5, group_size=32, block_bytes=22, distortion=1.6e-3),
+        BlockRule(kind="Q4_1", number=3, bits=4, group_size=32, block_bytes=20, distortion=4.75e-3),
+        BlockRule(kind="Q4_K", number=12, bits=4, group_size=256, block_bytes=144, distortion=4.83e-3),
+        BlockRule(kind="Q4_0", number=2, bits=4, group_size=32, block_bytes=18, distortion=6.54e-3),
+        BlockRule(kind="IQ4_NL", number=20, bits=4, group_size=32, block_bytes=18, distortion=5.41e-3),
+        BlockRule(kind="NVFP4", number=40, bits=4, group_size=64, block_bytes=36, distortion=7.9e-3),
+        BlockRule(kind="MXFP4", number=39, bits=4, group_size=32, block_bytes=17, distortion=1.24e-2),
+        BlockRule(kind="IQ4_XS", number=23, bits=4, group_size=256, block_bytes=136, distortion=5.47e-3),
+        BlockRule(kind="Q3_K", number=11, bits=3, group_size=256, block_bytes=110, distortion=2.06e-2),
+        BlockRule(kind="IQ3_S", number=21, bits=3, group_size=256, block_bytes=110, distortion=1.66e-2),
+        BlockRule(kind="IQ3_XXS", number=18, bits=3, group_size=256, block_bytes=98, distortion=3.12e-2),
+        BlockRule(kind="Q2_K", number=10, bits=2, group_size=256, block_bytes=84, distortion=6.69e-2),
+        BlockRule(kind="IQ2_S", number=22, bits=2, group_size=256, block_bytes=82, distortion=5.67e-2),
+        BlockRule(kind="IQ2_XS", number=17, bits=2, group_size=256, block_bytes=74, distortion=8.1e-2),
+        BlockRule(kind="Q2_0", number=42, bits=2, group_size=64, block_bytes=18, distortion=0.123),
+        BlockRule(kind="TQ2_0", number=35, bits=2, group_size=256, block_bytes=66, distortion=0.188),
+        BlockRule(kind="IQ2_XXS", number=16, bits=2, group_size=256, block_bytes=66, distortion=0.107),
+        BlockRule(kind="IQ1_M", number=29, bits=1, group_size=256, block_bytes=56, distortion=0.17),
+        BlockRule(kind="TQ1_0", number=34, bits=1, group_size=256, block_bytes=54, distortion=0.188),
+        BlockRule(kind="IQ1_S", number=19, bits=1, group_size=256, block_bytes=50, distortion=0.197),
+        BlockRule(kind="Q1_0", number=41, bits=1, group_size=128, block_bytes=18, distortion=0.36),
+    )
+}
 
 
 def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> Groups:
@@ -35,26 +124,26 @@ def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> 
     the same. A block's bytes depend on nothing but its weights and the importance of all columns.
     Raises ValueError if blocks do not divide the columns, or importance does not fit or is negative or not finite.
     """
-    kind = BLOCK_TYPES[type_name]
+    block = BLOCK_TYPES[type_name]
     rows, columns = values.shape
-    if columns % kind.block_size:
-        raise ValueError(f"{type_name}: {columns} columns are not a multiple of {kind.block_size}")
+    if columns % block.group_size:
+        raise ValueError(f"{type_name}: {columns} columns are not a multiple of {block.group_size}")
     factors = None if importance is None else normalized_importance(importance, columns)
     if type_name in FLOATS:
-        return _encode_floats(kind, values, factors)
-    row_blocks = columns // kind.block_size
+        return _encode_floats(block, values, factors)
+    row_blocks = columns // block.group_size
     blocks = rows * row_blocks
-    data = np.empty((blocks, kind.block_bytes), dtype=np.uint8)
+    data = np.empty((blocks, block.block_bytes), dtype=np.uint8)
     energies, errors = np.empty((2, blocks), dtype=np.float64)
     search = SEARCHES[type_name]
     native.call(
         search.kernel,
-        kind.number,
-        native.array(values, np.float32, blocks * kind.block_size),
+        block.number,
+        native.array(values, np.float32, blocks * block.group_size),
         None if factors is None else native.array(factors, np.float32, columns),
         *_points(search.starts if factors is None else search.weighted_starts),
         *_points(search.factors),
-        native.array(data, np.uint8, blocks * kind.block_bytes, written=True),
+        native.array(data, np.uint8, blocks * block.block_bytes, written=True),
         native.array(energies, np.float64, blocks, written=True),
         native.array(errors, np.float64, blocks, written=True),
         blocks,
@@ -79,11 +168,11 @@ def decode_blocks(type_name: str, data: npt.NDArray[np.uint8]) -> Floats:
     return decoded.reshape(len(data), -1)
 
 
-def _encode_floats(kind: BlockType, values: Floats, importance: Floats | None) -> Groups:
+def _encode_floats(block: BlockRule, values: Floats, importance: Floats | None) -> Groups:
     """A block has the scales of its groups, then their codes, those of the first half of a group in the low bits."""
-    rule, flat = FLOATS[kind.name], values.reshape(-1)
+    rule, flat = FLOATS[block.kind], values.reshape(-1)
     groups = rule.quantize(flat) if importance is None else rule.quantize_weighted(flat, importance)
-    in_block, half = kind.block_size // rule.group_size, rule.group_size // 2
+    in_block, half = block.group_size // rule.group_size, rule.group_size // 2
     codes = groups.codes[:, :half] | groups.codes[:, half:] << 4
     scales = groups.scales.astype(np.uint8).reshape(-1, in_block)
     squares = (numbers.reshape(-1, in_block).T for numbers in (groups.energies, groups.errors))

@@ -187,7 +187,7 @@ class GroupRule:
         return numbers * groups.scales[:, None] + groups.offsets[:, None]
 
     def enlarged(self, groups: Groups) -> Groups:
-        """Groups of BEST whose decoded weights have, on average, the size of the weights: see formats/gguf_blocks.py.
+        """Groups of BEST whose decoded weights have, on average, the size of the weights: see kernels/gguf_gain.py.
 
         Their errors are for the caller to measure.
         """

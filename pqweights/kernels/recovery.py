@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.kernels import VALUE_DTYPES, native
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 from pqweights.kernels.groups import KINDS, MOST_WEIGHTS, GroupRule, Groups
 
 Floats = npt.NDArray[np.float32]
@@ -30,13 +30,13 @@ def recover_blocks(type_name: str, values: Floats, dtype: str) -> tuple[npt.NDAr
     Returns u8 [blocks, block bytes], and of which they were found; not of zeros, which any scale is good for.
     """
     kind = BLOCK_TYPES[type_name]
-    blocks = values.size // kind.block_size
+    blocks = values.size // kind.group_size
     data = np.zeros((blocks, kind.block_bytes), dtype=np.uint8)
     recovered = np.empty(blocks, dtype=np.uint8)
     native.call(
         "recover_blocks",
         kind.number,
-        native.array(values, np.float32, blocks * kind.block_size),
+        native.array(values, np.float32, blocks * kind.group_size),
         native.array(data, np.uint8, data.size, written=True),
         native.array(recovered, np.uint8, blocks, written=True),
         blocks,

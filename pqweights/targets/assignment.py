@@ -21,9 +21,8 @@ from pqweights.common.advice import instead
 from pqweights.common.documents import as_json
 from pqweights.common.options import Options
 from pqweights.errors import OptionError, RecipeError
-from pqweights.formats.gguf_blocks import BlockRule
 from pqweights.formats.packing import RoundingRule
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BlockRule
 from pqweights.kernels.groups import FloatRule
 from pqweights.models import text_model
 from pqweights.models.description import ModelDescription
@@ -162,7 +161,7 @@ class Layers(NamedTuple):
 def distortion(rule: RoundingRule) -> float:
     """Return the relative squared error of Gaussian weights, always the same ones."""
     if isinstance(rule, BlockRule):
-        return BLOCK_TYPES[rule.kind].distortion
+        return rule.distortion
     length = rule.row_length * rule.rows if isinstance(rule, FloatRule) and rule.rows > 1 else rule.group_size
     values = np.random.default_rng(0).standard_normal(-(-SAMPLES // length) * length, dtype=np.float32)
     groups = rule.quantize(values)

@@ -26,7 +26,6 @@ from pqweights.common.strict_json import rounded
 from pqweights.common.threads import ProcessLock
 from pqweights.convert.jobs import Job
 from pqweights.convert.records import TensorRecord
-from pqweights.formats.gguf_blocks import BlockRule
 from pqweights.formats.packing import RoundingRule
 from pqweights.kernels import Doubles, load_backend
 from pqweights.kernels.compensation import (
@@ -39,6 +38,7 @@ from pqweights.kernels.compensation import (
     output_errors,
     trial_error,
 )
+from pqweights.kernels.gguf_encoding import BlockRule
 from pqweights.kernels.groups import TILE, FloatRule, GroupRule, Groups, merged, normalized_importance
 from pqweights.models.description import ModelDescription
 from pqweights.planning.inputs import KnownInputs

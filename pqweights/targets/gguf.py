@@ -42,7 +42,7 @@ from pqweights.common.markdown import fenced
 from pqweights.common.options import Options
 from pqweights.convert.plan import SmallFiles
 from pqweights.errors import ExportError, OptionError
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 from pqweights.models.diffusion import CLASS, COMFYUI, DIFFUSERS
 from pqweights.planning.layout import GgufFiles, ShardPlan, TensorPlan, cuts_together
 from pqweights.planning.recipe import Recipe

@@ -29,7 +29,7 @@ from pqweights.common.options import Options
 from pqweights.errors import OptionError
 from pqweights.formats.gguf_blocks import block_format
 from pqweights.formats.packing import PackedFormat
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 from pqweights.models import text_model
 from pqweights.models.diffusion import COMFYUI, DIFFUSERS, TYPES
 from pqweights.planning.recipe import Recipe, Weight
@@ -198,7 +198,7 @@ def _fitted(tensor: LogicalTensor, wanted: str, reason: str) -> tuple[str, str]:
     fitting = fitting_type(wanted, tensor.shape[-1])
     if fitting == wanted:
         return fitting, reason
-    size = BLOCK_TYPES[wanted].block_size
+    size = BLOCK_TYPES[wanted].group_size
     return fitting, (f"as blocks of {size} ({wanted}) do not divide its rows of {tensor.shape[-1]} weights")
 
 

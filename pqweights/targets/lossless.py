@@ -34,13 +34,11 @@ from pqweights.convert.master_config import master_config
 from pqweights.convert.plan import MASTER, Plan
 from pqweights.convert.records import TensorRecord
 from pqweights.errors import SourceChangedError, SourceError
-from pqweights.formats.gguf_blocks import BlockRule
 from pqweights.formats.native import Native, bits_of, item_width
 from pqweights.formats.packed import QuantizedTensor
 from pqweights.formats.packing import RoundingRule
 from pqweights.kernels import VALUE_DTYPES, lossless
-from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES, decode_blocks, encode_blocks
 from pqweights.kernels.groups import GroupRule
 from pqweights.kernels.lossless import CHUNK_ITEMS, Bytes, Lengths
 from pqweights.kernels.recovery import RECOVERED_TYPES, recover_blocks
@@ -112,13 +110,13 @@ class RecoveredBlocks(NamedTuple):
         """Fill the buffer with bytes of the blocks. Raises OffGridError if they do not decode to the very weights."""
         kind, dtype = BLOCK_TYPES[self.kind], self.tensor.dtype
         first, last = offset // kind.block_bytes, -(-(offset + len(buffer)) // kind.block_bytes)
-        count = (last - first) * kind.block_size
+        count = (last - first) * kind.group_size
         stored = scratch("weights of blocks", count * item_bytes(dtype))
-        self.tensor.read(first * kind.block_size, count, dtype, stored)
+        self.tensor.read(first * kind.group_size, count, dtype, stored)
         values = to_float32(stored, dtype)
         blocks, _ = recover_blocks(self.kind, values, dtype)
-        zeros = (values == 0).reshape(-1, kind.block_size).all(axis=1)  # which any scale is good for
-        blocks[zeros] = encode_blocks(self.kind, np.zeros((1, kind.block_size), dtype=np.float32), None).codes
+        zeros = (values == 0).reshape(-1, kind.group_size).all(axis=1)  # which any scale is good for
+        blocks[zeros] = encode_blocks(self.kind, np.zeros((1, kind.group_size), dtype=np.float32), None).codes
         if not np.array_equal(from_float32(decode_blocks(self.kind, blocks).reshape(-1), dtype), stored):
             name = self.tensor.name
             raise OffGridError(f"{file}: tensor {name!r} changed while it was read; run the same command again")
@@ -317,7 +315,7 @@ class LosslessJob:
 def block_grids() -> dict[str, RoundingRule]:
     """Return the grids of types of GGUF, those of the fewest bits first: many lie on that of a wider type, too."""
     types = sorted(RECOVERED_TYPES, key=lambda name: BLOCK_TYPES[name].bits_per_weight)
-    return {name: BlockRule.of(name) for name in types}
+    return {name: BLOCK_TYPES[name] for name in types}
 
 
 def grids_by_name() -> dict[str, RoundingRule]:

@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 
 from pqweights.errors import SourceError
 from pqweights.formats.packed import QuantizedTensor
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 
 
 def _fp8(folder: Path, scales: Any) -> Path:

@@ -39,8 +39,7 @@ from pqweights.common.options import Options
 from pqweights.convert.listed_files import open_result
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import MasterError
-from pqweights.kernels.gguf_encoding import encode_blocks
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES, encode_blocks
 from pqweights.kernels.recovery import recover_blocks
 from pqweights.results.verify import verify
 from pqweights.targets import lossless

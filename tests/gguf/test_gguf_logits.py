@@ -14,8 +14,7 @@ from closeness import assert_near, assert_within, bound, deviation, distance
 from gguf_cases import CASES, Case
 from gguf_files import converted, write_gguf
 
-from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES, decode_blocks, encode_blocks
 from pqweights.runtime.models import open_model
 
 # How names begin -> a kind of closeness.py; all others compute as transformers does.

@@ -22,7 +22,7 @@ from pqweights.checkpoint.gguf.sources import MODEL_TYPES
 from pqweights.checkpoint.readers import LogicalTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.common.dtypes import PACKED_DTYPES
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 from pqweights.storage.sources import open_source
 
 FAMILIES = (

@@ -29,7 +29,7 @@ from pqweights.checkpoint.gguf.mixes import (
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import OptionError
 from pqweights.formats.lloyd_max import DISTORTION
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 from pqweights.planning.recipe import NOTHING
 from pqweights.runtime import llama_library
 from pqweights.targets.gguf_types import chosen_types

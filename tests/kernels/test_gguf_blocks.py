@@ -18,9 +18,7 @@ from closeness import F32_FEW, F32_SOLVED, F64_SUM, ORTHOGONAL, SMALLEST, approx
 from ggml_quantizer import ggml_blocks, ggml_decoded
 from hard_weights import importance
 
-from pqweights.formats.gguf_blocks import BlockRule
-from pqweights.kernels.gguf_encoding import FLOATS, decode_blocks, encode_blocks
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES, FLOATS, decode_blocks, encode_blocks
 from pqweights.kernels.groups import Groups
 
 Floats = npt.NDArray[np.float32]
@@ -103,7 +101,7 @@ def decoded(name: str, out: Groups | npt.NDArray[np.uint8], shape: tuple[int, ..
 
 def written(name: str, values: Floats, factors: Floats) -> Groups:
     """What an export writes of weights whose errors count by importances."""
-    return BlockRule.of(name).quantize_weighted(values.reshape(-1), factors)
+    return BLOCK_TYPES[name].quantize_weighted(values.reshape(-1), factors)
 
 
 def relative_error(values: Floats, back: Floats, factors: Floats | None = None) -> float:
@@ -153,7 +151,7 @@ def test_bytes_decode_to_the_weights_whose_errors_are_reported(name: str, weight
         if name == "MXFP4":  # next to larger weights are numbers beyond float32
             values = np.clip(values, -(2.0**127), 2.0**127)
         found = encode_blocks(name, values, importance(512, unused=True) if weighted else None)
-        blocks = values.size // BLOCK_TYPES[name].block_size
+        blocks = values.size // BLOCK_TYPES[name].group_size
         assert found.codes.shape == (blocks, BLOCK_TYPES[name].block_bytes)
         back = decoded(name, found, values.shape)
         assert np.isfinite(back).all(), family
@@ -174,7 +172,7 @@ def test_weights_that_the_format_can_hold_hardly_change(name: str) -> None:
     held = (codes - form.last_code // 2).astype(np.float32) * np.float32(form.last_level * 2.0**-14)
     values = np.stack([np.zeros(256, dtype=np.float32), -np.zeros(256, dtype=np.float32), held])
     found = encode_blocks(name, values, None)
-    assert not found.codes[: 2 * 256 // BLOCK_TYPES[name].block_size].any()
+    assert not found.codes[: 2 * 256 // BLOCK_TYPES[name].group_size].any()
     assert (found.errors <= rounding("F32", 2) * found.energies).all()
     constants = np.repeat(np.array([[0.5], [-1], [3], [-7e-3], [6e4]], dtype=np.float32), 256, axis=1)
     back = decoded(name, encode_blocks(name, constants, None), constants.shape)
@@ -233,7 +231,7 @@ def test_weights_that_are_not_finite_show_in_their_block_alone(name: str, bad: f
     clean = encode_blocks(name, values, None)
     values[3, 300] = bad
     found = encode_blocks(name, values, None)
-    place = (3 * 512 + 300) // BLOCK_TYPES[name].block_size
+    place = (3 * 512 + 300) // BLOCK_TYPES[name].group_size
     others = np.arange(len(found.codes)) != place
     assert not np.isfinite(found.energies[place])
     assert np.array_equal(found.codes[others], clean.codes[others])
@@ -424,4 +422,4 @@ def test_error_is_below_that_of_llama_cpp(name: str) -> None:
 def test_blocks_of_scales_that_are_not_finite_are_decoded_without_a_warning(kind: str) -> None:
     for byte in (0x00, 0x7C, 0x7F, 0xFF):
         decoded = decode_blocks(kind, np.full((2, BLOCK_TYPES[kind].block_bytes), byte, dtype=np.uint8))
-        assert decoded.shape == (2, BLOCK_TYPES[kind].block_size)
+        assert decoded.shape == (2, BLOCK_TYPES[kind].group_size)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from closeness import F32_MATRIX, F32_SOLVED, SAMPLE, SMALL_SAMPLE, approx, each_near
 
-from pqweights.formats.gguf_blocks import FACTORS, BlockRule, with_gain
-from pqweights.kernels.gguf_encoding import decode_blocks, encode_blocks
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES, decode_blocks, encode_blocks
+from pqweights.kernels.gguf_gain import FACTORS, with_gain
 from pqweights.kernels.groups import Groups
 
 
@@ -39,7 +38,7 @@ def test_products_with_the_weights_keep_their_size(name: str) -> None:
 @pytest.mark.parametrize("name", FACTORS)
 def test_blocks_of_least_weighed_error_are_written_as_they_are(name: str) -> None:
     importance = np.exp(np.random.default_rng(6).standard_normal(512)).astype(np.float32)
-    rule, least = BlockRule.of(name), encode_blocks(name, weights(), importance)
+    rule, least = BLOCK_TYPES[name], encode_blocks(name, weights(), importance)
     assert np.array_equal(rule.quantize_weighted(weights().reshape(-1), importance).codes, least.codes)
     assert not np.array_equal(rule.quantize(weights().reshape(-1)).codes, encode_blocks(name, weights(), None).codes)
 

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from pqweights.kernels.gguf_encoding import encode_blocks
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES, encode_blocks
 from pqweights.kernels.groups import GroupRule, Groups
 from pqweights.kernels.recovery import RECOVERED_TYPES, recover_blocks, recover_groups
 
@@ -104,7 +103,7 @@ def test_integers_of_groups_are_found_again(rule: GroupRule, dtype: str) -> None
 @pytest.mark.parametrize("kind", RECOVERED_TYPES)
 def test_blocks_that_are_not_on_the_grid_are_not_found(kind: str) -> None:
     """Blocks in which weights were changed, or are NaN, infinite or no number of the dtype, and a block of zeros."""
-    size = BLOCK_TYPES[kind].block_size
+    size = BLOCK_TYPES[kind].group_size
     values = stored(decoded(kind, encoded(kind)[-5:]), "BF16").reshape(5, size)
     values[0, 3] = np.abs(values[0]).max() * np.float32(1.0625)
     values[0, 4] = -values[0, 3] * np.float32(1.5)
@@ -116,7 +115,7 @@ def test_blocks_that_are_not_on_the_grid_are_not_found(kind: str) -> None:
 @pytest.mark.parametrize("kind", RECOVERED_TYPES)
 def test_equal_weights_are_on_a_grid(kind: str) -> None:
     """Of each sign, where the codes of a type have both."""
-    values = np.repeat(np.array([0.0625, -1.5], dtype=np.float32), BLOCK_TYPES[kind].block_size)
+    values = np.repeat(np.array([0.0625, -1.5], dtype=np.float32), BLOCK_TYPES[kind].group_size)
     blocks, found = recover_blocks(kind, values, "BF16")
     assert found.all() and np.array_equal(stored(decoded(kind, blocks), "BF16"), values)
 

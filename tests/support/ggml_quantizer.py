@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 
 Floats = npt.NDArray[np.float32]
 
@@ -43,6 +43,6 @@ def ggml_decoded(kind: str, data: npt.NDArray[np.uint8]) -> Floats:
     """What ggml makes of blocks [blocks, block bytes]: [blocks, weights of a block]."""
     decode = getattr(ggml(), "dequantize_row_" + kind.lower().replace("_k", "_K"))
     decode.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    out = np.empty((len(data), BLOCK_TYPES[kind].block_size), dtype=np.float32)
+    out = np.empty((len(data), BLOCK_TYPES[kind].group_size), dtype=np.float32)
     decode(data.ctypes.data, out.ctypes.data, out.size)
     return out

@@ -19,8 +19,7 @@ from pqweights.checkpoint.gguf.contents import TYPE_NUMBERS
 from pqweights.checkpoint.gguf.model import GgufModel, gguf_model
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint, open_local
-from pqweights.kernels.gguf_encoding import encode_blocks
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES, encode_blocks
 
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
 ROWS = 64

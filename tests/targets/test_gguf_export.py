@@ -23,8 +23,7 @@ from helpers import read_all, run_command
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.common.units import parse_size
 from pqweights.convert.manifest import read_manifest
-from pqweights.kernels.gguf_encoding import decode_blocks
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES, decode_blocks
 from pqweights.runtime.models import open_model
 from pqweights.storage.sources import open_source
 from pqweights.targets.gguf import MODELFILE

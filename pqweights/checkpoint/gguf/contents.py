@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 
 # How many items of a list are kept; lists with a number for each layer are kept whole.
 ITEMS_KEPT = 1024
@@ -118,7 +118,7 @@ class GgufContents:
 TENSOR_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 9: ("Q8_1", 32, 40), 15: ("Q8_K", 256, 292), 24: ("I8", 1, 1),
     25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8), 30: ("BF16", 1, 2),
-} | {of.number: (of.name, of.block_size, of.block_bytes) for of in BLOCK_TYPES.values()}  # fmt: skip
+} | {of.number: (of.kind, of.group_size, of.block_bytes) for of in BLOCK_TYPES.values()}  # fmt: skip
 TYPE_NUMBERS = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
 
 # general.file_type: the mix of types that the writer of a file was asked for.

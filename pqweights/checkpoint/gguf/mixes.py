@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pqweights.checkpoint.gguf.contents import FILE_TYPES
 from pqweights.common.advice import instead
 from pqweights.errors import OptionError
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 from pqweights.models import diffusion
 
 # Types without blocks, by the names that GGUF and safetensors share.
@@ -130,7 +130,7 @@ class Mix:
             return self.type
         role = role_of(name)
         if role == OUTPUT or (role == EMBEDDING and model.tied):
-            whole = shape[-1] % BLOCK_TYPES[self.type].block_size == 0
+            whole = shape[-1] % BLOCK_TYPES[self.type].group_size == 0
             return self.output if whole else "Q8_0"
         if self.name == "MXFP4_MOE":
             return self.type if len(shape) > 2 else "Q8_0"
@@ -287,6 +287,6 @@ def may_be_quantized(name: str, shape: tuple[int, ...]) -> bool:
 def fitting_type(wanted: str, columns: int) -> str:
     """Return the type that a tensor with rows of `columns` weights gets: the wanted one, or llama.cpp's fallback."""
     for name in (wanted, FALLBACKS.get(wanted, LAST_FALLBACK)):
-        if name in PLAIN_TYPES or columns % BLOCK_TYPES[name].block_size == 0:
+        if name in PLAIN_TYPES or columns % BLOCK_TYPES[name].group_size == 0:
             return name
     return LAST_FALLBACK

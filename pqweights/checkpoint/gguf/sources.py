@@ -53,7 +53,7 @@ from pqweights.checkpoint.storage import Storage, check_not_interrupted
 from pqweights.checkpoint.wrapped import ADAPTED_TYPES
 from pqweights.common.dtypes import FLOAT_DTYPES
 from pqweights.errors import ExportError, SourceChangedError, SourceError, SourceReadError
-from pqweights.kernels.gguf_types import BLOCK_TYPES
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 from pqweights.models.description import ModelDescription
 from pqweights.models.llama_cpp import JOINED
 from pqweights.models.qwen import OF_IMAGES, TEXT_PARTS
