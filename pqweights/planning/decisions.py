@@ -25,10 +25,10 @@ from pqweights.formats import get_codec, nearest_rate
 from pqweights.kernels import BLOCK_SIZE
 from pqweights.models import text_model
 from pqweights.models.description import UNKNOWN, ModelDescription
-from pqweights.models.names import is_behind, role_name, without_numbers
+from pqweights.models.names import is_behind, without_numbers
 from pqweights.planning.layout import KEEP, QUANTIZE, TensorPlan
-from pqweights.planning.recipe import DEFAULT_BITS, Recipe, Weight, instead_of
-from pqweights.planning.roles import ROLES, Role, classify
+from pqweights.planning.recipe import DEFAULT_BITS, Recipe, instead_of
+from pqweights.planning.roles import Role, classify
 from pqweights.storage.sources import merged, open_source
 
 # Of a block of the default codec: its codes, and a norm.
@@ -60,7 +60,7 @@ def decide(recipe: Recipe, tensors: Sequence[LogicalTensor], model: ModelDescrip
     """
     named = [rule for _, rule in recipe.labelled if rule.name or rule.layers]
     about = [tensor for tensor in tensors if any(rule.is_about([tensor.name]) for rule in named)] if named else []
-    recipe.check([_weight(tensor, model) for tensor in about], [tensor.name for tensor in tensors])
+    recipe.check(model, about, [tensor.name for tensor in tensors])
     made: dict[tuple[object, ...], Decision] = {}
     kind: tuple[object, ...]
     decisions = []
@@ -80,14 +80,9 @@ def _kind(tensor: LogicalTensor, model: ModelDescription) -> tuple[object, ...]:
     return without_numbers(tensor.name), is_further, tensor.dtype, tensor.plain_dtype, tensor.shape
 
 
-def _weight(tensor: LogicalTensor, model: ModelDescription) -> Weight:
-    return Weight((tensor.name,), role_name(tensor.name, tensor.dtype, tensor.shape, model), tensor.shape)
-
-
 def _decide_one(recipe: Recipe, tensor: LogicalTensor, model: ModelDescription) -> Decision:
-    weight = _weight(tensor, model)
-    role = ROLES[weight.role]
-    rule, why = recipe.rule_for([weight])
+    role = classify(tensor.name, tensor.dtype, tensor.shape, model)
+    rule, why = recipe.rule_for(model, tensor)
     if rule is not None and rule.keep:
         return _kept(role, why)
     if role.name == "buffer" or (rule is None and role.keep is not None):

@@ -16,19 +16,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
 
 from pqweights.checkpoint.config import load_yaml
+from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.common.advice import instead, nearest
 from pqweights.common.documents import ClosedDocument, Number, as_document, as_json
 from pqweights.common.units import counted, parse_size
 from pqweights.errors import OptionError, RecipeError
 from pqweights.formats import DEFAULT_CODEC, checked_effort, checked_rate, get_codec, nearest_rate
 from pqweights.models.conventions import TEXT_LAYERS
-from pqweights.planning.roles import ROLES
+from pqweights.models.description import ModelDescription
+from pqweights.planning.roles import ROLES, names_of, role_of
 from pqweights.planning.sensitivity import Sensitivity
 
 Item = TypeVar("Item")
@@ -39,17 +41,6 @@ DEFAULT_BITS = 5
 SUFFIXES = (".yaml", ".yml")
 # Patterns on the command line that do not mean names: role:expert, layers:0-3.
 KINDS = ("role", "layers")
-
-
-class Weight(NamedTuple):
-    """A weight, as far as rules depend on it.
-
-    names: its name, and others by which it is known
-    """
-
-    names: tuple[str, ...]
-    role: str
-    shape: tuple[int, ...]
 
 
 class Rule(ClosedDocument, frozen=True, kw_only=True, omit_defaults=True):
@@ -89,16 +80,16 @@ class Rule(ClosedDocument, frozen=True, kw_only=True, omit_defaults=True):
         """Whether it gives weights of a role a format; those of a structural role only if it names the role."""
         return not ROLES[role].structural or role in self.role
 
-    def matches(self, weight: Weight) -> bool:
-        """Whether the rule decides what becomes of a weight."""
-        count = math.prod(weight.shape)
+    def matches(self, tensor: LogicalTensor, model: ModelDescription) -> bool:
+        """Whether the rule decides what becomes of a tensor of a model."""
+        count, role = math.prod(tensor.shape), role_of(tensor, model)
         return (
-            (self.keep or self.may_format(weight.role))
-            and self.is_about(weight.names)
-            and (not self.role or weight.role in self.role)
+            (self.keep or self.may_format(role))
+            and self.is_about(names_of(tensor))
+            and (not self.role or role in self.role)
             and (self.min_weights is None or count >= self.min_weights)
             and (self.max_weights is None or count <= self.max_weights)
-            and (self.dims is None or len(weight.shape) == self.dims)
+            and (self.dims is None or len(tensor.shape) == self.dims)
         )
 
 
@@ -195,15 +186,14 @@ class Recipe:
         """Whether it says more than the default: rules, or a size."""
         return bool(self.overrides or self.rules or self.goal)
 
-    def rule_for(self, weights: Iterable[Weight]) -> tuple[Rule | None, str]:
+    def rule_for(self, model: ModelDescription, *tensors: LogicalTensor) -> tuple[Rule | None, str]:
         """Return the first rule that matches one of some weights that share a format, and why it decides."""
-        several = tuple(weights)
         for label, rule in self.labelled:
-            if any(rule.matches(weight) for weight in several):
+            if any(rule.matches(tensor, model) for tensor in tensors):
                 return rule, rule.reason or label
         return None, ""
 
-    def check(self, weights: Sequence[Weight], names: Sequence[str]) -> None:
+    def check(self, model: ModelDescription, weights: Sequence[LogicalTensor], names: Sequence[str]) -> None:
         """Raise RecipeError for a rule that is about no tensor, or that can decide about none by its names.
 
         That is a pattern that matches none, a format for what gets none, and an option that comes too late.
@@ -224,15 +214,15 @@ class Recipe:
             first = next((name for name in names if rule.is_about([name])), None)
             if first is None:
                 raise RecipeError(f"{label}: matches no tensor of the layers {', '.join(map(str, rule.layers))}")
-            about = [weight for weight in weights if rule.is_about(weight.names)]
-            if not rule.keep and not any(rule.may_format(weight.role) for weight in about):
-                why = f" ({ROLES[about[0].role].keep})" if about else ""
-                name, role = (about[0].names[0], about[0].role) if about else (first, "buffer")
+            about = [weight for weight in weights if rule.is_about(names_of(weight))]
+            if not rule.keep and not any(rule.may_format(role_of(weight, model)) for weight in about):
+                name, role = (about[0].name, role_of(about[0], model)) if about else (first, "buffer")
+                why = f" ({ROLES[role].keep})" if about else ""
                 hint = "" if role == "buffer" else f"; only a rule for role:{role} quantizes those"
                 raise RecipeError(
                     f"{label}: matches nothing that it can quantize, only tensors such as {name!r}{why}{hint}"
                 )
-            taken = [weight.names[0] for weight in about if rule.matches(weight)]
+            taken = [weight.name for weight in about if rule.matches(weight, model)]
             if index < len(self.overrides) and not rule.keep and taken and decided.keys() >= set(taken):
                 before, earlier = decided[taken[0]]
                 narrower = "" if earlier.keep or set(earlier.name) == set(rule.name) else "; give it before that option"

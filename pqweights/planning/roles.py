@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.views import made_of, sources_of
 from pqweights.models.description import UNKNOWN, ModelDescription
 from pqweights.models.names import role_name
 
@@ -47,3 +49,13 @@ ROLES: dict[str, Role] = {
 def classify(name: str, dtype: str, shape: tuple[int, ...], model: ModelDescription = UNKNOWN) -> Role:
     """Return the role of a tensor."""
     return ROLES[role_name(name, dtype, shape, model)]
+
+
+def role_of(tensor: LogicalTensor, model: ModelDescription) -> str:
+    """Return the role of a tensor of a model; one that is put together from others has that of the first of them."""
+    return role_name((*sources_of(tensor), tensor)[0].name, tensor.dtype, tensor.shape, model)
+
+
+def names_of(tensor: LogicalTensor) -> tuple[str, ...]:
+    """Return the names by which rules know a tensor: its own, and those of what it is made of."""
+    return (tensor.name, *(of.name for of in made_of(tensor)))

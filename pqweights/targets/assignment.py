@@ -16,7 +16,6 @@ import numpy as np
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import sources_of
 from pqweights.common.advice import instead
 from pqweights.common.documents import as_json
 from pqweights.common.options import Options
@@ -25,10 +24,9 @@ from pqweights.formats.packing import RoundingRule
 from pqweights.kernels.gguf_encoding import BlockRule
 from pqweights.kernels.groups import FloatRule
 from pqweights.models import text_model
-from pqweights.models.description import ModelDescription
-from pqweights.models.names import role_name
 from pqweights.planning.knapsack import Choice, Solution, best_within, least_cost
-from pqweights.planning.recipe import NOTHING, Recipe, Rule, Weight
+from pqweights.planning.recipe import NOTHING, Recipe, Rule
+from pqweights.planning.roles import role_of
 from pqweights.planning.sensitivity import alphas_for, groups_of
 
 # The format of a weight that stays as it is.
@@ -67,13 +65,6 @@ def describe(recipe: Recipe) -> dict[str, Any]:
     stated: dict[str, Any] = {"rules": [as_json(rule) for rule in rules]} if rules else {}
     stated |= {} if recipe.goal is None else recipe.goal.to_json()
     return stated | ({} if recipe.sensitivity is None else {"sensitivity": recipe.sensitivity.to_json()})
-
-
-def weight_of(tensor: LogicalTensor, model: ModelDescription) -> Weight:
-    """Return a tensor as rules know it: by its own name, and those of what it is put together from."""
-    sources = sources_of(tensor) or (tensor,)
-    role = role_name(sources[0].name, tensor.dtype, tensor.shape, model)
-    return Weight((tensor.name, *(source.name for source in sources)), role, tensor.shape)
 
 
 class Candidate(NamedTuple):
@@ -151,7 +142,7 @@ class Layers(NamedTuple):
         for name, source in sources.items():
             made.setdefault(source.name, []).append(name)
         model = text_model(checkpoint.config)
-        roles = {s.name: role_name(s.name, s.dtype, s.shape, model) for s in sources.values()}
+        roles = {s.name: role_of(s, model) for s in sources.values()}
         weights = groups_of(checkpoint, list(roles.items()))
         members = {layer: [name for source in names for name in made[source]] for layer, names in weights.items()}
         return Layers(members, weights, roles)

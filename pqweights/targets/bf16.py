@@ -15,8 +15,8 @@ from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
 from pqweights.common.options import Options
 from pqweights.models.description import ModelDescription
-from pqweights.models.names import role_name
 from pqweights.planning.layout import DECODE, KEEP, TensorPlan
+from pqweights.planning.roles import role_of
 from pqweights.targets.integers import Assignment
 from pqweights.targets.loading import LoadableModel, by_transformers
 from pqweights.targets.target import TRANSFORMERS, ExportSettings, ExportTarget, one_of
@@ -41,11 +41,6 @@ def _assign(dtype: str, checkpoint: Checkpoint, name: str | None) -> Assignment:
         ),
         plain_dtype=stored,
     )
-
-
-def role_of(tensor: LogicalTensor, model: ModelDescription) -> str:
-    """Return the role of a tensor of a model; one that is put together from others has that of the first of them."""
-    return role_name((*sources_of(tensor), tensor)[0].name, tensor.dtype, tensor.shape, model)
 
 
 def plain_plan(

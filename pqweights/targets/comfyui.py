@@ -22,7 +22,8 @@ from pqweights.models import text_model
 from pqweights.models.diffusion import find_family
 from pqweights.planning.layout import DEFAULT_METADATA
 from pqweights.planning.recipe import Recipe
-from pqweights.targets.assignment import describe, recipe_of, weight_of
+from pqweights.planning.roles import names_of
+from pqweights.targets.assignment import describe, recipe_of
 from pqweights.targets.carried import plain_beside_codes
 from pqweights.targets.integers import Assignment
 from pqweights.targets.linear import PLAIN_IN_SOURCE
@@ -57,10 +58,10 @@ def _assign(
     matrices = [of for of in tensors if found.in_blocks(of.name) and found.is_matrix(of.name, of.shape)]
     stay = plain_beside_codes(checkpoint.tensors, _rule(1))
     decisions, layers = dict[str, PackedFormat | str](), {}
-    weights = [weight_of(of, text_model(checkpoint.config)) for of in matrices]
-    for tensor, weight in zip(matrices, weights, strict=True):
+    model = text_model(checkpoint.config)
+    for tensor in matrices:
         name = tensor.name
-        rule, why = recipe.rule_for([weight])
+        rule, why = recipe.rule_for(model, tensor)
         if rule is not None and rule.keep:
             decisions[name] = why
         elif rule is None and found.prefix + name in stay:
@@ -69,7 +70,7 @@ def _assign(
             how = _rule(tensor.shape[-1])
             decisions[name] = PackedFormat(how, COMFYUI, label=how.kind, reason=why or None, unit_of=name)
             layers[name.removesuffix(".weight")] = FORMATS[(rule and rule.format) or format_name]
-    recipe.check(weights, [name for of in tensors for name in weight_of(of, text_model(checkpoint.config)).names])
+    recipe.check(model, matrices, [name for of in tensors for name in names_of(of)])
     if not layers:
         raise ExportError("none of its weights is a matrix of a block that becomes FP8")
     name = (base_name or called or "model").rpartition("/")[2]

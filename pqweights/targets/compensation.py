@@ -42,7 +42,7 @@ from pqweights.kernels.gguf_encoding import BlockRule
 from pqweights.kernels.groups import TILE, FloatRule, GroupRule, Groups, merged, normalized_importance
 from pqweights.models.description import ModelDescription
 from pqweights.planning.inputs import KnownInputs
-from pqweights.targets.bf16 import role_of
+from pqweights.planning.roles import role_of
 from pqweights.targets.integers import IntegerJob
 from pqweights.targets.target import GPTQ, IMPORTANCE
 

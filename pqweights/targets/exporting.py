@@ -45,12 +45,13 @@ from pqweights.planning.layout import (
     stored_bytes,
     total,
 )
+from pqweights.planning.roles import role_of
 from pqweights.storage import Store
 from pqweights.storage.addresses import is_repository_id
 from pqweights.storage.sources import place_apart
 from pqweights.targets import get_target
 from pqweights.targets.architectures import unexamined_warnings
-from pqweights.targets.bf16 import is_weight, plain_plan, role_of, stored_dtype
+from pqweights.targets.bf16 import is_weight, plain_plan, stored_dtype
 from pqweights.targets.carried import carried_unit
 from pqweights.targets.compensation import CompensatedJob, Compensation, WeightedJob
 from pqweights.targets.integers import Assignment, IntegerJob

@@ -32,7 +32,8 @@ from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 from pqweights.models import text_model
 from pqweights.models.diffusion import COMFYUI, DIFFUSERS, TYPES
-from pqweights.planning.recipe import Recipe, Weight
+from pqweights.planning.recipe import Recipe
+from pqweights.planning.roles import names_of
 from pqweights.targets.assignment import (
     PLAIN_ERROR,
     Candidate,
@@ -40,7 +41,6 @@ from pqweights.targets.assignment import (
     chosen_within,
     describe,
     recipe_of,
-    weight_of,
 )
 
 DEFAULT_TYPE = "q4_k_m"
@@ -121,7 +121,7 @@ def chosen_types(
     shape = _shape_of(model, imatrix=imatrix)
     result: dict[str, tuple[str, str]] = {}
     free: list[LogicalTensor] = []
-    weights: list[Weight] = []
+    weights: list[LogicalTensor] = []
     known = text_model(checkpoint.config)
     for tensor in model.tensors:
         if (plain := _plain(tensor, model)) is not None:
@@ -132,14 +132,14 @@ def chosen_types(
             wanted = mix.type_of(tensor.name, tensor.shape, shape)
         else:
             wanted = diffusion_type(mix, tensor.name)
-        weights.append(weight_of(tensor, known))
-        rule, why = recipe.rule_for(weights[-1:])
+        weights.append(tensor)
+        rule, why = recipe.rule_for(known, tensor)
         if rule is None:
             free.append(tensor)
         else:
             wanted, reason = rule.format or "BF16", why
         result[tensor.name] = _fitted(tensor, wanted, reason)
-    recipe.check(weights, [name for tensor in model.tensors for name in weight_of(tensor, known).names])
+    recipe.check(known, weights, [name for tensor in model.tensors for name in names_of(tensor)])
     if recipe.goal is None:
         return result
     types = [name for name in candidates(imatrix=imatrix) if model.diffusion is None or name in (*TYPES, "F16")]

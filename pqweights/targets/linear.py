@@ -29,10 +29,11 @@ from pqweights.models.description import ModelDescription
 from pqweights.models.names import fused_layer
 from pqweights.planning.decisions import is_rounded_by_default
 from pqweights.planning.layout import stored_bytes
-from pqweights.planning.recipe import Recipe, Weight
+from pqweights.planning.recipe import Recipe
+from pqweights.planning.roles import names_of, role_of
 from pqweights.targets.architectures import check_architecture
-from pqweights.targets.assignment import PLAIN, PLAIN_ERROR, Candidate, chosen_within, distortion, weight_of
-from pqweights.targets.bf16 import is_weight, role_of, stored_dtype
+from pqweights.targets.assignment import PLAIN, PLAIN_ERROR, Candidate, chosen_within, distortion
+from pqweights.targets.bf16 import is_weight, stored_dtype
 from pqweights.targets.carried import plain_beside_codes
 from pqweights.targets.experts import is_stack
 from pqweights.targets.integers import Assignment
@@ -181,7 +182,7 @@ def linear_weights(
     formats_of = functools.partial(_formats_of, model=model, formats=formats, expert_columns=of_experts)
     fused_with: dict[str, list[LogicalTensor]] = {}
     free: dict[str, Sequence[LogicalTensor]] = {}  # layers about which no rule decides
-    known: list[Weight] = []
+    known: list[LogicalTensor] = []
     for key, layer in _fused_layers(checkpoint, model).items():
         possible = [tensor for tensor in layer if is_weight(tensor, weights) and tensor.name not in decisions]
         names = [tensor.name for tensor in possible]
@@ -190,9 +191,8 @@ def linear_weights(
             decisions |= dict.fromkeys(names, FUSED_WITH_KEPT)
             fused_with[kept] = possible
         elif possible:
-            of_layer = [weight_of(tensor, model) for tensor in possible]
-            known += of_layer
-            rule, why = recipe.rule_for(of_layer)
+            known += possible
+            rule, why = recipe.rule_for(model, *possible)
             if rule is not None and rule.keep:
                 decisions |= dict.fromkeys(names, why)
             elif rule is None and stay.issuperset(names):
@@ -202,7 +202,7 @@ def linear_weights(
                 made = formats_of(possible, name, why or None, is_whole=len(possible) == len(layer))
                 decisions |= made
                 free |= {key: possible} if rule is None and _is_rounded(made) else {}
-    recipe.check(known, [name for tensor in checkpoint.tensors for name in weight_of(tensor, model).names])
+    recipe.check(model, known, [name for tensor in checkpoint.tensors for name in names_of(tensor)])
     if all(isinstance(how, str) for how in decisions.values()):
         own = [how for t in linear if (how := decisions[t.name]) not in (FUSED_WITH_KEPT, FUSED_WITH_PLAIN)]
         why = next(map(str, [*own, *decisions.values()]), "none of its weights is a linear layer that quantize encodes")
@@ -382,7 +382,7 @@ def _not_linear(
 
 def _has_format(tensor: LogicalTensor, model: ModelDescription, recipe: Recipe) -> bool:
     """Return whether a rule gives a weight a format."""
-    rule, _ = recipe.rule_for([weight_of(tensor, model)])
+    rule, _ = recipe.rule_for(model, tensor)
     return rule is not None and not rule.keep
 
 

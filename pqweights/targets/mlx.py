@@ -36,7 +36,8 @@ from pqweights.models.conventions import HEADS
 from pqweights.models.description import UNWRAPPED, ModelDescription
 from pqweights.models.names import is_leftover
 from pqweights.planning.layout import stored_bytes
-from pqweights.planning.recipe import Recipe, Weight
+from pqweights.planning.recipe import Recipe
+from pqweights.planning.roles import names_of
 from pqweights.targets.architectures import MLX as MLX_TARGET
 from pqweights.targets.architectures import check_computed, other_targets
 from pqweights.targets.assignment import (
@@ -48,9 +49,8 @@ from pqweights.targets.assignment import (
     describe,
     distortion,
     recipe_of,
-    weight_of,
 )
-from pqweights.targets.bf16 import is_weight, role_of, stored_dtype
+from pqweights.targets.bf16 import is_weight, stored_dtype
 from pqweights.targets.carried import plain_beside_codes
 from pqweights.targets.integers import Assignment
 from pqweights.targets.linear import FUSED_WITH_KEPT, HEADER_BYTES, PLAIN_IN_SOURCE, fused_warnings, kept_by_recipe
@@ -169,13 +169,9 @@ class MlxFormat:
         """Return the formats of weights that mlx-lm would quantize otherwise, None for those that stay plain."""
         weights = {name: outputs[name] for name in quantized}
         model = text_model(checkpoint.config)
-        known = {
-            name: Weight((name, *(t.name for t in made_of(o))), role_of(made_of(o)[0], model), o.shape)
-            for name, o in weights.items()
-        }
-        rules = {name: self.recipe.rule_for([weight])[0] for name, weight in known.items()}
-        others = [name for tensor in checkpoint.tensors for name in weight_of(tensor, model).names]
-        self.recipe.check([*known.values()], [*(name for of in known.values() for name in of.names), *others])
+        rules = {name: self.recipe.rule_for(model, output)[0] for name, output in weights.items()}
+        named = [name for tensor in (*weights.values(), *checkpoint.tensors) for name in names_of(tensor)]
+        self.recipe.check(model, [*weights.values()], named)
         formats = {name: rule.format or PLAIN for name, rule in rules.items() if rule is not None}
         stay = self._plain_in_source(checkpoint)
         in_source = (n for n, o in weights.items() if made_of(o) and all(of.name in stay for of in made_of(o)))
@@ -269,7 +265,7 @@ class MlxFormat:
 
     def _why_plain(self, tensor: LogicalTensor, model: ModelDescription) -> str:
         """Return why a weight stays plain whose rows groups divide."""
-        rule, why = self.recipe.rule_for([weight_of(tensor, model)])
+        rule, why = self.recipe.rule_for(model, tensor)
         if rule is not None and rule.keep:
             return why
         goal = self.recipe.goal

@@ -52,9 +52,9 @@ from pqweights.models.names import renamed, tower_of
 from pqweights.models.traits import Trait
 from pqweights.planning.layout import ShardPlan
 from pqweights.planning.recipe import Recipe
+from pqweights.planning.roles import role_of
 from pqweights.targets.architectures import renames_towers, uses_weights_early
 from pqweights.targets.assignment import describe, recipe_of
-from pqweights.targets.bf16 import role_of
 from pqweights.targets.experts import OF_STACKS, is_stack, with_single_experts, with_upright_stacks
 from pqweights.targets.integers import Assignment
 from pqweights.targets.linear import (
