@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol, Self, runtime_checkable
+from functools import cached_property, partial
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +22,12 @@ import numpy.typing as npt
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor, whole_blocks
 from pqweights.common.dtypes import convert, item_bytes
-from pqweights.common.threads import ProcessLock
 
-# Matrices of at most this many bytes are kept while parts of them are transposed.
+# Matrices of at most this many bytes are kept while parts of them are transposed, and of all together twice as many:
+# many chunks in a row need the same one. Threads share them.
 KEPT_BYTES = 1 << 26
-KEPT_MATRICES = 2
+_kept: deque[tuple[Hashable, npt.NDArray[np.uint8]]] = deque()
+_making = threading.RLock()  # a matrix may be made of one that is transposed, too
 # How many elements are read at once from rows of which only some columns are used.
 READ_ELEMENTS = 1 << 20
 
@@ -62,24 +65,6 @@ def made_of(tensor: LogicalTensor) -> tuple[LogicalTensor, ...]:
     return tensor.made_of if isinstance(tensor, EvaluatedTensor) else sources_of(tensor)
 
 
-class MatrixCache:
-    """The matrices that were transposed last, shared by all threads, because many chunks in a row need the same one."""
-
-    def __init__(self) -> None:
-        self._matrices: deque[tuple[Hashable, npt.NDArray[np.uint8]]] = deque(maxlen=KEPT_MATRICES)
-        self._making = ProcessLock()
-
-    def matrix(self, key: Hashable, make: Callable[[], npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-        """Return the matrix of a key, made by one thread at a time if it is not kept."""
-        with self._making:
-            for known, matrix in self._matrices:
-                if known == key:
-                    return matrix
-            made = make()
-            self._matrices.append((key, made))
-            return made
-
-
 @dataclass(frozen=True, kw_only=True)
 class Segment:
     """The rows first, first + step, ... of a tensor, `count` of them; a row runs along the last dimension."""
@@ -99,7 +84,6 @@ class MovedTensor:
     segments: the rows that it holds
     columns: which columns of those rows
     transposed: whether it is [..., len(columns), R], and each of its matrices is the transpose of R rows
-    cache: the cache of matrices that all tensors of an export share
     """
 
     name: str
@@ -108,7 +92,6 @@ class MovedTensor:
     segments: tuple[Segment, ...]
     columns: range
     transposed: bool
-    cache: MatrixCache
 
     @classmethod
     def of(
@@ -119,7 +102,6 @@ class MovedTensor:
         *,
         columns: range | None = None,
         transposed: bool = False,
-        cache: MatrixCache | None = None,
     ) -> Self:
         """Return a tensor of rows of others, in the dtype of the first. columns: by default all of a row of `shape`"""
         held = tuple(segments)
@@ -130,7 +112,6 @@ class MovedTensor:
             segments=held,
             columns=range(shape[-1]) if columns is None else columns,
             transposed=transposed,
-            cache=cache or MatrixCache(),
         )
 
     @property
@@ -242,10 +223,17 @@ class MovedTensor:
         return result.reshape(rows, -1)
 
     def _matrix(self, matrix: int, dtype: str) -> npt.NDArray[np.uint8]:
-        """Return one matrix before it is transposed, from the cache if it is there."""
-        width = self.shape[-1]
-        # The tensor itself is part of the key, not its id, which a later tensor may have.
-        return self.cache.matrix((self, matrix, dtype), lambda: self._rows(matrix * width, width, dtype))
+        """Return one matrix before it is transposed, read by one thread at a time if it is not kept."""
+        # A reference is not equal to one of a later tensor, whose id may be the same.
+        key, width = (weakref.ref(self), matrix, dtype), self.shape[-1]
+        with _making:
+            if (kept := next((of for known, of in _kept if known == key), None)) is not None:
+                return kept
+            made = self._rows(matrix * width, width, dtype)
+            _kept.append((key, made))
+            while sum(of.nbytes for _, of in _kept) > 2 * KEPT_BYTES:
+                _kept.popleft()
+            return made
 
 
 class Values:
@@ -253,10 +241,10 @@ class Values:
 
     def __init__(self, compute: Callable[[], dict[str, npt.NDArray[np.uint8]]]) -> None:
         """Know what computes the bytes of all of them, by name, each in its dtype."""
-        self._compute, self._lock = compute, ProcessLock()
+        self._compute, self._lock = compute, threading.Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_raw": self._raw, "_lock": self._lock}
+    def __reduce__(self) -> tuple[type[Values], tuple[Callable[[], dict[str, npt.NDArray[np.uint8]]]]]:
+        return Values, (partial(dict, self._raw),)
 
     @cached_property
     def _raw(self) -> dict[str, npt.NDArray[np.uint8]]:

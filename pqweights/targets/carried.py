@@ -22,7 +22,7 @@ from pqweights.checkpoint.blocks import BlocksTensor
 from pqweights.checkpoint.gguf.views import ComputedTensor, InterleavedTensor, RenamedTensor, SourceTensor
 from pqweights.checkpoint.native import NativeTensor
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
-from pqweights.checkpoint.views import MatrixCache, MovedTensor, ReadTogether
+from pqweights.checkpoint.views import MovedTensor, ReadTogether
 from pqweights.common.dtypes import float8_table, from_float32, to_float32
 from pqweights.formats.gguf_blocks import half_floats, pack_blocks
 from pqweights.formats.packed import QuantizedTensor
@@ -230,7 +230,7 @@ def _with_leaves(tensor: LogicalTensor, leaf: Callable[[LogicalTensor], LogicalT
         if len(sources) < len(made):
             return None
         segments: Any = tuple(replace(segment, tensor=sources[segment.tensor.name]) for segment in tensor.segments)
-        return replace(tensor, segments=segments, cache=MatrixCache())
+        return replace(tensor, segments=segments)
     if type(tensor) in (RenamedTensor, InterleavedTensor, SourceTensor) and is_dataclass(tensor):
         source = _with_leaves(tensor.source, leaf)
         return None if source is None else replace(tensor, source=source)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.checkpoint.views import MovedTensor, Segment
 from pqweights.errors import ExportError
 from pqweights.models import text_config, text_model
 from pqweights.models.conventions import STACKED_EXPERTS
@@ -29,14 +29,14 @@ def with_single_experts(checkpoint: Checkpoint) -> Checkpoint:
     traits = text_model(checkpoint.config).traits
     if not traits & {Trait.TAKES_SINGLE_EXPERTS, Trait.VLLM_TAKES_SINGLE_EXPERTS}:
         return checkpoint
-    transposed, cache = _is_transposed(checkpoint, traits), MatrixCache()
+    transposed = _is_transposed(checkpoint, traits)
     tensors: list[LogicalTensor] = []
     for tensor in checkpoint.tensors:
         match = STACKED_EXPERTS.fullmatch(tensor.name)
         if match is None or not is_stack(tensor, checkpoint.weights):
             tensors.append(tensor)
         else:
-            tensors += _singles(tensor, match["layer"], match["matrix"], transposed=transposed, cache=cache)
+            tensors += _singles(tensor, match["layer"], match["matrix"], transposed=transposed)
     return replace(checkpoint, tensors=tuple(tensors))
 
 
@@ -65,8 +65,7 @@ def with_upright_stacks(checkpoint: Checkpoint) -> Checkpoint:
     model_type = (checkpoint.config or {}).get("model_type")
     if model_type != OF_STACKS:
         raise ExportError(f"config.json: stacks of MXFP4 are for models of type {OF_STACKS}, found {model_type}")
-    cache, weights = MatrixCache(), checkpoint.weights
-    tensors = tuple(_upright(t, cache) if is_stack(t, weights) else t for t in checkpoint.tensors)
+    tensors = tuple(_upright(t) if is_stack(t, checkpoint.weights) else t for t in checkpoint.tensors)
     return replace(checkpoint, tensors=tensors)
 
 
@@ -75,7 +74,7 @@ def is_stack(tensor: LogicalTensor, weights: frozenset[str]) -> bool:
     return len(tensor.shape) == 3 and STACKED_EXPERTS.fullmatch(tensor.name) is not None and is_weight(tensor, weights)
 
 
-def _upright(tensor: LogicalTensor, cache: MatrixCache) -> MovedTensor:
+def _upright(tensor: LogicalTensor) -> MovedTensor:
     count, rows, columns = tensor.shape
     return MovedTensor(
         name=tensor.name,
@@ -84,13 +83,10 @@ def _upright(tensor: LogicalTensor, cache: MatrixCache) -> MovedTensor:
         segments=(Segment(tensor=tensor, first=0, step=1, count=count * rows),),
         columns=range(columns),
         transposed=True,
-        cache=cache,
     )
 
 
-def _singles(
-    tensor: LogicalTensor, experts: str, matrix: str, *, transposed: bool, cache: MatrixCache
-) -> Iterator[MovedTensor]:
+def _singles(tensor: LogicalTensor, experts: str, matrix: str, *, transposed: bool) -> Iterator[MovedTensor]:
     """Yield the matrices [out, in] of each expert, gate before up. transposed: whether it is [experts, in, out]"""
     count, rows, columns = tensor.shape
     outputs, inputs = (columns, rows) if transposed else (rows, columns)
@@ -106,5 +102,4 @@ def _singles(
                 segments=(Segment(tensor=tensor, first=expert * rows + run[0], step=1, count=run[1]),),
                 columns=range(part * height, (part + 1) * height) if transposed else range(inputs),
                 transposed=transposed,
-                cache=cache,
             )

@@ -31,7 +31,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
 
 from pqweights.checkpoint.readers import LogicalTensor, element_count
-from pqweights.checkpoint.views import EvaluatedTensor, Values, made_of
+from pqweights.checkpoint.views import EvaluatedTensor, made_of
 from pqweights.common.dtypes import item_bytes
 from pqweights.errors import ExportError
 from pqweights.formats.mlx import mlx_format
@@ -166,9 +166,9 @@ def _with_placeholders(
     """Return a model with placeholders, and its parameters before quantization. tensors, dtypes: see read_model"""
     model = build()
     outputs: dict[str, Output] = {}
-    values = Values(functools.partial(_computed, outputs, build, layout, tensors, dtypes))
+    compute = functools.partial(_computed, outputs, build, layout, tensors, dtypes)
     # With the sanitize of this very model: some models drop parts of themselves in it.
-    outputs |= trace(_sanitize(model, layout), tensors, dtypes, values)
+    outputs |= trace(_sanitize(model, layout), tensors, dtypes, compute)
     model.eval()
     model.load_weights([(name, placeholder(o, o.dtype)) for name, o in outputs.items()], strict=True)
     _cast(model, config)

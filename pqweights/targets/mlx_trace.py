@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import EvaluatedTensor, MatrixCache, MovedTensor, Segment, Values
+from pqweights.checkpoint.views import EvaluatedTensor, MovedTensor, Segment, Values
 
 MLX_DTYPES = {
     "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "F64": mx.float32, "BOOL": mx.bool_, "U8": mx.uint8,
@@ -32,6 +33,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in MLX_DTYPES.items() if name != "F64
 Weights = dict[str, mx.array]
 Sanitize = Callable[[Weights], Weights]
 Output = MovedTensor | EvaluatedTensor
+Compute = Callable[[], dict[str, npt.NDArray[np.uint8]]]
 
 
 def placeholder(tensor: LogicalTensor, dtype: str) -> mx.array:
@@ -40,13 +42,13 @@ def placeholder(tensor: LogicalTensor, dtype: str) -> mx.array:
 
 
 def trace(
-    sanitize: Sanitize, tensors: Mapping[str, LogicalTensor], dtypes: Mapping[str, str], values: Values
+    sanitize: Sanitize, tensors: Mapping[str, LogicalTensor], dtypes: Mapping[str, str], compute: Compute
 ) -> dict[str, Output]:
     """Run sanitize on placeholders, and return each of its outputs by name, in the order in which it returned them.
 
     tensors: those of the checkpoint, by name
     dtypes: keys of MLX_DTYPES, by name
-    values: has those of outputs that are computed
+    compute: returns the bytes of outputs that are computed, by name
 
     Raises whatever sanitize raises, and mlx's ValueError or RuntimeError if sanitize looks at values.
     """
@@ -60,7 +62,7 @@ def trace(
 
     with _contiguous_is_no_operation():
         mx.export_function(events.append, function, *(placeholder(t, dtypes[n]) for n, t in tensors.items()))
-    graph = _Graph(list(tensors.values()), events, values)
+    graph = _Graph(list(tensors.values()), events, compute)
     return {name: graph.output(name, *output) for name, output in zip(names, graph.outputs, strict=True)}
 
 
@@ -103,9 +105,9 @@ class _Rows:
 class _Graph:
     """The graph that mx.export_function reported: which node each node is made from."""
 
-    def __init__(self, tensors: list[LogicalTensor], events: list[dict[str, Any]], values: Values) -> None:
+    def __init__(self, tensors: list[LogicalTensor], events: list[dict[str, Any]], compute: Compute) -> None:
         by_type = {event["type"]: event for event in events}
-        self._tensors, self._values, self._cache = tensors, values, MatrixCache()
+        self._tensors, self._compute = tensors, compute
         self._inputs = {node[0]: index for index, node in enumerate(by_type["inputs"]["inputs"])}
         self.outputs: list[tuple[str, tuple[int, ...], mx.Dtype]] = by_type["outputs"]["outputs"]
         self._producers = {
@@ -129,8 +131,11 @@ class _Graph:
             segments=self._segments(moved.rows.reshape(-1)),
             columns=moved.columns,
             transposed=moved.axis == len(shape) - 2,
-            cache=self._cache,
         )
+
+    @functools.cached_property
+    def _values(self) -> Values:
+        return Values(self._compute)
 
     def _rows_of(self, node: str) -> _Rows | None:
         """Return where the values of a node come from; None if they are computed."""

@@ -23,7 +23,7 @@ from restated import restate_hashes
 
 import pqweights
 from pqweights.checkpoint.source import open_local
-from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.checkpoint.views import MovedTensor, Segment
 from pqweights.common.options import Options
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import MasterError
@@ -214,7 +214,7 @@ def test_stack_whose_matrices_share_superblocks_stays_packed(tmp_path: Path) -> 
     segments = (Segment(tensor=tensors_of_master["model.experts.up"], first=3, step=2, count=30),)
     layout = {"shape": (30, 7), "dtype": "F32", "columns": range(50, 57), "transposed": False}
     out = np.empty(30 * 7 * 4, dtype=np.uint8)
-    MovedTensor(name="up", segments=segments, cache=MatrixCache(), **layout).read(0, 30 * 7, "F32", out)
+    MovedTensor(name="up", segments=segments, **layout).read(0, 30 * 7, "F32", out)
     expected = exact["model.experts.up"].reshape(-1, 130)[3:63:2, 50:57]
     assert np.array_equal(out.view(np.float32).reshape(30, 7), expected.numpy())
 

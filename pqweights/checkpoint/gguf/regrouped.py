@@ -16,7 +16,7 @@ import numpy as np
 
 from pqweights.checkpoint.gguf.views import ReorderedTensor
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import MatrixCache, MovedTensor, Segment
+from pqweights.checkpoint.views import MovedTensor, Segment
 from pqweights.errors import ExportError
 from pqweights.models.conventions import LAYER, OF_ALTUP, OF_EXPERT, OF_SHARD, STACKED_EXPERTS
 from pqweights.models.llama_cpp import ALTERNATING, JOINED, Architecture, Cut, Tiled
@@ -37,19 +37,17 @@ def of_layer(name: str, known: Mapping[str, T]) -> T | None:
 
 def cut(tensors: Iterator[NamedTensor], settings: Settings) -> Iterator[NamedTensor]:
     """Yield the tensors, with several in the place of each one that llama.cpp holds in parts."""
-    cache: MatrixCache | None = None
     for known, tensor in tensors:
         match, cut = LAYER.fullmatch(known), of_layer(known, settings.architecture.cuts)
         if match is None or cut is None:
             yield known, tensor
             continue
-        cache = cache or MatrixCache()
         for part in cut.parts:
             name = f"{match[1]}{match[2]}.{part}.weight"
-            yield name, replace(_part(tensor, cut, part, settings, cache), name=name)
+            yield name, replace(_part(tensor, cut, part, settings), name=name)
 
 
-def _part(source: LogicalTensor, cut: Cut, part: str, settings: Settings, cache: MatrixCache) -> MovedTensor:
+def _part(source: LogicalTensor, cut: Cut, part: str, settings: Settings) -> MovedTensor:
     """The rows of a part as one tensor. See Cut"""
     blocks, transposed = cut.parts[part], part in cut.transposed
     sizes = [settings.number(size) for size in cut.blocks]
@@ -66,7 +64,7 @@ def _part(source: LogicalTensor, cut: Cut, part: str, settings: Settings, cache:
     rows = sum(sizes[block] for block in blocks)
     matrix = (inner, rows) if transposed else (rows, inner)
     shape = (times, *matrix) if cut.stacked else (times * rows, inner)
-    return MovedTensor.of(part, shape, segments, columns=range(inner), transposed=transposed, cache=cache)
+    return MovedTensor.of(part, shape, segments, columns=range(inner), transposed=transposed)
 
 
 def with_shards_joined(tensors: Sequence[NamedTensor]) -> Iterator[NamedTensor]:
@@ -96,19 +94,18 @@ def with_experts_stacked(tensors: Sequence[NamedTensor], settings: Settings) -> 
     if not has_stacks:
         yield from tensors
         return
-    cache = MatrixCache()
     for known, tensor in tensors:
         if match := OF_EXPERT.fullmatch(known) or OF_ALTUP.fullmatch(known):
             name = f"{match['layer']}.{match['matrix']}"
             if name in experts:
-                yield name, _stacked(name, experts.pop(name), settings, cache)
+                yield name, _stacked(name, experts.pop(name), settings)
         elif match := STACKED_EXPERTS.fullmatch(known):
-            yield from _parts_of_stack(tensor, match, settings, cache)
+            yield from _parts_of_stack(tensor, match, settings)
         else:
             yield known, tensor
 
 
-def _stacked(name: str, experts: dict[int, LogicalTensor], settings: Settings, cache: MatrixCache) -> MovedTensor:
+def _stacked(name: str, experts: dict[int, LogicalTensor], settings: Settings) -> MovedTensor:
     """The matrices of all experts as one tensor [experts, rows, columns]."""
     count = settings.number("altup_num_inputs") - 1 if ".altup_" in name else settings.number("num_experts")
     first = next(iter(experts.values()))
@@ -120,12 +117,10 @@ def _stacked(name: str, experts: dict[int, LogicalTensor], settings: Settings, c
         )
     rows, columns = first.shape
     segments = tuple(Segment(tensor=experts[number], first=0, count=rows) for number in range(count))
-    return MovedTensor.of(name, (count, rows, columns), segments, cache=cache)
+    return MovedTensor.of(name, (count, rows, columns), segments)
 
 
-def _parts_of_stack(
-    tensor: LogicalTensor, match: re.Match[str], settings: Settings, cache: MatrixCache
-) -> Iterator[NamedTensor]:
+def _parts_of_stack(tensor: LogicalTensor, match: re.Match[str], settings: Settings) -> Iterator[NamedTensor]:
     """Yield what llama.cpp holds of a tensor of all experts: [experts, rows, columns], or biases [experts, rows]."""
     count, hidden = settings.number("num_experts"), settings.number("hidden_size")
     width = settings.number("moe_intermediate_size" if settings.get("moe_intermediate_size") else "intermediate_size")
@@ -150,7 +145,7 @@ def _parts_of_stack(
         columns = range(inner)
         if is_bias or transposed:  # outputs lie side by side
             segments, columns = [Segment(tensor=tensor, first=0, count=math.prod(expected[:-1]))], rows
-        yield name, MovedTensor.of(name, shape, segments, columns=columns, transposed=transposed, cache=cache)
+        yield name, MovedTensor.of(name, shape, segments, columns=columns, transposed=transposed)
 
 
 def rows_of_parts(down: bool, outputs: int, architecture: Architecture) -> list[tuple[str, range]]:
