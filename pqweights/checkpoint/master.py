@@ -52,21 +52,6 @@ FORMAT_VERSION = 1
 LOGICAL_DTYPES = (*FLOAT_DTYPES, *PACKED_DTYPES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Encoding:
-    """How one weight of a master is stored.
-
-    name, shape: those of the weight
-    dtype: the dtype in the source: BF16, F16, F32, F64, or a packed format
-    format: that of its last pass
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    format: MasterFormat
-
-
 def has_whole_rows(shape: tuple[int, ...], format: MasterFormat) -> bool:
     """Whether blocks of a fixed size divide the last dimension, so that the stored shapes follow the weight's."""
     if not isinstance(format, BlockFormat) or format.depends_on_size or not shape or math.prod(shape) == 0:
@@ -125,21 +110,22 @@ class NativeSource:
 
 
 def quantization_config(
-    encodings: Sequence[Encoding], kept: Sequence[str], source: NativeSource | None = None
+    weights: Sequence[tuple[LogicalTensor, MasterFormat]], kept: Sequence[str], source: NativeSource | None = None
 ) -> dict[str, Any]:
     """Return the quantization_config of a master with these weights; the most common settings become the defaults.
 
+    weights: those of the source, each with the format of its last pass
     source: what it says of its source, if a weight has the codec `native`
     """
-    formats = [e.format for e in encodings]
+    formats = [format for _, format in weights]
     defaults: dict[str, Any] = {
         "codec": _most_common([format.codec for format in formats]),
         "bits": _most_common([format.bits for format in formats]),
-        "dtype": _most_common([e.dtype for e in encodings]),
+        "dtype": _most_common([weight.dtype for weight, _ in weights]),
     }
     for key in stated_defaults(MASTER_CODECS.values()):
         defaults[key] = _most_common([format.settings[key] for format in formats if key in format.settings])
-    overrides = {e.name: own for e in encodings if (own := _override(e, defaults))}
+    overrides = {weight.name: own for weight, format in weights if (own := _override(weight, format, defaults))}
     levels: dict[str, dict[str, Any]] = {}
     for (codec, bits), format in sorted({(format.codec, format.bits): format for format in formats}.items()):
         tables = format.tables()
@@ -167,14 +153,13 @@ def _most_common(values: list[Any]) -> Any:
     return Counter(values).most_common(1)[0][0] if values else None
 
 
-def _override(encoding: Encoding, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an encoding that differ from the defaults."""
-    format = encoding.format
-    own = {"codec": format.codec, "bits": format.bits, "dtype": encoding.dtype, **format.stated()}
+def _override(weight: LogicalTensor, format: MasterFormat, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a weight that differ from the defaults."""
+    own = {"codec": format.codec, "bits": format.bits, "dtype": weight.dtype, **format.stated()}
     expected = {**format.settings, **defaults}
     result = {key: value for key, value in own.items() if value != expected[key]}
-    if not has_whole_rows(encoding.shape, format):
-        result["shape"] = list(encoding.shape)
+    if not has_whole_rows(weight.shape, format):
+        result["shape"] = list(weight.shape)
     return result
 
 

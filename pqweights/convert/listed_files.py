@@ -15,17 +15,16 @@ from pqweights.checkpoint.companions import REASONS, is_needed, outside
 from pqweights.checkpoint.digests import REMEDY, CheckedReads
 from pqweights.checkpoint.file_reader import FileState
 from pqweights.checkpoint.header import StoredTensor, TensorSpec
-from pqweights.checkpoint.master import Encoding
 from pqweights.checkpoint.names import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, is_inside
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint, open_files
 from pqweights.checkpoint.storage import Storage
 from pqweights.checkpoint.unfinished import describe_interrupted, is_interrupted, journal_line
 from pqweights.convert.manifest import Manifest, find_manifest, shards_of
-from pqweights.convert.master_config import encodings
 from pqweights.errors import MasterError
+from pqweights.formats.master import MasterFormat
 from pqweights.formats.native import Native
-from pqweights.planning.layout import QUANTIZE
+from pqweights.planning.layout import QUANTIZE, TensorPlan, format_of
 
 SizeOf = Callable[[str], int | None]
 
@@ -89,18 +88,19 @@ def config_problems(config: Mapping[str, Any], tensors: Iterable[LogicalTensor],
     tensors: the logical tensors that were found by it
     """
     configured = {t.name: t for t in tensors if isinstance(t, EncodedTensor)}
-    expected = {e.name: e for e in encodings(manifest.tensors, manifest.records)}
+    quantized = ((tensor, record.state or {}) for tensor, record in manifest.pairs if tensor.action == QUANTIZE)
+    expected = {tensor.name: (tensor, format_of(tensor, state)) for tensor, state in quantized}
     for name in sorted(expected.keys() ^ configured.keys()):
         yield f"{CONFIG_FILE}: weight {name!r} is quantized in only one of configuration and manifest"
     for name in sorted(expected.keys() & configured.keys()):
-        yield from _weight_problems(expected[name], configured[name])
+        yield from _weight_problems(*expected[name], configured[name])
     if config.get("kept") != [t.name for t in manifest.tensors if t.action != QUANTIZE]:
         yield f"{CONFIG_FILE}: kept: is not the list of kept tensors in the manifest"
 
 
-def _weight_problems(expected: Encoding, configured: EncodedTensor) -> Iterator[str]:
-    """Yield what a configuration states of a weight, and the manifest does not."""
-    ours, theirs = expected.format, configured.format
+def _weight_problems(expected: TensorPlan, ours: MasterFormat, configured: EncodedTensor) -> Iterator[str]:
+    """Yield what a configuration states of a weight, and the manifest does not. ours: its format in the manifest"""
+    theirs = configured.format
     settings, others = ours.stated(), theirs.stated()
     stated: dict[str, tuple[Any, Any]] = {
         "shape": (expected.shape, configured.shape),

@@ -8,7 +8,7 @@ from typing import Any
 from pqweights.checkpoint.blocks import grid_of_stored, grid_spec
 from pqweights.checkpoint.config import edited_config, guarded_config, model_dtype, quantization_settings
 from pqweights.checkpoint.header import TensorSpec
-from pqweights.checkpoint.master import Encoding, NativeSource, quantization_config
+from pqweights.checkpoint.master import NativeSource, quantization_config
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.convert.records import TensorRecord
 from pqweights.formats.native import CODED, Native
@@ -21,17 +21,13 @@ def master_config(
     """Return the config.json of a master, with a quantization_config of ours."""
     dtype = model_dtype(checkpoint.config, checkpoint.tensors)
     kept = [tensor.name for tensor in tensors if tensor.action == KEEP]
-    quantization = quantization_config(encodings(tensors, records), kept, native_source(checkpoint, tensors))
-    return guarded_config(edited_config(checkpoint.config, dtype, old_dtype=dtype), quantization)
-
-
-def encodings(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> list[Encoding]:
-    """Return how each quantized tensor of a finished plan is stored."""
-    return [
-        Encoding(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, format=format_of(tensor, record.state or {}))
-        for tensor, record in zip(tensors, records, strict=True)
-        if tensor.action == QUANTIZE
+    weights = [
+        (tensor, format_of(planned, record.state or {}))
+        for tensor, planned, record in zip(checkpoint.tensors, tensors, records, strict=True)
+        if planned.action == QUANTIZE
     ]
+    quantization = quantization_config(weights, kept, native_source(checkpoint, tensors))
+    return guarded_config(edited_config(checkpoint.config, dtype, old_dtype=dtype), quantization)
 
 
 def native_source(checkpoint: Checkpoint, tensors: Sequence[TensorPlan]) -> NativeSource | None:
