@@ -188,10 +188,10 @@ def _read_by(tensor: LogicalTensor, number: int) -> list[tuple[str, int, bool]]:
     if not isinstance(tensor, View):
         return [(tensor.name, number, False)]
     result = []
-    for run in tensor.runs_of_matrix(number) or ():
-        height = run.tensor.shape[-2]
-        first, last = sorted((run.first // height, (run.first + run.step * (run.count - 1)) // height))
-        result += [(run.tensor.name, matrix, tensor.transposed) for matrix in range(first, last + 1)]
+    for source, rows in tensor.runs_of_matrix(number) or ():
+        height = source.shape[-2]
+        first, last = sorted((rows[0] // height, rows[-1] // height))
+        result += [(source.name, matrix, tensor.transposed) for matrix in range(first, last + 1)]
     return result
 
 

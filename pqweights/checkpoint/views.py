@@ -32,6 +32,10 @@ _making = threading.RLock()  # a matrix may be made of one that is transposed, t
 READ_ELEMENTS = 1 << 20
 
 
+# Some rows of a tensor; a row runs along the last dimension.
+Rows = tuple[LogicalTensor, range]
+
+
 @runtime_checkable
 class View(Protocol):
     """A tensor that is made of others."""
@@ -46,7 +50,7 @@ class View(Protocol):
         """Whether its matrices are transposed ones of the sources."""
         ...
 
-    def runs_of_matrix(self, number: int) -> list[Segment] | None:
+    def runs_of_matrix(self, number: int) -> list[Rows] | None:
         """Return the rows of the sources that one of its matrices is made of; None if they are not whole rows."""
         ...
 
@@ -65,16 +69,6 @@ def made_of(tensor: LogicalTensor) -> tuple[LogicalTensor, ...]:
     return tensor.made_of if isinstance(tensor, EvaluatedTensor) else sources_of(tensor)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """The rows first, first + step, ... of a tensor, `count` of them; a row runs along the last dimension."""
-
-    tensor: LogicalTensor
-    first: int
-    step: int = 1
-    count: int
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MovedTensor:
     """A tensor that only moves values of others.
@@ -89,7 +83,7 @@ class MovedTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    segments: tuple[Segment, ...]
+    segments: tuple[Rows, ...]
     columns: range
     transposed: bool
 
@@ -98,7 +92,7 @@ class MovedTensor:
         cls,
         name: str,
         shape: tuple[int, ...],
-        segments: Iterable[Segment],
+        segments: Iterable[Rows],
         *,
         columns: range | None = None,
         transposed: bool = False,
@@ -108,7 +102,7 @@ class MovedTensor:
         return cls(
             name=name,
             shape=shape,
-            dtype=held[0].tensor.plain_dtype,
+            dtype=held[0][0].plain_dtype,
             segments=held,
             columns=range(shape[-1]) if columns is None else columns,
             transposed=transposed,
@@ -122,7 +116,7 @@ class MovedTensor:
     @cached_property
     def sources(self) -> tuple[LogicalTensor, ...]:
         """The tensors that it is made of, each once."""
-        return tuple({segment.tensor.name: segment.tensor for segment in self.segments}.values())
+        return tuple({tensor.name: tensor for tensor, _ in self.segments}.values())
 
     @cached_property
     def parts(self) -> tuple[StoredTensor, ...]:
@@ -131,7 +125,7 @@ class MovedTensor:
 
     @cached_property
     def _ends(self) -> list[int]:
-        return list(itertools.accumulate(segment.count for segment in self.segments))
+        return list(itertools.accumulate(len(rows) for _, rows in self.segments))
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Read the rows that hold the elements, straight into `out` if they lie together."""
@@ -153,17 +147,17 @@ class MovedTensor:
     def _read_whole(self, row: int, rows: int, dtype: str, out: npt.NDArray[np.uint8]) -> bool:
         """Read whole rows straight into `out` if they lie together in one tensor; return whether they do."""
         runs = list(self._runs(row, rows))
-        if len(runs) != 1 or runs[0].step != 1 or not self._all_columns(runs[0]):
+        tensor, held = runs[0]
+        if len(runs) != 1 or held.step != 1 or not self._all_columns(tensor):
             return False
         width = len(self.columns)
-        runs[0].tensor.read(runs[0].first * width, rows * width, dtype, out)
+        tensor.read(held.start * width, rows * width, dtype, out)
         return True
 
-    def _all_columns(self, run: Segment) -> bool:
-        shape = run.tensor.shape
-        return self.columns == range(shape[-1] if shape else 1)
+    def _all_columns(self, tensor: LogicalTensor) -> bool:
+        return self.columns == range(tensor.shape[-1] if tensor.shape else 1)
 
-    def runs_of_matrix(self, number: int) -> list[Segment] | None:
+    def runs_of_matrix(self, number: int) -> list[Rows] | None:
         """Return the rows of the sources that one of its matrices is made of.
 
         None if it holds only a part of each of them, or, transposed, if they are not one whole matrix.
@@ -171,38 +165,37 @@ class MovedTensor:
         height, width = self.shape[-2:]
         if not self.transposed:
             runs = list(self._runs(number * height, height))
-            return runs if all(self._all_columns(run) for run in runs) else None
+            return runs if all(self._all_columns(tensor) for tensor, _ in runs) else None
         runs = list(self._runs(number * width, width))
-        run = runs[0]
-        is_whole = len(runs) == 1 and run.step == 1 and run.first % width == 0 and run.tensor.shape[-2] == width
+        tensor, rows = runs[0]
+        is_whole = len(runs) == 1 and rows.step == 1 and rows.start % width == 0 and tensor.shape[-2] == width
         return runs if is_whole else None
 
-    def _runs(self, row: int, rows: int) -> Iterator[Segment]:
+    def _runs(self, row: int, rows: int) -> Iterator[Rows]:
         """Yield the rows of the sources that are the rows [row, row + rows)."""
         index = bisect.bisect_right(self._ends, row)
         while rows:
-            segment = self.segments[index]
-            skip = row - (self._ends[index] - segment.count)
-            count = min(rows, segment.count - skip)
-            first = segment.first + skip * segment.step
-            yield Segment(tensor=segment.tensor, first=first, step=segment.step, count=count)
-            row, rows, index = row + count, rows - count, index + 1
+            tensor, held = self.segments[index]
+            skip = row - (self._ends[index] - len(held))
+            run = held[skip : skip + rows]
+            yield tensor, run
+            row, rows, index = row + len(run), rows - len(run), index + 1
 
     def _rows(self, row: int, rows: int, dtype: str, *, columns: range | None = None) -> npt.NDArray[np.uint8]:
         """Read the columns of rows of the segments: [rows, bytes]."""
         columns = self.columns if columns is None else columns
         result = np.empty((rows, len(columns), item_bytes(dtype)), dtype=np.uint8)
         done = 0
-        for run in self._runs(row, rows):
-            into = result[done : done + run.count]
+        for tensor, run in self._runs(row, rows):
+            into = result[done : done + len(run)]
             low, high = min(columns[0], columns[-1]), max(columns[0], columns[-1]) + 1
-            width = run.tensor.shape[-1]
+            width = tensor.shape[-1]
             # Where blocks are larger than rows, each row alone would decode most of what the next one needs.
-            if (run.step == 1 and 2 * (high - low) > width) or 0 < run.step * width < whole_blocks(run.tensor, 1):
-                _read_together(run, columns, dtype=dtype, into=into)
+            if (run.step == 1 and 2 * (high - low) > width) or 0 < run.step * width < whole_blocks(tensor, 1):
+                _read_together(tensor, run, columns, dtype=dtype, into=into)
             else:
-                _read_one_by_one(run, columns, dtype=dtype, into=into)
-            done += run.count
+                _read_one_by_one(tensor, run, columns, dtype=dtype, into=into)
+            done += len(run)
         return result.reshape(rows, -1)
 
     def _transposed_rows(self, row: int, rows: int, dtype: str) -> npt.NDArray[np.uint8]:
@@ -321,24 +314,28 @@ class ReadTogether:
         self.tensor.read(start, count, dtype, out)
 
 
-def _read_together(run: Segment, columns: range, *, dtype: str, into: npt.NDArray[np.uint8]) -> None:
+def _read_together(
+    tensor: LogicalTensor, rows: range, columns: range, *, dtype: str, into: npt.NDArray[np.uint8]
+) -> None:
     """Read rows with those between them, many at a time, and keep their columns: into [rows, columns, bytes]."""
-    width, size = run.tensor.shape[-1], item_bytes(dtype)
-    at_once = max(1, READ_ELEMENTS // (width * run.step))
-    for first in range(0, run.count, at_once):
-        count = min(at_once, run.count - first)
-        rows = (count - 1) * run.step + 1
-        block = np.empty(rows * width * size, dtype=np.uint8)
-        run.tensor.read((run.first + first * run.step) * width, rows * width, dtype, block)
-        kept = block.reshape(rows, width, size)[:: run.step]
-        into[first : first + count] = kept[:, columns.start :: columns.step][:, : len(columns)]
+    width, size = tensor.shape[-1], item_bytes(dtype)
+    at_once = max(1, READ_ELEMENTS // (width * rows.step))
+    for first in range(0, len(rows), at_once):
+        run = rows[first : first + at_once]
+        height = run[-1] + 1 - run[0]
+        block = np.empty(height * width * size, dtype=np.uint8)
+        tensor.read(run[0] * width, height * width, dtype, block)
+        kept = block.reshape(height, width, size)[:: run.step]
+        into[first : first + len(run)] = kept[:, columns.start :: columns.step][:, : len(columns)]
 
 
-def _read_one_by_one(run: Segment, columns: range, *, dtype: str, into: npt.NDArray[np.uint8]) -> None:
+def _read_one_by_one(
+    tensor: LogicalTensor, rows: range, columns: range, *, dtype: str, into: npt.NDArray[np.uint8]
+) -> None:
     """Read the part of each row that holds the columns: into [rows, columns, bytes]."""
-    width, size = run.tensor.shape[-1], item_bytes(dtype)
+    width, size = tensor.shape[-1], item_bytes(dtype)
     low, high = min(columns[0], columns[-1]), max(columns[0], columns[-1]) + 1
     strip = np.empty((high - low) * size, dtype=np.uint8)
-    for number in range(run.count):
-        run.tensor.read((run.first + number * run.step) * width + low, high - low, dtype, strip)
+    for number, row in enumerate(rows):
+        tensor.read(row * width + low, high - low, dtype, strip)
         into[number] = strip.reshape(-1, size)[:: columns.step]

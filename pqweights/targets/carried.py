@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -229,7 +228,7 @@ def _with_leaves(tensor: LogicalTensor, leaf: Callable[[LogicalTensor], LogicalT
         sources = {name: source for name, source in made.items() if source is not None}
         if len(sources) < len(made):
             return None
-        segments: Any = tuple(replace(segment, tensor=sources[segment.tensor.name]) for segment in tensor.segments)
+        segments = tuple((sources[source.name], rows) for source, rows in tensor.segments)
         return replace(tensor, segments=segments)
     if type(tensor) in (RenamedTensor, InterleavedTensor, SourceTensor) and is_dataclass(tensor):
         source = _with_leaves(tensor.source, leaf)

@@ -163,11 +163,11 @@ def _source(tensor: LogicalTensor, number: int, inputs: KnownInputs) -> int | st
         runs, vectors = tensor.runs_of_matrix(number), set()
         if runs is None:
             return "its rows are not whole rows of other weights"
-        for run in runs:
-            height = run.tensor.shape[-2]
-            first, last = sorted((run.first // height, (run.first + run.step * (run.count - 1)) // height))
+        for source, rows in runs:
+            height = source.shape[-2]
+            first, last = sorted((rows[0] // height, rows[-1] // height))
             for matrix in range(first, last + 1):
-                vectors.add(_vector_of(run.tensor, matrix, inputs, transposed=tensor.transposed))
+                vectors.add(_vector_of(source, matrix, inputs, transposed=tensor.transposed))
     if len(vectors) != 1:
         reasons = sorted(vector for vector in vectors if isinstance(vector, str))
         return reasons[0] if reasons else "its rows have different inputs"

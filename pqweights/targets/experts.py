@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import MovedTensor, Segment
+from pqweights.checkpoint.views import MovedTensor
 from pqweights.errors import ExportError
 from pqweights.models import text_config, text_model
 from pqweights.models.conventions import STACKED_EXPERTS
@@ -80,7 +80,7 @@ def _upright(tensor: LogicalTensor) -> MovedTensor:
         name=tensor.name,
         shape=(count, columns, rows),
         dtype=tensor.plain_dtype,
-        segments=(Segment(tensor=tensor, first=0, step=1, count=count * rows),),
+        segments=((tensor, range(count * rows)),),
         columns=range(columns),
         transposed=True,
     )
@@ -94,12 +94,12 @@ def _singles(tensor: LogicalTensor, experts: str, matrix: str, *, transposed: bo
     height = outputs // len(names)
     for expert in range(count):
         for part, name in enumerate(names):
-            run = (0, rows) if transposed else (part * height, height)
+            first, held = (0, rows) if transposed else (part * height, height)
             yield MovedTensor(
                 name=f"{experts}.{expert}.{name}.weight",
                 shape=(height, inputs),
                 dtype=tensor.plain_dtype,
-                segments=(Segment(tensor=tensor, first=expert * rows + run[0], step=1, count=run[1]),),
+                segments=((tensor, range(expert * rows + first, expert * rows + first + held)),),
                 columns=range(part * height, (part + 1) * height) if transposed else range(inputs),
                 transposed=transposed,
             )

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import EvaluatedTensor, MovedTensor, Segment, Values
+from pqweights.checkpoint.views import EvaluatedTensor, MovedTensor, Rows, Values
 
 MLX_DTYPES = {
     "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "F64": mx.float32, "BOOL": mx.bool_, "U8": mx.uint8,
@@ -167,7 +167,7 @@ class _Graph:
                 )
         return {self._inputs[name] for name in seen & self._inputs.keys()}
 
-    def _segments(self, rows: npt.NDArray[np.int64]) -> tuple[Segment, ...]:
+    def _segments(self, rows: npt.NDArray[np.int64]) -> tuple[Rows, ...]:
         """Divide rows into runs of a constant step within one source, greedily from the first row on."""
         sources = np.searchsorted(self._first_rows, rows, side="right") - 1
         within = rows - self._first_rows[sources]
@@ -182,8 +182,8 @@ class _Graph:
             if step > 0:
                 index = bisect.bisect_left(changes, end)
                 end = (changes[index] if index < len(changes) else len(steps)) + 1
-            tensor = self._tensors[sources[start]]
-            segments.append(Segment(tensor=tensor, first=int(within[start]), step=max(step, 1), count=end - start))
+            first, step = int(within[start]), max(step, 1)
+            segments.append((self._tensors[sources[start]], range(first, first + (end - start) * step, step)))
             start = end
         return tuple(segments)
 

@@ -23,7 +23,7 @@ from restated import restate_hashes
 
 import pqweights
 from pqweights.checkpoint.source import open_local
-from pqweights.checkpoint.views import MovedTensor, Segment
+from pqweights.checkpoint.views import MovedTensor
 from pqweights.common.options import Options
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import MasterError
@@ -211,7 +211,7 @@ def test_stack_whose_matrices_share_superblocks_stays_packed(tmp_path: Path) -> 
     ids = torch.tensor([[300, 0, 7, 8], [7, 150, 299, 0]])
     assert torch.equal(torch.nn.functional.embedding(ids, embeddings), exact[EMBEDDING][ids])
     # Exports take gate and up apart, whose rows alternate in some models.
-    segments = (Segment(tensor=tensors_of_master["model.experts.up"], first=3, step=2, count=30),)
+    segments = ((tensors_of_master["model.experts.up"], range(3, 63, 2)),)
     layout = {"shape": (30, 7), "dtype": "F32", "columns": range(50, 57), "transposed": False}
     out = np.empty(30 * 7 * 4, dtype=np.uint8)
     MovedTensor(name="up", segments=segments, **layout).read(0, 30 * 7, "F32", out)

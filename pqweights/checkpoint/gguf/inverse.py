@@ -30,7 +30,7 @@ from pqweights.checkpoint.gguf.views import (
 )
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import MovedTensor, Segment
+from pqweights.checkpoint.views import MovedTensor
 from pqweights.errors import SourceError
 from pqweights.models.conventions import LAYER, OF_TABLE, STACKED_EXPERTS
 from pqweights.models.llama_cpp import Cut, first_class
@@ -192,7 +192,7 @@ def _unchanged(view: RenamedTensor, held: LogicalTensor) -> LogicalTensor:
 
 def _moved_pieces(view: MovedTensor, held: LogicalTensor) -> Iterator[Piece]:
     """Yield the rows that a view has moved: whole ones, or columns of all rows of one tensor, see `_parts_of_stack`."""
-    tensor, columns = view.segments[0].tensor, view.columns
+    tensor, columns = view.segments[0][0], view.columns
     source, outputs = _origin(tensor), tensor.shape[-1]
     if len(tensor.shape) > 1 and columns != range(outputs):
         transposed = view.transposed
@@ -211,11 +211,10 @@ def _moved_pieces(view: MovedTensor, held: LogicalTensor) -> Iterator[Piece]:
         return
     if view.transposed:
         held = _transposed(view.name, held)
-    rows, start = sum(segment.count for segment in view.segments), 0
-    by_rows = _matrix(held, rows)
-    for of in view.segments:
-        yield Piece(of=_origin(of.tensor), first=of.first, step=of.step, count=of.count, held=by_rows, start=start)
-        start += of.count
+    by_rows, start = _matrix(held, sum(len(rows) for _, rows in view.segments)), 0
+    for of, rows in view.segments:
+        yield Piece(of=_origin(of), first=rows[0], step=rows.step, count=len(rows), held=by_rows, start=start)
+        start += len(rows)
 
 
 def _origin(tensor: LogicalTensor) -> LogicalTensor:
@@ -238,7 +237,7 @@ def assembled(pieces: Sequence[Piece]) -> LogicalTensor:
     expected = [start if step == 1 else ordered[n - n % 2].first + n % 2 for n, start in enumerate(starts[:-1])]
     if starts[-1] != rows or [piece.first for piece in ordered] != expected or {p.step for p in ordered} != {step}:
         raise SourceError(f"tensor {of.name!r}: the file does not hold all rows of it")
-    segments = [Segment(tensor=piece.held, first=piece.start, count=piece.count) for piece in ordered]
+    segments = [(piece.held, range(piece.start, piece.start + piece.count)) for piece in ordered]
     moved = MovedTensor.of(of.name, (rows, width), segments)
     same = len({piece.held.plain_dtype for piece in pieces}) == 1
     whole: LogicalTensor = moved if same else replace(moved, dtype="F32")
@@ -259,7 +258,7 @@ def _matrix(held: LogicalTensor, rows: int) -> LogicalTensor:
 def _transposed(name: str, held: LogicalTensor) -> MovedTensor:
     """Return a tensor with its matrices transposed."""
     *stack, rows, columns = held.shape
-    segments = [Segment(tensor=held, first=0, count=math.prod(stack) * rows)]
+    segments = [(held, range(math.prod(stack) * rows))]
     return MovedTensor.of(name, (*stack, columns, rows), segments, columns=range(columns), transposed=True)
 
 
@@ -269,6 +268,6 @@ def _rows(
     """Return rows of a tensor as another. runs: first row, step and count"""
     width = shape[-1] if len(shape) > 1 else 1
     by_rows = _matrix(held, math.prod(held.shape) // width)
-    segments = [Segment(tensor=by_rows, first=first, step=step, count=count) for first, step, count in runs]
+    segments = [(by_rows, range(first, first + step * count, step)) for first, step, count in runs]
     moved = MovedTensor.of(name, (math.prod(shape) // width, width), segments)
     return RenamedTensor.of(name, moved, shape=shape, dtype=held.dtype)

@@ -16,7 +16,7 @@ import numpy as np
 
 from pqweights.checkpoint.gguf.views import ReorderedTensor
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import MovedTensor, Segment
+from pqweights.checkpoint.views import MovedTensor
 from pqweights.errors import ExportError
 from pqweights.models.conventions import LAYER, OF_ALTUP, OF_EXPERT, OF_SHARD, STACKED_EXPERTS
 from pqweights.models.llama_cpp import ALTERNATING, JOINED, Architecture, Cut, Tiled
@@ -57,9 +57,9 @@ def _part(source: LogicalTensor, cut: Cut, part: str, settings: Settings) -> Mov
             f"tensor {source.name!r}: expected {times * sum(sizes)} rows, as config.json has it, found {source.shape}"
         )
     segments = tuple(
-        Segment(tensor=source, first=number * sum(sizes) + sum(sizes[:block]), count=sizes[block])
+        (source, range(first, first + sizes[block]))
         for block in blocks
-        for number in range(times)
+        for first in range(sum(sizes[:block]), times * sum(sizes), sum(sizes))
     )
     rows = sum(sizes[block] for block in blocks)
     matrix = (inner, rows) if transposed else (rows, inner)
@@ -78,8 +78,8 @@ def with_shards_joined(tensors: Sequence[NamedTensor]) -> Iterator[NamedTensor]:
             name, ordered = f"{match['table']}.weight", [shards[number] for number in sorted(shards)]
             if len(tensor.shape) != 2 or len({shard.shape[1:] for shard in ordered}) > 1:
                 raise ExportError(f"tensor {tensor.name!r}: expected matrices of the same width as shards")
-            segments = [Segment(tensor=shard, first=0, count=shard.shape[0]) for shard in ordered]
-            rows = sum(segment.count for segment in segments)
+            rows = sum(shard.shape[0] for shard in ordered)
+            segments = [(shard, range(shard.shape[0])) for shard in ordered]
             yield name, MovedTensor.of(name, (rows, tensor.shape[1]), segments)
             shards.clear()
 
@@ -116,7 +116,7 @@ def _stacked(name: str, experts: dict[int, LogicalTensor], settings: Settings) -
             "different shapes"
         )
     rows, columns = first.shape
-    segments = tuple(Segment(tensor=experts[number], first=0, count=rows) for number in range(count))
+    segments = tuple((experts[number], range(rows)) for number in range(count))
     return MovedTensor.of(name, (count, rows, columns), segments)
 
 
@@ -141,10 +141,10 @@ def _parts_of_stack(tensor: LogicalTensor, match: re.Match[str], settings: Setti
         name = f"{match['layer']}.{part}.{'bias' if is_bias else 'weight'}"
         shape = (count, len(rows)) if is_bias else (count, len(rows), inner)
         starts = range(0, count * outputs, outputs)
-        segments = [Segment(tensor=tensor, first=s + rows.start, step=rows.step, count=len(rows)) for s in starts]
+        segments = [(tensor, range(s + rows.start, s + rows.stop, rows.step)) for s in starts]
         columns = range(inner)
         if is_bias or transposed:  # outputs lie side by side
-            segments, columns = [Segment(tensor=tensor, first=0, count=math.prod(expected[:-1]))], rows
+            segments, columns = [(tensor, range(math.prod(expected[:-1])))], rows
         yield name, MovedTensor.of(name, shape, segments, columns=columns, transposed=transposed)
 
 
@@ -162,9 +162,7 @@ def rows_of_parts(down: bool, outputs: int, architecture: Architecture) -> list[
 def rows_from(first: int, matrix: LogicalTensor) -> MovedTensor:
     """The rows of a matrix from one on."""
     rows, columns = matrix.shape
-    return MovedTensor.of(
-        matrix.name, (rows - first, columns), [Segment(tensor=matrix, first=first, count=rows - first)]
-    )
+    return MovedTensor.of(matrix.name, (rows - first, columns), [(matrix, range(first, rows))])
 
 
 def with_tiled_heads(name: str, tensor: LogicalTensor, tiled: Tiled, settings: Settings) -> LogicalTensor:
@@ -181,6 +179,6 @@ def with_tiled_heads(name: str, tensor: LogicalTensor, tiled: Tiled, settings: S
     if tiled.columns or len(tensor.shape) == 1:
         order = np.concatenate([np.arange(before), places.reshape(-1)])
         return ReorderedTensor.of(name, tensor, order=order)
-    segments = [Segment(tensor=tensor, first=0, count=before)] if before else []
-    segments += [Segment(tensor=tensor, first=int(head[0]), count=size) for head in places]
+    segments = [(tensor, range(before))] if before else []
+    segments += [(tensor, range(int(head[0]), int(head[0]) + size)) for head in places]
     return MovedTensor.of(name, tensor.shape, segments)

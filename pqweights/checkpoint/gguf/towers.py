@@ -21,7 +21,7 @@ from pqweights.checkpoint.gguf.views import InterleavedTensor, RenamedTensor, Re
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import read_json_object
-from pqweights.checkpoint.views import MovedTensor, Segment
+from pqweights.checkpoint.views import MovedTensor
 from pqweights.errors import ExportError
 from pqweights.models import text_config
 from pqweights.models.description import ModelDescription
@@ -243,8 +243,8 @@ def _frames(name: str, tensor: LogicalTensor) -> Iterator[LogicalTensor]:
     outputs, channels, frames, height, width = tensor.shape
     kernels = RenamedTensor.of(name, tensor, shape=(math.prod(tensor.shape[:3]), height * width))
     for frame, ending in enumerate(("", ".1")[:frames]):
-        segment = Segment(tensor=kernels, first=frame, step=frames, count=outputs * channels)
-        view = MovedTensor.of(name + ending, (segment.count, kernels.shape[1]), [segment])
+        rows = range(frame, kernels.shape[0], frames)
+        view = MovedTensor.of(name + ending, (len(rows), kernels.shape[1]), [(kernels, rows)])
         yield RenamedTensor.of(view.name, view, shape=(outputs, channels, height, width), dtype=tensor.dtype)
 
 
@@ -284,7 +284,7 @@ def _rows(name: str, tensor: LogicalTensor, order: npt.NDArray[np.int64]) -> Log
         column = _rows(name, RenamedTensor.of(name, tensor, shape=(*tensor.shape, 1)), order)
         return RenamedTensor.of(name, column, shape=order.shape, dtype=tensor.dtype)
     runs = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
-    segments = (Segment(tensor=tensor, first=int(run[0]), count=len(run)) for run in runs)
+    segments = ((tensor, range(int(run[0]), int(run[0]) + len(run))) for run in runs)
     return MovedTensor.of(name, (len(order), tensor.shape[-1]), segments)
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.gguf.mixes import INTEGERS
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import MovedTensor, ReadTogether, Segment, View, sources_of
+from pqweights.checkpoint.views import MovedTensor, ReadTogether, Rows, View, sources_of
 from pqweights.common.dtypes import convert, item_bytes
 from pqweights.kernels.workers import scratch
 
@@ -50,12 +50,12 @@ class RenamedTensor:
         """The stored tensors of the source."""
         return self.source.parts
 
-    def runs_of_matrix(self, number: int) -> list[Segment] | None:
+    def runs_of_matrix(self, number: int) -> list[Rows] | None:
         """Return the rows of the source that one of its matrices is made of, in whatever order; see View."""
         if isinstance(self.source, View):
             return self.source.runs_of_matrix(number)
         height = self.shape[-2]
-        return [Segment(tensor=self.source, first=number * height, count=height)]
+        return [(self.source, range(number * height, (number + 1) * height))]
 
     def read(self, start: int, count: int, dtype: str, out: npt.NDArray[np.uint8]) -> None:
         """Read elements of the source."""
@@ -69,7 +69,7 @@ def reading_of(tensor: LogicalTensor) -> object:
     if isinstance(tensor, ReadTogether):
         return reading_of(tensor.tensor)
     if isinstance(tensor, MovedTensor):
-        rows = tuple((reading_of(of.tensor), of.first, of.step, of.count) for of in tensor.segments)
+        rows = tuple((reading_of(of), held) for of, held in tensor.segments)
         return rows, tensor.columns, tensor.shape, tensor.transposed
     return id(tensor)
 
@@ -86,10 +86,10 @@ class SourceTensor(RenamedTensor):
         """Nothing: it is a tensor of the checkpoint."""
         return ()
 
-    def runs_of_matrix(self, number: int) -> list[Segment] | None:
+    def runs_of_matrix(self, number: int) -> list[Rows] | None:
         """Return its own rows; see View."""
         height = self.shape[-2]
-        return [Segment(tensor=self, first=number * height, count=height)]
+        return [(self, range(number * height, (number + 1) * height))]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
