@@ -113,9 +113,8 @@ def test_finished_folder_of_another_command_is_only_replaced_on_request(
     assert folder_bytes(out) == undisturbed | foreign
 
 
-@pytest.mark.parametrize("function", ["unlink", "rmdir", "replace"])
 def test_overwriting_run_killed_at_any_call_resumes(
-    function: str, source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
     """A result with a foreign file beside it is replaced; kills also come while the old files are removed."""
     foreign = {"README.md": b"our card", "notes.txt": b"foreign"}
@@ -126,11 +125,12 @@ def test_overwriting_run_killed_at_any_call_resumes(
     counted = shutil.copytree(old, tmp_path / "counted")
     (counts,) = killed_runs(work, [{"out": str(counted)}])
     assert folder_bytes(counted) == undisturbed | foreign
-    moments = [(number, "before") for number in range(1, counts[function] + 1)] + [(counts[function], "after")]
     points = []
-    for number, when in moments:
-        out = shutil.copytree(old, tmp_path / f"{number}-{when}")
-        points.append({"out": str(out), "function": function, "number": number, "when": when})
+    for function in ("unlink", "rmdir", "replace"):
+        moments = [(number, "before") for number in range(1, counts[function] + 1)] + [(counts[function], "after")]
+        for number, when in moments:
+            out = shutil.copytree(old, tmp_path / f"{function}-{number}-{when}")
+            points.append({"out": str(out), "function": function, "number": number, "when": when})
     killed_runs(work, points)
     for point in points:
         run_command(work, Path(point["out"]))

@@ -311,7 +311,7 @@ def test_wrong_usage_exits_with_2(work):
 def test_fresh_process_prints_only_progress_to_stderr(work):
     """Packages print while they are imported and while they load; the command suppresses that."""
     main = "from pqweights_cli.main import main; main()"
-    options = ["--text", str(work / "text.txt"), "--no-record", "--json"]
+    options = ["--text", str(work / "text.txt"), "--max-tokens", "290", "--no-record", "--json"]
     command = [sys.executable, "-c", main, "eval", str(work / "q3"), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0

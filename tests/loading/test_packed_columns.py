@@ -49,7 +49,7 @@ def master_of_columns(base: Path, name: str) -> tuple[Path, dict[str, Any]]:
     def make(folder: Path) -> None:
         shapes = {tensor.name: tensor.shape for tensor in open_local(source).tensors}
         stacks = [of for of in shapes if of.endswith(("experts.gate_up_proj", "experts.down_proj"))]  # transposed
-        names = stacks or [of for of in shapes if of.endswith("proj.weight")]
+        names = stacks or [of for of in shapes if of.endswith("proj.weight") and ".0." in of]
         decoded = column_writer.write_codes(source, folder / "ready", names, rate=4.0, transposed=stacks)
         learned = Learned(ready=ReadyWeights.open(folder / "ready"))
         quantize(source, folder / "master", load_recipe("q6"), learned=learned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 import threading
@@ -93,7 +94,18 @@ def address_of(text: str) -> Address:
 
 
 @pytest.fixture(scope="session")
-def running_server() -> Iterator[ObjectServer]:
+def _read_once() -> Iterator[None]:
+    """Let each client read neither the descriptions of all services nor all root certificates again."""
+    import botocore.session
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(botocore.session, "create_loader", functools.cache(botocore.session.create_loader))
+        patch.setattr("aiobotocore.httpsession.get_cert_path", lambda verify: None)
+        yield
+
+
+@pytest.fixture(scope="session")
+def running_server(_read_once: None) -> Iterator[ObjectServer]:
     import boto3
     import moto.moto_server.werkzeug_app as moto_server
     from werkzeug import serving
