@@ -169,7 +169,7 @@ def main() -> None:
     gc.unfreeze = lambda: None
     for name, folder in job["folders"].items():
         try:
-            found[name] = scores(folder, job["tokens"])
+            found[name] = scores(folder, job["tokens"][name])
         except Exception as error:  # the test says which model it is, and with what error
             found[name] = str(error)
     codes = torch.tensor(job["codes"], dtype=torch.int32)

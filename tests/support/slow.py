@@ -69,7 +69,6 @@ SLOW = {
     "targets/test_mlx_settings_absent.py": MODELS,
     "targets/test_several_formats.py": EXHAUSTIVE,
     "targets/test_torchao_export.py": MODELS,
-    "targets/test_vllm_positions.py": PROCESSES,
     "targets/test_vllm_runs.py": PROCESSES,
     "test_frozen_bytes.py::test_bytes_are_those_that_were_frozen": EXHAUSTIVE,
     "generation/test_generate.py": MODELS,

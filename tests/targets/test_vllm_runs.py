@@ -1,4 +1,5 @@
-"""vLLM computes with what vllm wrote: its log probabilities are those of transformers with the decoded integers.
+"""vLLM computes with what exports wrote: its log probabilities are those of transformers with the decoded integers, and
+with rotary embeddings and windows as exports state them.
 
 vLLM computes in BF16, transformers in float32, and integers matter much more than that. The models are random, with
 weights large enough that the predictions of one token differ.
@@ -15,13 +16,17 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+import torch
+import transformers
 from closeness import assert_within
 from export_decoders import awq_codes, from_vllm_format, gptq_codes
 from external_runtimes import run_in_vllm
 from families import FAMILIES, VOCABULARY, Family
 from helpers import Array, as_float32, read_all, run_command
 from integer_exports import integer_names
+from position_cases import saved
 from shared import made_once, run_folder
+from test_position_matrix import stated
 
 SCRIPT = Path(__file__).parents[1] / "support" / "run_vllm.py"
 # Of the master; vLLM fuses q, k and v, also where a recipe keeps one of them.
@@ -45,6 +50,16 @@ HAS_VNNI = PROCESSOR.exists() and "vnni" in PROCESSOR.read_text() and "ONEDNN_MA
 INT8 = "int8" if HAS_VNNI else "int8 without VNNI"
 ROUNDED_INPUTS = {"int8": INT8, "fp8": "fp8", "nvfp4": "nvfp4", "nvfp4-modelopt": "nvfp4"}
 CODES = np.random.default_rng(4).integers(0, 16, (64, 96))  # [K, N]
+# Some cells of test_position_matrix.py, with windows of 8 tokens. vLLM takes none in some layers of Qwen 2 and 3.
+CELLS = {
+    "llama, linear": ("llama", "linear"),
+    "llama, llama3": ("llama", "llama3"),
+    "llama, yarn": ("llama", "yarn"),
+    "mistral, windows": ("mistral, windows", "default"),
+    "phi3, windows": ("phi3, windows", "default"),
+    "starcoder2": ("starcoder2", "default"),
+}
+FEW_TOKENS = [np.random.default_rng(seed).integers(3, 120, 48).tolist() for seed in range(2)]
 TOKENS = [np.random.default_rng(seed).integers(3, VOCABULARY - 12, 48).tolist() for seed in range(4)]
 
 
@@ -68,8 +83,12 @@ def make(folder: Path) -> None:
         form = name.partition(" ")[0]
         rules = {"set_format": {HEAD: form}} if "head" in name else {}
         run_command({"export": str(master), "target": "vllm", "format": form, **rules}, out)
-    folders = {name: str(folder / f"{name}-vllm") for name in FORMATS}
-    job = {"folders": folders, "tokens": TOKENS, "codes": CODES.tolist()}
+    for name, cell in CELLS.items():
+        saved(folder / name, stated(*cell) | {"max_position_embeddings": 256})
+        run_command({"export": str(folder / name), "target": "bf16"}, folder / f"{name}-vllm")
+    folders = {name: str(folder / f"{name}-vllm") for name in (*FORMATS, *CELLS)}
+    tokens = dict.fromkeys(FORMATS, TOKENS) | dict.fromkeys(CELLS, FEW_TOKENS)
+    job = {"folders": folders, "tokens": tokens, "codes": CODES.tolist()}
     run_in_vllm(SCRIPT, folder / "result.json", json.dumps(job))
 
 
@@ -78,13 +97,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(run_folder(tmp_path_factory.getbasetemp()) / "vllm-runs", make)
 
 
-def scores(model: Any) -> Array:
+def scores(model: Any, tokens: list[list[int]] = TOKENS) -> Array:
     """What transformers gives: the log probability of each token but the first, [texts, tokens]."""
-    import torch
-
     with torch.inference_mode():
-        logits = model(torch.tensor(TOKENS)).logits.float().log_softmax(-1)
-    found = logits[:, :-1].gather(-1, torch.tensor(TOKENS)[:, 1:, None])
+        logits = model(torch.tensor(tokens)).logits.float().log_softmax(-1)
+    found = logits[:, :-1].gather(-1, torch.tensor(tokens)[:, 1:, None])
     return np.asarray(found[..., 0].numpy())
 
 
@@ -103,8 +120,6 @@ def of_parameter(stored: dict[str, Any], name: str) -> Array:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_vllm_predicts_what_transformers_does_with_the_decoded_integers(name: str, work: Path) -> None:
-    import torch
-
     model = families.load(work / name, wide(name))
     plain, tensors, layers = scores(model), read_all(work / f"{name}-vllm"), integer_names(work / f"{name}-vllm")
     weights = dict(model.named_parameters())
@@ -117,9 +132,20 @@ def test_vllm_predicts_what_transformers_does_with_the_decoded_integers(name: st
     expected = scores(model)
     if name == "w4a16":
         assert np.abs(expected - plain).mean() > LEAST_OF_INT4
+    check(work, name, expected, f"vLLM, {ROUNDED_INPUTS.get(name, 'BF16')}")
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_vllm_predicts_what_transformers_does_with_rotary_embeddings_and_windows(name: str, work: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(work / name, dtype=torch.bfloat16).float()
+    check(work, name, scores(model, FEW_TOKENS), "vLLM, BF16")
+
+
+def check(work: Path, name: str, expected: Array, kind: str) -> None:
+    """Compare what vLLM gave with what it should."""
     found = json.loads((work / "result.json").read_text())["scores"][name]
     assert not isinstance(found, str), f"vLLM does not load it: {found}"
-    difference, kind = np.abs(np.array(found) - expected), f"vLLM, {ROUNDED_INPUTS.get(name, 'BF16')}"
+    difference = np.abs(np.array(found) - expected)
     assert_within(difference.mean(), f"{kind} on average")
     assert_within(difference.max(), kind)
 
