@@ -10,15 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pqweights.common.documents import (
-    ClosedDocument,
-    Count,
-    Number,
-    Size,
-    as_document,
-    as_json,
-    read_document,
-)
+from pqweights.common.documents import ClosedDocument, Count, Number, Size, as_document, as_json, read_document
 from pqweights.common.strict_json import LIST_ITEM, JsonText, json_bytes, json_pieces, json_text
 from pqweights.errors import MasterError
 

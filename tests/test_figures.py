@@ -16,11 +16,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 DOCUMENTS = sorted((DOCS / "benchmarks").glob("*.json"))
 # Of the tables of the README, whose rows have to be measured with the codecs as they are.
-OF_README = {
-    "peers": lambda row: True,
-    "quality": lambda row: row["part"] == "calibrated",
-    "real": lambda row: True,
-}
+OF_README = {"peers": lambda row: True, "quality": lambda row: row["part"] == "calibrated", "real": lambda row: True}
 
 sys.path.append(str(ROOT / "benchmarks"))
 import digests  # noqa: E402

@@ -80,10 +80,7 @@ OPTIONAL = {
 }
 HEAVY = {*OPTIONAL, "numpy", "rich"} - {"yaml"}
 # What options there are is needed for the help of commands.
-LIGHT = {
-    "pqweights.common.units",
-    "pqweights.common.options",
-}
+LIGHT = {"pqweights.common.units", "pqweights.common.options"}
 BAR = "pqweights_cli.bar"  # it imports rich, and is itself imported where a bar is shown
 
 

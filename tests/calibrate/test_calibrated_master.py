@@ -21,13 +21,7 @@ from tasks_here import use_tasks_here
 import pqweights
 from pqweights.calibrate import calibrated, sample
 from pqweights.checkpoint import writer
-from pqweights.errors import (
-    ClusterError,
-    OptionError,
-    OutputError,
-    RecipeError,
-    SourceError,
-)
+from pqweights.errors import ClusterError, OptionError, OutputError, RecipeError, SourceError
 from pqweights.formats import column_encoding, columns
 
 TOKENS, WINDOW = 2048, 64

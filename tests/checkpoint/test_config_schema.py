@@ -22,6 +22,11 @@ LLAMA: dict[str, Any] = {
     "linear_attn_config": {"num_heads": 2}, "per_layer_config": {"1": {"head_dim": 8}},
 }  # fmt: skip
 
+LISTS = """
+layer_types mlp_layer_types indexer_types layers_block_type block_types architectures moe_layers mlp_only_layers
+no_rope_layers full_attn_layers deepstack_visual_indexes ssm_multipliers activation_sparsity_pattern compress_ratios
+hybrid_layer_pattern partial_rotary_factors swiglu_limits
+"""
 WRONG = [
     (("num_hidden_layers",), 2**31),
     (("num_hidden_layers",), "2"),
@@ -30,29 +35,7 @@ WRONG = [
     (("model_type",), ["llama"]),
     (("architectures",), "LlamaForCausalLM"),
     (("layer_types",), [["full_attention"]]),
-    *(
-        ((key,), value)
-        for key in (
-            "layer_types",
-            "mlp_layer_types",
-            "indexer_types",
-            "layers_block_type",
-            "block_types",
-            "architectures",
-            "moe_layers",
-            "mlp_only_layers",
-            "no_rope_layers",
-            "full_attn_layers",
-            "deepstack_visual_indexes",
-            "ssm_multipliers",
-            "activation_sparsity_pattern",
-            "compress_ratios",
-            "hybrid_layer_pattern",
-            "partial_rotary_factors",
-            "swiglu_limits",
-        )
-        for value in ("full", {"0": 1}, 7)
-    ),
+    *(((key,), value) for key in LISTS.split() for value in ("full", {"0": 1}, 7)),
     (("moe_layer_freq",), "1,1,0"),
     (("moe_layers_enum",), [1, 2]),
     (("tie_word_embeddings",), 1),

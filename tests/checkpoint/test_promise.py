@@ -27,12 +27,7 @@ from pqweights.checkpoint.storage import Storage
 from pqweights.storage.sources import open_source
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-TARGETS: dict[str, tuple[str, ...]] = {
-    "bf16": (),
-    "vllm": ("--format", "w8a16"),
-    "mlx": ("--format", "q8"),
-    "gguf": (),
-}
+TARGETS: dict[str, tuple[str, ...]] = {"bf16": (), "vllm": ("--format", "w8a16"), "mlx": ("--format", "q8"), "gguf": ()}
 
 
 @pytest.fixture

@@ -123,12 +123,7 @@ def test_resumed_run_reads_only_unfinished_shards_and_shows_what_is_done(
     ],
 )
 def test_shard_that_was_damaged_is_made_again(
-    what: str,
-    damage: Any,
-    source: Path,
-    undisturbed: dict[str, bytes],
-    place: Place,
-    monkeypatch: pytest.MonkeyPatch,
+    what: str, damage: Any, source: Path, undisturbed: dict[str, bytes], place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(monkeypatch, command(source), place.out, shards=3)
     files = place.files()
@@ -191,11 +186,7 @@ def test_changed_source_is_refused(
 
 @pytest.mark.parametrize("other", [{"recipe": "q4"}, {"max_shard_bytes": 2 * SHARD_BYTES}])
 def test_interrupted_run_of_another_command_is_refused(
-    other: dict[str, Any],
-    source: Path,
-    undisturbed: dict[str, bytes],
-    place: Place,
-    monkeypatch: pytest.MonkeyPatch,
+    other: dict[str, Any], source: Path, undisturbed: dict[str, bytes], place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(monkeypatch, command(source, **other), place.out, shards=1)
     before = place.files()

@@ -8,10 +8,7 @@ import mpmath
 import pytest
 from closeness import F64_FEW, approx, decimals
 
-from pqweights.runtime.kv.polar_transform import (
-    LEVELS,
-    angle_boundaries,
-)
+from pqweights.runtime.kv.polar_transform import LEVELS, angle_boundaries
 
 UPPER_LEVELS = (2, 3, 4)
 RELATIVE_MSE = 0.0320764954  # of normal vectors, decoded from their angle codes and their exact radius

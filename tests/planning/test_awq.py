@@ -68,11 +68,7 @@ def some_scales(*shape: int, seed: int) -> Floats:
     return wide.astype(np.float16).astype(np.float32)
 
 
-SCALES = {
-    MATRIX: some_scales(256, seed=1),
-    STACK: some_scales(3, 128, seed=2),
-    ODD: some_scales(130, seed=3),
-}
+SCALES = {MATRIX: some_scales(256, seed=1), STACK: some_scales(3, 128, seed=2), ODD: some_scales(130, seed=3)}
 
 
 MATRIX_FOUND = {"scaled": True, "tokens": 8, "input_exponent": 0.5, "weight_exponent": 0.5, "gain": 0.2}
@@ -283,11 +279,7 @@ def a_layer(tmp_path: Path, weight: Floats) -> Any:
 def inputs(rows: Floats, held_back: Floats, windows: int = 8) -> Inputs:
     rms = np.sqrt((rows.astype(np.float64) ** 2).mean(axis=0)).astype(np.float32)
     return Inputs(
-        tokens=len(rows),
-        rms=rms,
-        rows=rows,
-        held_back=held_back,
-        windows=np.arange(len(held_back)) % windows,
+        tokens=len(rows), rms=rms, rows=rows, held_back=held_back, windows=np.arange(len(held_back)) % windows
     )
 
 

@@ -99,7 +99,4 @@ def test_set_that_matches_only_norms_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "model", tensors)
     error = refused("plan", source, "--set", "*norm*=8")
     assert "--set *norm*=8: " in error and "'model.norm.weight'" in error and "role:norm" in error
-    assert planned(source, "--set", "*=8") == {
-        "model.norm.weight": (None, "normalisation"),
-        UP: (8, "--set *=8"),
-    }
+    assert planned(source, "--set", "*=8") == {"model.norm.weight": (None, "normalisation"), UP: (8, "--set *=8")}

@@ -89,8 +89,7 @@ def test_planning_reads_no_weight(source: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_bits_per_weight_count_norms_and_padding(tmp_path: Path) -> None:
     source = write_checkpoint(
-        tmp_path / "even",
-        {"mlp.up_proj.weight": bf16(gaussian(64, 256)), "norm.weight": bf16(gaussian(256))},
+        tmp_path / "even", {"mlp.up_proj.weight": bf16(gaussian(64, 256)), "norm.weight": bf16(gaussian(256))}
     )
     totals = planned(source).totals
     assert totals.bits_per_weight == 5.125

@@ -15,15 +15,7 @@ from pqweights.common.options import Options
 from pqweights.errors import OptionError, RecipeError
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.decisions import Decision, decide
-from pqweights.planning.recipe import (
-    Goal,
-    Recipe,
-    Rule,
-    load_recipe,
-    parse_recipe,
-    recipe_folder,
-    recipe_names,
-)
+from pqweights.planning.recipe import Goal, Recipe, Rule, load_recipe, parse_recipe, recipe_folder, recipe_names
 from pqweights.planning.roles import ROLES
 
 CODEC = "hadamard-lloyd-max"

@@ -13,14 +13,7 @@ from helpers import bf16, gaussian, write_checkpoint
 from pqweights.checkpoint.source import open_local
 from pqweights.models.names import TIED_EMBEDDINGS
 from pqweights.planning.roles import classify
-from pqweights.planning.sensitivity import (
-    Sensitivity,
-    alphas_for,
-    grouped,
-    heuristic_alphas,
-    is_tied,
-    taken_apart,
-)
+from pqweights.planning.sensitivity import Sensitivity, alphas_for, grouped, heuristic_alphas, is_tied, taken_apart
 
 
 def group(*weights: str, alpha: float) -> dict[str, float]:

@@ -199,8 +199,7 @@ def test_results_by_a_file_of_importances_are_made_again_and_proved(name: str, t
 
 
 @pytest.mark.parametrize(
-    ("result", "type", "words"),
-    [("mlx", "q8_0", "mlx"), ("ladder", "q9", "q9"), ("lossless", "q4_0", "master")],
+    ("result", "type", "words"), [("mlx", "q8_0", "mlx"), ("ladder", "q9", "q9"), ("lossless", "q4_0", "master")]
 )
 def test_a_part_that_a_result_does_not_have_is_refused(
     result: str, type: str, words: str, base: Path, source: Path, tmp_path: Path

@@ -9,17 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import invoke
-from helpers import (
-    as_float32,
-    bf16,
-    f16,
-    f32,
-    folder_bytes,
-    gaussian,
-    read_all,
-    run_command,
-    write_checkpoint,
-)
+from helpers import as_float32, bf16, f16, f32, folder_bytes, gaussian, read_all, run_command, write_checkpoint
 
 from pqweights.convert.manifest import read_manifest
 from pqweights.results.verify import verify

@@ -162,8 +162,7 @@ def test_rows_that_gain_nothing_are_rounded_plainly(driven: Path, tmp_path: Path
 def test_each_expert_of_a_stack_has_its_own_inputs(name: str, base: Path, tmp_path: Path) -> None:
     """mlx stacks Mixtral's experts, and cuts and transposes those of gpt-oss."""
     known = random_inputs(
-        families.model(base, name),
-        transposed=lambda tensor: name == "gpt_oss" and ".experts." in tensor,
+        families.model(base, name), transposed=lambda tensor: name == "gpt_oss" and ".experts." in tensor
     )
     source = {t.name: values_of(t) for t in open_local(families.model(base, name)).tensors}
     asked = {"export": str(families.master(base, name)), "target": "mlx", "original": families.model(base, name)}

@@ -247,10 +247,7 @@ def test_a_target_size_is_met_and_used(size, master, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        (("--target-size", "1kB"), "target: 1000 bytes: "),
-        (("--rounding", "importance"), "--rounding importance: "),
-    ],
+    [(("--target-size", "1kB"), "target: 1000 bytes: "), (("--rounding", "importance"), "--rounding importance: ")],
 )
 def test_what_cannot_be_met_is_refused(options, said, master, tmp_path):
     found = invoke("export", master, tmp_path / "out", "-t", "gguf", *options)

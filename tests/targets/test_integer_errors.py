@@ -12,16 +12,7 @@ import pytest
 from closeness import ALIKE, F32_SUM, ORTHOGONAL, approx
 from commands import done
 from export_decoders import export_weight
-from helpers import (
-    Array,
-    as_float32,
-    bf16,
-    gaussian,
-    master_weights,
-    read_all,
-    run_command,
-    write_checkpoint,
-)
+from helpers import Array, as_float32, bf16, gaussian, master_weights, read_all, run_command, write_checkpoint
 from integer_exports import KINDS, LAYER, ROUNDED, integer_names, work
 
 from pqweights.convert.manifest import read_manifest

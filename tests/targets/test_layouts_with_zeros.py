@@ -6,12 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from export_decoders import (
-    VIEWS,
-    from_awq,
-    from_compressed_tensors_with_zeros,
-    from_gptq,
-)
+from export_decoders import VIEWS, from_awq, from_compressed_tensors_with_zeros, from_gptq
 from hard_weights import families
 from helpers import Array, Tensor
 
@@ -19,12 +14,7 @@ from pqweights.formats.integer_groups import AWQ, GPTQ, PACK_QUANTIZED_ZEROS
 from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.groups import BEST, GroupRule, Groups
 
-LAYOUTS = {
-    "pack-quantized-asym": PACK_QUANTIZED_ZEROS,
-    "awq": AWQ,
-    "gptq": GPTQ["gptq"],
-    "gptq-v2": GPTQ["gptq_v2"],
-}
+LAYOUTS = {"pack-quantized-asym": PACK_QUANTIZED_ZEROS, "awq": AWQ, "gptq": GPTQ["gptq"], "gptq-v2": GPTQ["gptq_v2"]}
 NAME, SIZE, COLUMNS = "layer.weight", 32, 96
 
 

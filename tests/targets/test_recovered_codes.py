@@ -20,6 +20,7 @@ from commands import done
 from helpers import as_float32, read_all
 from safetensors.torch import load_file, save_file
 
+from pqweights.calibrate import sample
 from pqweights.convert.manifest import read_manifest
 from pqweights.convert.records import TensorRecord
 
@@ -129,12 +130,13 @@ def test_a_master_without_loss_has_its_codes_found(model: Path, tmp_path: Path) 
     ("target", "options"), [("gguf", ("--type", "Q4_1")), ("vllm", ("--format", "w4a16", "--group-size", "32"))]
 )
 def test_inputs_of_a_text_do_not_change_what_is_exact(
-    target: str, options: tuple[str, ...], model: Path, tmp_path: Path
+    target: str, options: tuple[str, ...], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sample, "WINDOW", 64)
     done("export", model, tmp_path / "published", "--target", target, *options)
     source = decoded(tmp_path / "published", tmp_path / "source")
-    (tmp_path / "text.txt").write_text("abc ab c " * 4000)
-    about = ("--calibrate", tmp_path / "text.txt", "--calibration-tokens", 4096)
+    (tmp_path / "text.txt").write_text("abc ab c " * 400)
+    about = ("--calibrate", tmp_path / "text.txt", "--calibration-tokens", 2048)
     done("export", source, tmp_path / "again", "--target", target, *options, *about)
     exact = [record for record in records_of(tmp_path / "again") if record.relative_mse == 0]
     assert len(exact) >= 14 and {str(record.rounding) for record in exact} == {"{'carried': True}"}

@@ -19,6 +19,7 @@ from helpers import folder_bytes
 from tasks_here import use_tasks_here
 
 import pqweights
+from pqweights.calibrate import sample
 from pqweights.checkpoint.names import WORK_FOLDER
 from pqweights.targets import vllm
 
@@ -134,8 +135,12 @@ def test_formats_go_to_object_storage(base: Path, tmp_path: Path) -> None:
     assert memory_storage.objects("memory://several/formats") == files(tmp_path / "here")
 
 
-def test_calibrated_formats_equal_runs_of_their_own(base: Path, tmp_path: Path) -> None:
-    options = {"format": "w4a16,w8a16", "calibrate": "self", "calibration_tokens": 4096}
+def test_calibrated_formats_equal_runs_of_their_own(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample, "WINDOW", 64)
+    (text := tmp_path / "text.txt").write_text("abc ab c " * 400)
+    options = {"format": "w4a16,w8a16", "calibrate": text, "calibration_tokens": 2048}
     export(base / "source", tmp_path / "out", "vllm", options)
     for folder in ("w4a16", "w8a16"):
         export(base / "source", tmp_path / folder, "vllm", options | {"format": folder})

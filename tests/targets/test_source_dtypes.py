@@ -23,7 +23,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "torchao": {"packing": "plain"},
     "mlx": {"format": "q8"},
 }
-SIZES = CONFIG | {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
+SIZES = CONFIG | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
 SIZES |= {"vocab_size": VOCABULARY}
 NORM, BUFFER = "model.norm.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
 
@@ -49,7 +49,7 @@ def test_model_of_any_floating_dtype_is_exported_to_every_target(dtype: str, tmp
     ("name", "dtype"), [*((NORM, dtype) for dtype in DTYPE_BITS), *((BUFFER, dtype) for dtype in ("F32", "I64", "F4"))]
 )
 def test_kept_tensor_of_any_dtype_is_exported_or_named_in_one_line(name: str, dtype: str, tmp_path: Path) -> None:
-    count = 256 if name == NORM else 32
+    count = 128 if name == NORM else 32
     raw = np.ones(count * DTYPE_BITS[dtype] // 8, dtype=np.uint8)
     item = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}.get(DTYPE_BITS[dtype])
     tensors = llama_tensors(VOCABULARY, SIZES)

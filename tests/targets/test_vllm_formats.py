@@ -98,10 +98,7 @@ def test_every_format_is_tested() -> None:
     assert {*ERRORS, "w4a16", "w8a16"} == FORMATS.keys()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name, scheme in FORMATS.items() if name in ERRORS and scheme.called],
-)
+@pytest.mark.parametrize("name", [name for name, scheme in FORMATS.items() if name in ERRORS and scheme.called])
 def test_configuration_names_a_format_that_compressed_tensors_knows(name: str, base: Path) -> None:
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
