@@ -180,4 +180,4 @@ def two_shards(
 
 
 GOOD_MAP = {UP: Path(SHARD_1).name, DOWN: Path(SHARD_2).name}
-NAN, INFINITY = float("nan"), float("inf")
+NAN = float("nan")
