@@ -10,8 +10,7 @@ import bisect
 import itertools
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol, Self, runtime_checkable
@@ -26,7 +25,7 @@ from pqweights.common.dtypes import convert, item_bytes
 # Matrices of at most this many bytes are kept while parts of them are transposed, and of all together twice as many:
 # many chunks in a row need the same one. Threads share them.
 KEPT_BYTES = 1 << 26
-_kept: deque[tuple[Hashable, npt.NDArray[np.uint8]]] = deque()
+_kept: list[tuple[tuple[weakref.ref[MovedTensor], int, str], npt.NDArray[np.uint8]]] = []
 _making = threading.RLock()  # a matrix may be made of one that is transposed, too
 # How many elements are read at once from rows of which only some columns are used.
 READ_ELEMENTS = 1 << 20
@@ -217,16 +216,23 @@ class MovedTensor:
 
     def _matrix(self, matrix: int, dtype: str) -> npt.NDArray[np.uint8]:
         """Return one matrix before it is transposed, read by one thread at a time if it is not kept."""
-        # A reference is not equal to one of a later tensor, whose id may be the same.
-        key, width = (weakref.ref(self), matrix, dtype), self.shape[-1]
+        key, width = (weakref.ref(self, _forget), matrix, dtype), self.shape[-1]
         with _making:
             if (kept := next((of for known, of in _kept if known == key), None)) is not None:
                 return kept
             made = self._rows(matrix * width, width, dtype)
             _kept.append((key, made))
             while sum(of.nbytes for _, of in _kept) > 2 * KEPT_BYTES:
-                _kept.popleft()
+                del _kept[:1]
             return made
+
+
+def _forget(tensor: weakref.ref[MovedTensor]) -> None:
+    """Let go of a matrix of a tensor that is no longer used.
+
+    It may be called in the middle of anything, so it does not lock: what a thread adds meanwhile may be lost.
+    """
+    _kept[:] = [(key, matrix) for key, matrix in _kept if key[0] is not tensor]
 
 
 class Values:

@@ -22,6 +22,7 @@ from helpers import as_float32, bf16, folder_bytes, gaussian, master_weights, re
 from restated import restate_hashes
 
 import pqweights
+from pqweights.checkpoint import views
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.views import MovedTensor
 from pqweights.common.options import Options
@@ -217,6 +218,14 @@ def test_stack_whose_matrices_share_superblocks_stays_packed(tmp_path: Path) -> 
     MovedTensor(name="up", segments=segments, **layout).read(0, 30 * 7, "F32", out)
     expected = exact["model.experts.up"].reshape(-1, 130)[3:63:2, 50:57]
     assert np.array_equal(out.view(np.float32).reshape(30, 7), expected.numpy())
+    # Or columns become rows; the matrix is kept for the next chunk of the same tensor, and for no longer.
+    turned = MovedTensor(name="up", segments=segments, **layout | {"shape": (7, 30), "transposed": True})
+    for _ in range(2):
+        turned.read(0, 30 * 7, "F32", out)
+        assert np.array_equal(out.view(np.float32).reshape(7, 30), expected.numpy().T)
+        assert sum(key[0]() is turned for key, _ in views._kept) == 1
+    del turned
+    assert all(key[0]() is not None for key, _ in views._kept)
 
 
 # --- rates and efforts ---
