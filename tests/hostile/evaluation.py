@@ -153,7 +153,7 @@ CASES = [
     beside(
         "eval-reference-of-another-tokenizer",
         "model",
-        "other tokens",
+        "splits the text differently",
         "other",
         words={f"w{number}": (number + 1) % 16 for number in range(16)},
     ),
