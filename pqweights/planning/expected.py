@@ -54,6 +54,7 @@ MEASURED = (
     Measured(QWEN, LloydMax.codec, 6.125, False, 0.0054, 0.951),
     Measured(QWEN, LloydMax.codec, 5.125, False, 0.0228, 0.905),
     Measured(QWEN, Trellis.codec, 5.125, False, 0.0097, 0.936),
+    Measured(QWEN, Trellis.codec, 5.125, True, 0.0022, 0.977),
     Measured(QWEN, Trellis.codec, 4.125, False, 0.0369, 0.877),
     Measured(QWEN, LloydMax.codec, 4.125, False, 0.0846, 0.813),
     Measured(QWEN, LloydMax.codec, 3.125, False, 0.3819, 0.649),
