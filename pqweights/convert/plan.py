@@ -119,7 +119,7 @@ class Plan:
         if twice := next((name for name, count in names.items() if count > 1), None):
             raise SourceError(f"tensor {twice!r}: two tensors of the output would have this name")
         self.shards = self.container.shards(self.tensors, self.max_shard_bytes)  # the files that hold tensors
-        # The model that the source says it was made from, of which a master would round once less.
+        # The model that the source says it was made from: a master of that is rounded only once.
         self.original = original_of(self.checkpoint.storage) if self.already_quantized else None
 
     @property
@@ -160,7 +160,7 @@ class Plan:
         return [{"format": name, "bits": bits, "tensors": count} for (bits, name), count in of.items()]
 
     def quantized_before(self) -> dict[str, Any]:
-        """Return what the documents of plan and quantize have of it."""
+        """Return what plan --json and quantize --json say about it."""
         if not self.already_quantized:
             return {}
         return {"already_quantized": {"formats": self.already_quantized, "original": self.original}}
