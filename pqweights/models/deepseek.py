@@ -115,8 +115,8 @@ _INDEXED_ATTENTION = "indexed_attention"
 def _rotates(settings: Settings) -> str:
     """Return the note on rotary embeddings."""
     return (
-        "llama.cpp and vLLM rotate neighbouring channels of queries and keys, and transformers up to 5.24 rotates the "
-        "halves of a head, by which it computes something else from the same weights"
+        "llama.cpp and vLLM rotate pairs of neighbouring channels of queries and keys, but transformers up to 5.24 "
+        "pairs the two halves of a head: its results differ for the same weights"
     )
 
 

@@ -68,7 +68,7 @@ _M3 = Architecture(
     notes=(
         chooses(
             lambda n: n("index_topk_blocks") * n("index_block_size"),
-            ", or attends to all without flash attention",
+            "; without flash attention it attends to all tokens",
         ),
     ),
 )  # fmt: skip

@@ -42,7 +42,7 @@ _NOTICEABLE = 0.1
 
 
 def _left_over(settings: Settings) -> str:
-    """Say what no section covers: time, height and width take turns until each has its number of frequencies."""
+    """Return the note on channels that no section covers: time, height and width take turns until each is full."""
     rope, usual = settings.get("rope_parameters") or {}, (settings.architecture.rope or Rope()).sections
     if "rope_type" not in rope:  # by kinds of layers, of which models of images have one
         return ""
@@ -53,8 +53,8 @@ def _left_over(settings: Settings) -> str:
     if not left or length >= settings.number("max_position_embeddings"):
         return ""
     return (
-        f"llama.cpp does not rotate {len(left)} pairs of channels, which mrope_section leaves over, and transformers "
-        f"does: with texts of more than {length} tokens it computes something different"
+        f"llama.cpp does not rotate the {len(left)} pairs of channels that mrope_section does not cover, but "
+        f"transformers does: results differ for texts of more than {length} tokens"
     )
 
 

@@ -114,9 +114,9 @@ def _attends_to_more(settings: Settings) -> str:
     """Return the note on layers that attend to some tokens, which an indexer chooses."""
     budget, block = settings.number("indexer_budget"), settings.number("indexer_compress_ratio")
     return (
-        f"llama.cpp computes what transformers does for texts of at most {budget} tokens: of longer ones the model "
-        f"attends to as many, in whole blocks of {block}, and to those behind the last block; llama.cpp attends to "
-        f"{budget + block - 1} in any case, with a part of one more block among them"
+        f"results are those of transformers for texts of at most {budget} tokens. In longer ones, the model attends to "
+        f"that many in whole blocks of {block}, and to the tokens after the last whole block; llama.cpp always attends "
+        f"to {budget + block - 1} tokens, which may include part of another block"
     )
 
 

@@ -235,9 +235,9 @@ def chooses(tokens: Size, otherwise: str = "") -> Callable[[Settings], str]:
 
     def note(settings: Settings) -> str:
         return (
-            f"llama.cpp computes what transformers does for texts of at most {settings.number(tokens)} tokens: of "
-            "longer ones each layer attends to as many, and llama.cpp compares the scores by which they are chosen in "
-            f"half precision{otherwise}"
+            f"results are those of transformers for texts of at most {settings.number(tokens)} tokens. In longer ones, "
+            "each layer attends to that many tokens with the highest scores; llama.cpp compares these scores in half "
+            f"precision, so it may choose other tokens{otherwise}"
         )
 
     return note

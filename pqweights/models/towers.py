@@ -176,7 +176,7 @@ LLAMA4 = Tower(
         "image_size": 448, "patch_size": 14, "norm_eps": 1e-5, "hidden_act": "gelu", "pixel_shuffle_ratio": 0.5,
     },
     values=_THETA | {"hidden_act": ("gelu",)},
-    remark="llama.cpp hands the vectors of an image to the text model column by column, the model row by row",
+    remark="llama.cpp passes the vectors of an image to the text model column by column, the model row by row",
 )  # fmt: skip
 KIMI_K25 = Tower(
     projector="KIMIK25",
@@ -197,7 +197,7 @@ KIMI_VL = replace(
     projector="KIMIVL",
     modules={r"multi_modal_projector\.linear_(\d)": r"mm.\1"},
     flat_positions=True,
-    remark="llama.cpp fits its tower to the size of an image by linear interpolation of positions, the model by cubic",
+    remark="llama.cpp fits positions to the size of an image by linear interpolation, the model by cubic interpolation",
 )
 LFM2_VL = Tower(
     projector="LFM2",
@@ -265,7 +265,7 @@ LLAVA = Tower(
     },
     class_first=True,
     unused=r"vision_tower\.(vision_model\.)?post_layernorm",
-    remark="llama.cpp leaves the first patch of an image out, and ends with the vector of the class token",
+    remark="llama.cpp omits the first patch of an image, and appends the vector of the class token",
 )  # fmt: skip
 STEP3P7 = Tower(
     projector="STEP3VL",
@@ -284,7 +284,7 @@ STEP3P7 = Tower(
         "scale": 4,  # two convolutions
     },
     values=_THETA | {"hidden_act": ("quick_gelu",), "understand_projector_stride": (2, None)},
-    remark="llama.cpp smooths the positions of its tower for parts of images below image_size, the model does not",
+    remark="llama.cpp smooths positions when it fits them to parts of images below image_size; the model does not",
 )  # fmt: skip
 MINIMAX_M3 = Tower(
     projector="minimax_m3",

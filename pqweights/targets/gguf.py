@@ -81,11 +81,11 @@ TOWER_PREFIX = "mmproj-"
 GENERATION_CONFIG = "generation_config.json"
 NO_TOKENIZER = (
     "put tokenizer.json and tokenizer_config.json beside the weights (of a master: quantize again), or pass "
-    "`without_tokenizer` for programs that give it ids of tokens"
+    "`without_tokenizer` for programs that give it token ids"
 )
 WITHOUT_TOKENIZER = (
-    "the file has no tokenizer: it is for programs that give llama.cpp the ids of tokens, such as pqweights eval "
-    "--tokenizer DIR; llama-cli, llama-server and Ollama end at the first text"
+    "the file has no tokenizer: use it with programs that give llama.cpp token ids, such as pqweights eval "
+    "--tokenizer DIR; llama-cli, llama-server and Ollama abort at the first text"
 )
 # Settings of generation_config.json that a Modelfile has under the same names.
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -289,7 +289,7 @@ def _assign(
         if not model.has_vocabulary:
             if not options.without_tokenizer:
                 raise ExportError(
-                    f"the model has no tokenizer, without which llama.cpp ends at the first text: {NO_TOKENIZER}"
+                    f"the model has no tokenizer, without which llama.cpp aborts at the first text: {NO_TOKENIZER}"
                 )
             model = replace(model, notes=(*model.notes, WITHOUT_TOKENIZER))
     tensors, types, warnings = list[LogicalTensor](), dict[str, tuple[str, str]](), list[str]()
@@ -326,8 +326,8 @@ def _wanting(types: Mapping[str, tuple[str, str]]) -> Iterator[str]:
     wanting = [name for name in WANT_IMPORTANCE if name in matrices]
     if wanting:
         yield (
-            f"{', '.join(wanting)} without importances, which llama.cpp's own quantizer demands for such types: little "
-            "is left of a model with channels that are outliers; --calibrate self weighs errors by the inputs"
+            f"{', '.join(wanting)} without importances, which llama.cpp's own quantizer requires for such types: a "
+            "model with outlier channels may become useless; `calibrate` self measures importances"
         )
 
 

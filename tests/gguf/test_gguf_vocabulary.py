@@ -359,25 +359,19 @@ def test_ends_that_the_file_cannot_name_are_remarked_on(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 9, 8, 7, 6, 9]}))
     tokens = written(folder)["tokens"]
     (note,) = converted(folder).notes
-    assert note.startswith(f"llama.cpp goes on generating after {tokens[7]!r}, {tokens[6]!r}, where the model ends")
+    assert f" {tokens[7]!r}, {tokens[6]!r}," in note
     assert named_ends(folder) == {"eos": 1, "eom": 9, "eot": 8}
 
 
-@pytest.mark.parametrize(
-    ("flag", "texts"),
-    [
-        ("lstrip", "text with spaces beside '<think>'"),
-        ("rstrip", "text with spaces beside '<think>'"),
-        ("single_word", "words that hold '<think>'"),
-    ],
-)
+@pytest.mark.parametrize(("flag", "texts"), [("lstrip", "spaces"), ("rstrip", "spaces"), ("single_word", "words")])
 def test_what_llama_cpp_does_otherwise_beside_added_tokens_is_said(flag: str, texts: str, tmp_path: Path) -> None:
     folder = folder_with(trained.KINDS["gpt2"](), tmp_path)
     assert converted(folder).notes == ()
     with editing(folder) as stored:
         for token in stored["added_tokens"]:
             token[flag] = token["content"] == trained.PLAIN
-    assert converted(folder).notes == (f"llama.cpp makes other tokens than the tokenizer of {texts}",)
+    (note,) = converted(folder).notes
+    assert texts in note and note.endswith(repr(trained.PLAIN))
 
 
 def alien(special_tokens: dict[str, Any]) -> dict[str, Any]:

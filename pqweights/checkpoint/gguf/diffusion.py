@@ -91,9 +91,9 @@ def own_tensors(checkpoint: Checkpoint, found: Found) -> tuple[list[LogicalTenso
     for tensor in checkpoint.tensors:
         own_name = tensor.name.removeprefix(found.prefix)
         if not tensor.name.startswith(found.prefix):
-            left_out[tensor.name] = "part of another model of the pipeline, which programs load from its own file"
+            left_out[tensor.name] = "belongs to another model of the pipeline, which has a file of its own"
         elif tensor.dtype not in FLOAT_DTYPES or (found.family.unused and re.search(found.family.unused, own_name)):
-            left_out[tensor.name] = "no weight of the model"
+            left_out[tensor.name] = "not a weight of the model"
         else:
             tensors.append(RenamedTensor.of(own_name, tensor) if found.prefix else tensor)
     return tensors, left_out

@@ -18,8 +18,8 @@ from pqweights.errors import SourceError
 Around = tuple[tuple[int, ...], tuple[int, ...]]
 CONTINUES = "##"
 # llama.cpp has no longest word.
-LONG_WORDS = "words of more than 100 characters, which are unknown tokens"
-TAKEN_FOR_ACCENTS = "Korean text and text with vowel signs, some of which it takes for accents"
+LONG_WORDS = "words of more than 100 characters, which are unknown to the tokenizer"
+TAKEN_FOR_ACCENTS = "Korean text and text with vowel signs, some of which llama.cpp removes as accents"
 
 
 def word_pieces(tokenizer: Mapping[str, Any], rows: int, around: Around) -> Vocabulary:

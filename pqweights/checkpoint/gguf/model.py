@@ -69,7 +69,7 @@ class GgufModel:
         try:
             tower = gguf_tower(checkpoint)
         except ExportError as error:
-            return replace(self, notes=(*self.notes, f"the tower for images is left out: {error}"))
+            return replace(self, notes=(*self.notes, f"the image tower is left out: {error}"))
         if tower is None:
             return self
         writer, tensors, remark = tower
@@ -148,31 +148,31 @@ def _notes(
     window = ignored_window(settings)
     if window is not None:
         yield (
-            f"llama.cpp attends to the whole context, where the model attends to the last {window} tokens: with longer "
-            "texts it computes something different from transformers"
+            f"llama.cpp attends to the whole context, but the model only to the last {window} tokens: results differ "
+            "from those of transformers for longer texts"
         )
     parameters = rope_parameters(settings)
     if parameters["rope_type"] == "longrope":
         yield (
-            "llama.cpp chooses between the short and the long factors of LongRoPE by the size of its context, and "
-            "transformers by the length of the text: with a larger context, short texts are computed differently"
+            "llama.cpp chooses between the short and the long factors of LongRoPE by the size of its context, but "
+            "transformers by the length of the text: with a long context, results for short texts differ"
         )
     if parameters["rope_type"] == "yarn" and parameters.get("truncate") is False:
         yield (
-            "llama.cpp rounds the bounds between which YaRN interpolates, and transformers does not: some frequencies "
-            "are a little different, as in every GGUF file of this model"
+            "llama.cpp rounds the bounds between which YaRN interpolates, but transformers does not: some frequencies "
+            "differ slightly, as they do in every GGUF file of this model"
         )
     if parameters["rope_type"] == "yarn" and (betas := own_betas(settings, parameters)):
         flags = " ".join(f"--yarn-{key.replace('_', '-')} {value:g}" for key, value in betas.items())
-        yield f"llama.cpp computes the YaRN of this model only if it is told: run it with {flags}"
+        yield f"llama.cpp needs these options to compute the YaRN of this model correctly: {flags}"
     yield from filter(None, (note(settings) for note in settings.architecture.notes))
     yield from pooling_notes(storage, settings)
     for texts in () if vocabulary is None else vocabulary.differs:
-        yield f"llama.cpp makes other tokens than the tokenizer of {texts}"
+        yield f"llama.cpp and the model's tokenizer make different tokens of {texts}"
     if missed:
         yield (
-            f"llama.cpp goes on generating after {', '.join(map(repr, missed))}, where the model ends: a GGUF file "
-            f"can name {len(ENDS)} tokens that end a text"
+            f"llama.cpp does not stop at {', '.join(map(repr, missed))}, at which the model does: a GGUF file can name "
+            f"only {len(ENDS)} tokens that end a text"
         )
 
 

@@ -119,9 +119,9 @@ def pooling_notes(storage: Storage, settings: Settings) -> Iterator[str]:
     """Yield what is to be said of what follows a model."""
     dense = module_folders(storage, "Dense")
     if dense and not computes_dense(settings):
-        yield f"llama.cpp leaves out {', '.join(dense)}: its vectors are those before this layer"
+        yield f"llama.cpp does not compute {', '.join(dense)}: its vectors are the inputs of that layer"
     if settings.pooling == RANK and settings.model_type == "bert" and settings.number("type_vocab_size") > 1:
-        yield "llama.cpp does not tell the second text of a pair from the first by the types of tokens, as BERT does"
+        yield "llama.cpp gives both texts of a pair the same token type, but BERT does not: scores of pairs differ"
 
 
 def add_pooling(settings: Settings, writer: Any, tensors: tuple[LogicalTensor, ...]) -> None:

@@ -169,7 +169,7 @@ def _with_tower(text: Checkpoint, opened: GgufContents, file: str, include: Sequ
         raise
     except SourceError as error:
         reason = str(error)
-    remark = f"{file}, the tower for images beside {text.weight_files[0]}, is left out: {reason}"
+    remark = f"{file}, the image tower beside {text.weight_files[0]}, is left out: {reason}"
     return replace(text, remarks=(*text.remarks, remark), left_out=text.left_out | {file: "a tower that is not read"})
 
 
@@ -205,9 +205,9 @@ def _as_one(
     checked, differing, _ = checked_config(storage, tensors, config)
     files = (*text.weight_files, *contents.files)
     copied, not_copied = companions(storage.files(), files, include, outside_links=storage.outside_links)
-    remark = f"{contents.path.name} is read as the tower of {text.weight_files[0]}: a {whole.model_type}"
+    remark = f"{contents.path.name} is read as the image tower of {text.weight_files[0]}: a {whole.model_type}"
     if PROCESSOR not in text.storage.files():
-        remark += f"; of what prepares images, {PROCESSOR} has only what the file says"
+        remark += f"; {PROCESSOR}, which says how images are prepared, has only what the file states"
     return replace(
         text,
         storage=storage,
@@ -234,14 +234,14 @@ def _contradiction(storage: Storage, contents: GgufContents, config: dict[str, A
     """Return what a config.json beside a file does not say as the file does; "" if they agree."""
     if not _describes(config):
         return (
-            f"{CONFIG_FILE} beside {contents.path.name} is not used, but what the file's metadata state: it describes "
-            f"no model as the file holds it, its model_type is {config.get('model_type')!r:.40}"
+            f"{CONFIG_FILE} beside {contents.path.name} is ignored, and the file's metadata are used: it does not "
+            f"describe the model in the file; its model_type is {config.get('model_type')!r:.40}"
         )
     try:
         settings, views = _views(contents, config)
         check_configuration(contents, settings, list(views.values()), _factors(storage, contents).__getitem__)
     except ExportError as error:
-        return f"{CONFIG_FILE} beside {contents.path.name} is used, and does not say what the file does: {error}"
+        return f"{CONFIG_FILE} beside {contents.path.name} is used, although it contradicts the file: {error}"
     return ""
 
 
@@ -255,8 +255,8 @@ def _text_part(contents: GgufContents) -> tuple[GgufContents, tuple[str, ...]]:
         if key.removeprefix(prefix) not in OF_IMAGES:
             metadata.setdefault(f"{known}.{key.removeprefix(prefix)}" if key.startswith(prefix) else key, value)
     remark = (
-        f"{contents.path.name} holds the text part of a {contents.architecture}: it is read as the {known} that "
-        "computes the same of texts; images need the original model"
+        f"{contents.path.name} holds the text part of a {contents.architecture}: it is read as a {known}, which "
+        "computes the same for texts; images need the original model"
     )
     return replace(contents, metadata=metadata), (remark,)
 

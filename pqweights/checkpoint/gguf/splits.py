@@ -132,6 +132,6 @@ NORMALIZED = ("qwen2", "deepseek-r1-qwen", "qwen35")
 OF_CHARACTERS = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")
 # Where llama.cpp only approximates the expressions, of which its engine lacks some classes of characters.
 _ROUGHLY = (
-    "words with combining marks, or with capitals beyond ASCII behind small letters: llama.cpp splits them differently"
+    "words with combining marks, or with capitals outside ASCII after small letters (llama.cpp splits them differently)"
 )
 DIFFERS = dict.fromkeys(("tekken", "gpt-4o", "granite-embed-multi-97m"), _ROUGHLY)

@@ -35,8 +35,8 @@ BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 # By the scheme of Metaspace.
 DIFFERS = {
     "never": "",
-    "always": "text that begins with a space: llama.cpp puts one more before it",
-    "first": "text that begins with a space or follows a special token: llama.cpp puts one more before it",
+    "always": "text that begins with a space (llama.cpp adds another one)",
+    "first": "text that begins with a space or follows a special token (llama.cpp adds a space)",
 }
 INSTEAD = "use --target bf16, and llama.cpp's convert_hf_to_gguf.py on its result"
 
@@ -134,8 +134,8 @@ def beside_added(tokenizer: Mapping[str, Any], stripping: Collection[str]) -> tu
         f"{texts} {', '.join(map(repr, tokens[:3]))}{' and others' if len(tokens) > 3 else ''}"
         for texts, tokens in (
             ("text with spaces beside", spaces),
-            ("words that hold", words),
-            ("text with tokens that it looks for in normalized text:", normalized),
+            ("words that contain", words),
+            ("text with tokens that the tokenizer looks for in normalized text:", normalized),
         )
         if tokens
     )

@@ -52,7 +52,7 @@ OTHERS = (
     *("tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken"),
     *("tokenizer.tiktoken", "vocab.txt"),
 )
-NOT_NORMALIZED = "text that is not in Unicode's form NFC: llama.cpp does not normalize it"
+NOT_NORMALIZED = "text that is not in Unicode's form NFC (llama.cpp does not normalize it)"
 # llama.cpp lets special tokens take the spaces behind them in models of which the name matches, and then needs these
 # tokens.
 STRIPS = re.compile(r"phi-?3", re.IGNORECASE)
@@ -100,7 +100,7 @@ def _with_named(vocabulary: Vocabulary, storage: Storage, unheld: Sequence[Mappi
     texts = {name: text_of(about.get(f"{name}_token")) for name in SPECIAL}
     special = {name: ids[text] for name, text in texts.items() if text in ids}
     said = tuple(
-        f"{entry['content']!r:.80}, for which the model has no embedding (id {entry['id']} of {len(vocabulary.tokens)})"
+        f"{entry['content']!r:.80}, which has no embedding in the model (id {entry['id']} of {len(vocabulary.tokens)})"
         for entry in unheld
     )
     return replace(vocabulary, special={**special, **vocabulary.special}, differs=(*vocabulary.differs, *said))
