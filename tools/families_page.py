@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +25,27 @@ RUN, WRITTEN, REFUSED, UNSEEN = "run", "written", "no", ""
 HEAD = """# Families of models
 
 This page is generated from the tests and the table of models by `make docs-families`. Types are those of `model_type`
-in config.json. Quantizing, decoding to BF16 and checking work with models of any type; a target refuses what its
-runtime would compute otherwise, before a weight is quantized.
+in config.json. Models of any type can be quantized, decoded to BF16 and verified; a target refuses what its runtime
+would compute differently, before a weight is quantized.
 
-- **run**: a tiny random model was exported and computed with, beside the original in transformers: for gguf its logits,
-  or the vectors of an encoder, in llama.cpp (llama-cpp-python 0.3.36); for vllm and torchao the outputs after loading
-  with transformers, compressed-tensors and torchao; for mlx the logits of mlx-lm.
-- **written**: the export is made and has the names and shapes that the runtime expects, and was not run.
-- **images**: for gguf, a file for the tower for images is written beside that of the text (`mmproj`). The vectors that
-  llama.cpp makes of an image were compared, but for types with the tower of another: qwen3_vl_moe, qwen3_5, qwen3_5_moe
-  (that of qwen3_vl) and smolvlm (that of idefics3).
+- **run**: the export of a tiny random model was compared with the original in transformers: for gguf the logits, or the
+  vectors of an encoder, in llama.cpp (llama-cpp-python 0.3.36); for vllm and torchao the outputs after loading with
+  transformers, compressed-tensors and torchao; for mlx the logits of mlx-lm.
+- **written**: the export has the names and shapes that the runtime expects, but was not run.
+- **images**: for gguf, the image tower is written into a second file (`mmproj`). The vectors that llama.cpp makes of an
+  image were compared, except for types with the tower of another: qwen3_vl_moe, qwen3_5, qwen3_5_moe (that of qwen3_vl)
+  and smolvlm (that of idefics3).
 - **no**: refused, with the reason.
 - blank: not examined; the export warns, or refuses the type.
 
 """
 FOOT = """
-Types of models of images and text whose text model is a type of its own ({wrappers}) are written to GGUF
-as that type is. Layers that predict further tokens (`mtp.*`, layers behind the last one) are in the GGUF files of
-{drafting}; of other types they are left out. llama.cpp and vLLM
-rotate neighbouring channels of hy_v4, and transformers rotates the halves of a head: with the rotation of llama.cpp,
-the original in transformers has its logits. EmbeddingGemma, a gemma3 that attends both ways, is refused
-by mlx.
+In GGUF, some models of images and text are written as the type of their text model: {wrappers}.
+
+Draft layers (`mtp.*`, or layers after the last one) are in the GGUF files of {drafting}, but not in those of other
+types. For hy_v4, llama.cpp and vLLM rotate neighbouring channels, but transformers pairs the halves of a head; with
+llama.cpp's rotation, transformers computes the same logits. EmbeddingGemma, a gemma3 with bidirectional attention, is
+refused by mlx.
 """
 
 
@@ -105,7 +106,9 @@ def page() -> str:
             if row.llama_cpp and row.llama_cpp.drafts is not None
         )
     )
-    return HEAD + "\n".join(lines) + "\n" + FOOT.format(wrappers=wrappers, drafting=drafting)
+    paragraphs = FOOT.format(wrappers=wrappers, drafting=drafting).strip().split("\n\n")
+    foot = [textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) for text in paragraphs]
+    return HEAD + "\n\n".join(["\n".join(lines), *foot]) + "\n"
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def unused_tensors(names: Sequence[str], config: Config) -> dict[str, str]:
     layers = {name: int(match[1]) for name in names if (match := TEXT_LAYERS.match(name))}
     behind = [name for name, layer in layers.items() if count is not None and layer >= count]
     if not counts_drafts(behind, config):
-        unused |= dict.fromkeys(behind, f"behind the {count} layers that config.json counts")
+        unused |= dict.fromkeys(behind, f"after the {count} layers that config.json states")
     return unused
 
 

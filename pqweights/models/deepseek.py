@@ -58,7 +58,7 @@ def _has_rank(settings: Settings) -> str:
     rank, layers = settings.get("q_lora_rank"), settings.number("num_hidden_layers")
     if (rank is None) == (layers in (26, 27)):
         return ""
-    return f"llama.cpp expects q_lora_rank of all models but those of 26 or 27 layers, found {rank} with {layers}"
+    return f"llama.cpp expects q_lora_rank except in models of 26 or 27 layers, found {rank} with {layers} layers"
 
 
 # One head of keys and values, from which each head makes its own.

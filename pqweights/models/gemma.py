@@ -42,7 +42,7 @@ def _divides_queries(layers_of_27b: int | None) -> Check:
         if settings.get("num_hidden_layers") == layers_of_27b:
             divisor = settings.number("hidden_size") // settings.number("num_attention_heads")
         alike = stated is None or stated == divisor
-        return "" if alike else f"llama.cpp computes it with query_pre_attn_scalar {divisor} only, found {stated}"
+        return "" if alike else f"llama.cpp supports only query_pre_attn_scalar {divisor}, found {stated}"
 
     return check
 

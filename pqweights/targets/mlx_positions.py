@@ -191,13 +191,13 @@ def _layer_otherwise(
             else ("long", "short", f"texts of at most {original} tokens")
         )
         yield (
-            f"mlx-lm takes the {takes} factors of LongRoPE for every text, where transformers takes the {instead} ones "
-            f"for {these}: these it computes otherwise"
+            f"mlx-lm uses the {takes} factors of LongRoPE for every text, but transformers uses the {instead} ones for "
+            f"{these}: results differ for these"
         )
     elif kind == "dynamic" and as_short and not (as_long or _grows(module)):
         yield (
-            "mlx-lm does not scale the rotary embeddings of this model by the length of the text (dynamic): texts of "
-            f"more than {most} tokens it computes otherwise than transformers"
+            "mlx-lm does not scale the rotary embeddings of this model by the length of the text (dynamic): results "
+            f"differ from those of transformers for texts of more than {most} tokens"
         )
     elif rounded and not as_short:
         yield (

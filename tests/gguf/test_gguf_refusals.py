@@ -90,9 +90,9 @@ QWEN4 = {
         ({"model_type": "qwen3_moe", "num_experts": 4}, "norm_topk_prob True, found False"),
         (
             {"model_type": "gemma3_text", "hidden_act": None, "head_dim": 8},
-            "with query_pre_attn_scalar 8 only, found 256",
+            "query_pre_attn_scalar 8, found 256",
         ),
-        (MLA | {"num_hidden_layers": 27}, "q_lora_rank of all models but those of 26 or 27 layers, found 4 with 27"),
+        (MLA | {"num_hidden_layers": 27}, "q_lora_rank except in models of 26 or 27 layers, found 4 with 27"),
         (MLA | {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
          "mscale and mscale_all_dim, found 1.0 and 0.5"),
         (MLA | {"model_type": "deepseek_v32", "rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},

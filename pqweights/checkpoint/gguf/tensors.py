@@ -130,9 +130,9 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
     kept, left_out = [], {}
     layers, folded = settings.number("num_hidden_layers"), settings.architecture.drafts or {}
     names_behind = [tensor.name for tensor in tensors if predicts_further(_text_name(tensor.name)[0], layers)]
-    further = f"behind the {layers} layers that config.json counts"
+    further = f"after the {layers} layers that config.json states"
     if counts_drafts(names_behind, settings.values):
-        further = "predicts further tokens, which the model does not need"
+        further = "predicts further tokens, which is not needed to run the model"
     unused = unused_parts([tensor.name for tensor in tensors], settings.values)
     for tensor in tensors:
         name, inner = _text_name(tensor.name)
@@ -146,7 +146,7 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
         if key or name.endswith(COMPUTED):
             left_out[tensor.name] = "follows from the configuration"
         elif is_leftover(tensor.name, tensor.dtype, tensor.shape):
-            left_out[tensor.name] = "left from training or another runtime; no model has a place for it"
+            left_out[tensor.name] = "from training or another runtime; the model does not use it"
         elif reason := next((why for of, why in settings.architecture.unused.items() if re.fullmatch(of, name)), ""):
             left_out[tensor.name] = reason
         elif name == HEAD and tied:
