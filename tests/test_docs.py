@@ -79,6 +79,12 @@ def test_relative_links_and_anchors_exist(page):
         assert not anchor or anchor in anchors(target), link
 
 
+def test_source_files_that_pages_name_exist():
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        for name in re.findall(r"[`|] ?([a-z]\w*(?:/\w+)+\.(?:py|hpp|cpp))\b", page.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists() or (ROOT / "pqweights" / name).exists(), f"{page}: {name}"
+
+
 def test_every_page_is_in_the_navigation_and_the_overview():
     pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     outside = tool("site_hooks").OUTSIDE
