@@ -124,8 +124,6 @@ def rounded(*formats: PackedFormat) -> Pieces:
         made = [rule.quantize(weights().reshape(-1))]
         if isinstance(rule, BlockRule) or (isinstance(rule, FloatRule) and rule.rows * rule.group_size < COLUMNS):
             made.append(rule.quantize_weighted(weights().reshape(-1), importance()))
-        if isinstance(rule, GroupRule):
-            made = [rule.enlarged(groups) for groups in made]
         for groups in made:
             pieces = replace(how, rule=rule).pieces(NAME, SHAPE, first_row=0, groups=groups)
             yield from (stored_name.encode() + data.tobytes() for stored_name, _, data in pieces)

@@ -35,7 +35,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import PqweightsError
 from pqweights.formats import get_codec
 from pqweights.kernels.gguf_encoding import BLOCK_TYPES
-from pqweights.kernels.groups import BEST, GroupRule, unpack_bits
+from pqweights.kernels.groups import unpack_bits
 from pqweights.runtime.models import Model, open_model
 from pqweights.runtime.protocol import TextWindows, compare
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
@@ -44,7 +44,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from export_decoders import Floats, Stored, from_torchao, from_vllm_format, values_of
 from helpers import as_float32
 
-RTN, OURS, ROUNDED, PLAIN = "round-to-nearest", "ours", "ours, rounded inputs", "ours, not enlarged"
+RTN, OURS, ROUNDED = "round-to-nearest", "ours", "ours, rounded inputs"
 VLLM, MLX, TORCHAO, GGUF, TRELLIS = "vllm", "mlx", "torchao", "gguf", "master"
 LLAMA_CPP, IK = "llama.cpp", "ik_llama.cpp"
 # The tools of format_peers.py by what tables call them; the last two are in the project's own environment.
@@ -186,13 +186,6 @@ class Bench:
             weights[name], bits = quantizer.decode(encoded).reshape(weight.shape), bits + quantizer.stored_bits(encoded)
         return self.of_weights(weights, bits / sum(weight.size for weight in weights.values()))
 
-    def without_gain(self, bits: int) -> Document:
-        """What is measured of MLX's integers whose codes and scales have the least squared error."""
-        rule = GroupRule(bits=bits, group_size=64, symmetric=False, middle=False, rule=BEST)
-        groups = {name: rule.quantize(weight.reshape(-1)) for name, weight in self.originals.items()}
-        weights = {name: rule.decode(groups[name]).reshape(w.shape) for name, w in self.originals.items()}
-        return self.of_weights(weights, None)
-
     def export(self, target: str, **options: Any) -> Path:
         """Export the original in a format."""
         out = self.work / "export"
@@ -304,8 +297,6 @@ def rows_of(bench: Bench, formats: Sequence[Format], options: Any) -> Iterator[D
         for rule in form.rules:
             folder = bench.export(form.target, format=form.name, **({"qparams": rule} if len(form.rules) > 1 else {}))
             yield about | {"who": OURS if rule == "best" else RTN} | bench.of_folder(folder)
-        if form.name in ("q2", "q3"):
-            yield about | {"who": PLAIN} | bench.without_gain(int(form.name[1:]))
         if form.rounded is not None:
             try:
                 yield about | {"who": ROUNDED} | bench.with_rounded_inputs(form)

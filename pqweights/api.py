@@ -281,7 +281,8 @@ def export(
     dry_run: plan from headers alone, and write nothing; the report has all names and sizes, and no errors
     target: "bf16", "torchao", "mlx", "gguf", "vllm" or "comfyui"; each takes some of the options below
     bits, group_size: of integers: bits of a code, by default 4, and weights that share a scale, by default 128 or 64
-    qparams: how scales and offsets are chosen: by least squares (best), or as the runtime's converter does (minmax)
+    qparams: how scales and offsets are chosen: by a weighted squared error (best), or as the runtime's converter does
+        (minmax)
     rounding: to the nearest codes (plain), so that errors cancel in the outputs (gptq), or by importance
     calibrate, calibration_tokens, save_sample: the sample from which the inputs of weights are learned, as in
         `quantize`

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pqweights.common.dtypes import FLOAT4_VALUES, float8_table, from_float32, to_float32
 from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES, native
 
-# How scale and offset are chosen: to minimise the squared error, or as a runtime's own converter does
+# How scale and offset are chosen: to minimise an error (fit_groups), or as a runtime's own converter does
 # (native/group_rules.cpp).
 BEST = "best"
 RUNTIME_RULES = {"mlx": 1, "torchao": 2, "compressed-tensors": 3, "compressed-tensors-asymmetric": 8}
@@ -26,13 +26,13 @@ KINDS = {"affine": 0, "symmetric": 1, "asymmetric": 2}
 # The most weights of a group in fit_groups, whose kernel has no more room.
 MOST_WEIGHTS = 256
 # What weights are multiplied by before they are rounded to floats of 4 bits: 1 and the relative squared error that
-# Gaussian weights have then. Codes of least squared error are too small by that share (see GroupRule.enlarged), and a
-# scale in E8M0 cannot be enlarged afterwards.
+# Gaussian weights have then. Codes of least squared error are too small by that share (gguf_gain.py), and a scale in
+# E8M0 cannot be enlarged afterwards.
 FLOAT_GAINS = {"mxfp4": 1.0124, "nvfp4": 1.0066}
 # Of the largest weight of a row of FP8, the shares that are tried as its largest number; others differ from these by
 # about a power of two, which changes no error but of weights that saturate.
 FP8_SHARES = tuple(np.float32(16 - step) / 16 for step in range(8))
-# Codes of so few bits lose so much of the size of the weights that models notice.
+# Codes of so few bits, chosen by importances, lose so much of the size of the weights that models notice.
 MOST_BITS_ENLARGED = 3
 # Nothing is enlarged more, here or in blocks of GGUF.
 LARGEST_GAIN = 1.5
@@ -136,7 +136,7 @@ class GroupRule:
     def quantize_weighted(self, values: Floats, importance: Floats) -> Groups:
         """Finite weights [rows * K] as integers, by how much each column counts: [K], not negative.
 
-        Codes of few bits get the size of the weights back, as `enlarged` gives it, in that measure.
+        Codes of few bits get the size of the weights back (see kernels/gguf_gain.py), in that measure.
         """
         start, factors = self.quantize(values), normalized_importance(importance, len(importance))
         if factors is None or not np.isfinite(start.errors).all():
@@ -153,9 +153,12 @@ class GroupRule:
         roots = np.sqrt(factors)
         decoded = self.decode(found).reshape(rows.shape)
         energies, errors = (sums_of_squares((each * roots).reshape(codes.shape)) for each in (rows, rows - decoded))
-        larger = self.enlarged(replace(found, energies=energies, errors=errors))
-        errors = sums_of_squares(values.reshape(codes.shape) - self.decode(larger))
-        return replace(larger, energies=start.energies, errors=errors)
+        left, gains = energies - errors, np.ones(len(energies))
+        np.divide(energies, left, out=gains, where=np.isfinite(energies) & (left > 0))
+        np.clip(gains, 1.0, LARGEST_GAIN, out=gains)
+        offsets = found.offsets if self.zeros else _enlarged(found.offsets, gains)
+        larger = replace(found, scales=_enlarged(found.scales, gains), offsets=offsets)
+        return replace(larger, errors=sums_of_squares(values.reshape(codes.shape) - self.decode(larger)))
 
     def measured(
         self,
@@ -185,22 +188,6 @@ class GroupRule:
         if self.zeros:
             return (numbers - groups.offsets[:, None]) * groups.scales[:, None]
         return numbers * groups.scales[:, None] + groups.offsets[:, None]
-
-    def enlarged(self, groups: Groups) -> Groups:
-        """Groups of BEST whose decoded weights have, on average, the size of the weights: see kernels/gguf_gain.py.
-
-        Their errors are for the caller to measure.
-        """
-        if self.rule != BEST or self.bits > MOST_BITS_ENLARGED:
-            return groups
-        energies, left = groups.energies, groups.energies - groups.errors
-        gains = np.ones(len(energies))
-        np.divide(energies, left, out=gains, where=np.isfinite(energies) & (left > 0))
-        np.clip(gains, 1.0, LARGEST_GAIN, out=gains)
-        scales = _enlarged(groups.scales, gains)
-        return replace(
-            groups, scales=scales, offsets=groups.offsets if self.zeros else _enlarged(groups.offsets, gains)
-        )
 
 
 def _enlarged(numbers: npt.NDArray[np.float32], gains: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
@@ -369,11 +356,12 @@ def _empty_groups(values: npt.NDArray[np.float32], size: int) -> Groups:
 
 @functools.lru_cache
 def _settings(kind: str, bits: int, group_size: int) -> npt.NDArray[np.float32]:
-    """Where the chains of native/groups.cpp start, and how far they step: f32 [7].
+    """Where the chains of native/groups.cpp start, how far they step, and how evenly weights count: f32 [8].
 
     Affine and asymmetric: the range is shrunk to a share, of which each chain cuts 1.2 steps: at the lower end, at the
     upper end, or half at each. Symmetric: the largest weight times three shares. The numbers are the best that a search
-    found on the three kinds of weights of benchmarks/peers.py together; the optimum is flat.
+    found on the three kinds of weights of benchmarks/peers.py together; the optimum is flat. The last number is what a
+    weight counts beside its magnitude, in root mean squares of its group (docs/exports.md).
     """
     if kind == "symmetric":
         share, cut = {
@@ -386,7 +374,7 @@ def _settings(kind: str, bits: int, group_size: int) -> npt.NDArray[np.float32]:
             8: (1.02, 0.02),
         }[bits]
         pairs = [share] * 2 + [share * (1 - cut / 2)] * 2 + [share * (1 - cut)] * 2
-        return np.array([*pairs, 6 if bits == 8 else 3], dtype=np.float32)
+        return np.array([*pairs, 6 if bits == 8 else 3, 1], dtype=np.float32)
     small, large = {2: (0.9, 0.9), 3: (1.0, 0.9), 4: (1.0, 0.95), 5: (1.03, 1.0)}.get(bits, (1.01, 1.01))
     share = small if group_size <= 64 else large
     if bits == 4 and group_size <= 32:
@@ -395,8 +383,8 @@ def _settings(kind: str, bits: int, group_size: int) -> npt.NDArray[np.float32]:
     pairs = [share, cut, cut, share, (share + cut) / 2, (share + cut) / 2]
     relax = {2: 2, 7: 4, 8: 5}.get(bits, 3)
     if kind == "asymmetric":
-        relax = (3, 5, 5, 9, 12, 16, 20)[bits - 2]
-    return np.array([*pairs, relax], dtype=np.float32)
+        relax = (3, 6, 6, 9, 12, 16, 20)[bits - 2]
+    return np.array([*pairs, relax, 1 if kind == "asymmetric" else 2], dtype=np.float32)
 
 
 def normalized_importance(importance: Floats, columns: int) -> Floats | None:
@@ -416,7 +404,10 @@ def normalized_importance(importance: Floats, columns: int) -> Floats | None:
 
 
 def fit_groups(values: npt.NDArray[np.float32], out: Groups, rule: GroupRule) -> None:
-    """Fill `out` from the weights [groups * size] with nearly the least squared error."""
+    """Fill `out` from the weights [groups * size] with nearly the least squared error, where large weights count more.
+
+    That of a weight counts by its magnitude plus one or two root mean squares of its group.
+    """
     (groups, size), bits = out.codes.shape, rule.bits
     if size % 16 or not 16 <= size <= MOST_WEIGHTS or not 2 <= bits <= 8:
         raise ValueError(
@@ -424,7 +415,7 @@ def fit_groups(values: npt.NDArray[np.float32], out: Groups, rule: GroupRule) ->
             f"and {bits} bits"
         )
     settings = _settings(rule.kind, bits, size)
-    given = (native.array(values, np.float32, groups * size), native.array(settings, np.float32, 7))
+    given = (native.array(values, np.float32, groups * size), native.array(settings, np.float32, 8))
     numbers = (groups, size, bits, KINDS[rule.kind], rule.middle, VALUE_DTYPES[rule.scale_dtype])
     native.call("fit", *given, *_written(out), *numbers)
 

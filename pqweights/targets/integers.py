@@ -178,15 +178,8 @@ class IntegerJob:
         return merged(groups, *recovered), True, about
 
     def _round(self, matrix: int, values: npt.NDArray[np.float32]) -> tuple[Groups, Any]:
-        """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights.
-
-        No compensation follows here: codes of few bits get the size of the weights back.
-        """
-        groups, rule = self._quantized(values), self._rounding.rule
-        if isinstance(rule, GroupRule) and np.isfinite(groups.errors).all():
-            larger = rule.enlarged(groups)
-            groups = groups if larger is groups else replace(larger, errors=_errors(values, larger, rule))
-        return groups, None
+        """Round some rows of a matrix; also return what `collect` is to know besides the errors of weights."""
+        return self._quantized(values), None
 
     def _quantized(self, values: npt.NDArray[np.float32]) -> Groups:
         """Round rows to codes, and measure their errors; a rule of the runtime's gets 16 bits, as in the runtime."""

@@ -14,7 +14,7 @@ import pytest
 from blocks import examples, same_bits
 from closeness import F32_FEW, F64_SUM, each_near, near, rounding
 from export_decoders import untiled
-from hard_weights import LARGEST, all_families, families, nearest_bf16
+from hard_weights import LARGEST, all_families, counts, errors_that_count, families, nearest_bf16
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -70,7 +70,7 @@ def nearest_of(dtype: str, numbers: Floats) -> Floats:
 
 
 def errors_of_range(rule: GroupRule, values: Floats) -> npt.NDArray[np.float64]:
-    """Squared errors with scale and offset from the smallest and the largest weight, rounded as they are stored."""
+    """Weighted squared errors, scale and offset being those of the range of the weights, rounded as they are stored."""
     wide, half = values.reshape(-1, rule.group_size).astype(np.float64), 2 ** (rule.bits - 1)
     smallest, largest = wide.min(1, keepdims=True), wide.max(1, keepdims=True)
     lowest = np.full_like(smallest, -half if rule.symmetric or rule.middle else 0)
@@ -85,7 +85,7 @@ def errors_of_range(rule: GroupRule, values: Floats) -> npt.NDArray[np.float64]:
         offset = smallest + half * scale if rule.middle else smallest
     scale, offset = (nearest_of(rule.scale_dtype, numbers).astype(np.float64) for numbers in (scale, offset))
     codes = np.clip(np.rint((wide - offset) / np.where(scale == 0, 1, scale)), lowest, lowest + 2 * half - 1)
-    return np.asarray(((wide - codes * scale - offset) ** 2).sum(1))
+    return np.asarray((counts(wide, rule) * (wide - codes * scale - offset) ** 2).sum(1))
 
 
 def quantize(rule: GroupRule, values: Floats) -> Groups:
@@ -156,7 +156,8 @@ def test_every_family_has_finite_numbers_and_true_errors(kind: str, dtype: str, 
             rule = best(kind, bits, size, dtype)
             assert_sound(rule, values, (name, size))
             if name in ORDINARY:
-                assert quantize(rule, values).errors.sum() <= errors_of_range(rule, values).sum(), name
+                found = errors_that_count(values, rule, quantize(rule, values))
+                assert found.sum() <= errors_of_range(rule, values).sum(), name
 
 
 some_floats = st.one_of(
@@ -243,10 +244,10 @@ def test_constant_groups_are_restored(kind: str, bits: int, size: int) -> None:
 
 # Relative squared error of Gaussian weights in groups of 128, as measured.
 GAUSSIAN = {
-    "affine from 0": {2: 0.10989, 3: 0.03139, 4: 0.008202, 5: 0.002034, 6: 5.036e-4, 7: 1.2664e-4, 8: 3.233e-5},
-    "affine from middle": {2: 0.10988, 3: 0.03139, 4: 0.008192, 5: 0.002025, 6: 4.970e-4, 7: 1.2302e-4, 8: 3.104e-5},
-    "asymmetric": {2: 0.13172, 3: 0.03439, 4: 0.008976, 5: 0.002221, 6: 5.396e-4, 7: 1.3193e-4, 8: 3.266e-5},
-    "symmetric": {2: 0.13599, 3: 0.03485, 4: 0.009349, 5: 0.002448, 6: 6.190e-4, 7: 1.5416e-4, 8: 3.857e-5},
+    "affine from 0": {2: 0.1132, 3: 0.03209, 4: 0.008258, 5: 0.002041, 6: 5.044e-4, 7: 1.266e-4, 8: 3.244e-5},
+    "affine from middle": {2: 0.1132, 3: 0.03208, 4: 0.008249, 5: 0.002033, 6: 4.981e-4, 7: 1.234e-4, 8: 3.108e-5},
+    "asymmetric": {2: 0.1376, 3: 0.03598, 4: 0.009175, 5: 0.002243, 6: 5.422e-4, 7: 1.323e-4, 8: 3.269e-5},
+    "symmetric": {2: 0.1415, 3: 0.03626, 4: 0.009583, 5: 0.002477, 6: 6.214e-4, 7: 1.545e-4, 8: 3.861e-5},
 }  # fmt: skip
 
 
@@ -262,7 +263,8 @@ def test_gaussian_weights_have_a_smaller_error_than_by_their_range(kind: str, bi
     groups = rule.quantize(gaussian_weights())
     measured = groups.errors.sum() / groups.energies.sum()
     assert abs(measured / GAUSSIAN[kind][bits] - 1) < 0.01
-    assert groups.errors.sum() <= 0.945 * errors_of_range(rule, gaussian_weights()).sum()
+    found = errors_that_count(gaussian_weights(), rule, groups)
+    assert found.sum() <= 0.945 * errors_of_range(rule, gaussian_weights()).sum()
 
 
 # --- the rules of the runtimes ---
@@ -502,32 +504,3 @@ def test_pytorch_multiplies_by_the_decoded_weights(rule: str, size: int) -> None
     exact = x.astype(np.float64) @ how.decode(groups).reshape(rows, columns).astype(np.float64).T
     difference = product.float().numpy() - exact
     assert np.linalg.norm(difference) <= 4e-3 * np.linalg.norm(exact)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bits", [2, 3])
-def test_enlarged_groups_keep_the_size_of_products(kind: str, bits: int) -> None:
-    values = helpers.gaussian(200, 64, seed=3).astype(np.float32)
-    rule = best(kind, bits, 64)
-    before = rule.quantize(values.reshape(-1))
-    after = rule.enlarged(before)
-    sizes = [(values * rule.decode(groups)).sum(dtype=np.float64) / (values**2).sum() for groups in (before, after)]
-    assert sizes[0] < 0.98 and abs(sizes[1] - 1) < 0.002
-    assert np.array_equal(after.scales, nearest_bf16(after.scales))
-    errors = np.square(values - rule.decode(after), dtype=np.float64).sum()
-    assert before.errors.sum() < errors < 1.2 * before.errors.sum()
-
-
-def test_groups_of_more_bits_and_rules_of_runtimes_are_not_enlarged() -> None:
-    values = helpers.gaussian(20, 64, seed=3).astype(np.float32).reshape(-1)
-    for rule in (best("affine from 0", 4, 64), rule_of(3, 64, "affine from 0", "mlx")):
-        groups = rule.quantize(values)
-        assert rule.enlarged(groups) is groups
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("magnitude", [0.0, 3.3e38])
-def test_scales_do_not_overflow_when_enlarged(kind: str, magnitude: float) -> None:
-    rule, values = best(kind, 2, 64), np.linspace(-magnitude, magnitude, 64, dtype=np.float32)
-    enlarged = rule.enlarged(rule.quantize(values))
-    assert np.isfinite(enlarged.scales).all() and np.isfinite(enlarged.offsets).all()

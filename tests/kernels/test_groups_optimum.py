@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from closeness import F32_FEW, F64_SUM
-from hard_weights import families, nearest_bf16
+from hard_weights import counts, errors_that_count, families, nearest_bf16
 
 from pqweights.kernels.compensation import MomentsFactor, compensate, empty_matrix, factorize, order_of
 from pqweights.kernels.groups import BEST, MOST_BITS_ENLARGED, GroupRule
@@ -22,7 +22,7 @@ GROUPS, SIZE = 24, 64
 def error_of(w: Doubles, f: Doubles, scale: Doubles, zero: Doubles, lowest: int, highest: int) -> Doubles:
     """The weighted squared error of each group, w [groups, size], with its own scale and zero [groups, 1], not rounded.
 
-    f: what each weight counts, [size]
+    f: what each weight counts, [groups, size] or [size]
     """
     codes = np.clip(np.rint((w - zero) / scale), lowest, highest)
     return np.asarray((f * (w - zero - scale * codes) ** 2).sum(1))
@@ -56,8 +56,9 @@ def test_error_is_close_to_the_least_on_a_fine_grid(family: str, bits: int, symm
     values = helpers.gaussian(GROUPS, SIZE, seed=7) if family == "gaussian" else rng.standard_t(4, (GROUPS, SIZE))
     values = values.astype(np.float32)
     rule = GroupRule(bits=bits, group_size=SIZE, symmetric=symmetric, middle=symmetric, rule=BEST)
-    found = rule.quantize(np.ascontiguousarray(values).reshape(-1)).errors
-    least = least_error(values.astype(np.float64), bits, symmetric)
+    found = errors_that_count(values, rule, rule.quantize(np.ascontiguousarray(values).reshape(-1)))
+    w = values.astype(np.float64)
+    least = least_error(w, bits, symmetric, counts(w, rule))
     # Of 24 groups with four levels and no offset, the search ends in another minimum for one or two.
     most = 1.07 if symmetric and bits == 2 else 1.035
     assert 0.99 * least.sum() < found.sum() < most * least.sum()
@@ -96,9 +97,10 @@ def least_with_zeros(w: Doubles, bits: int, f: Doubles | None = None) -> Doubles
 @pytest.mark.parametrize(("bits", "size"), [(2, 128), (3, 128), (4, 128), (2, 16), (3, 16), (4, 32)])
 @pytest.mark.parametrize("family", ["gaussian", "one outlier", "positive", "mostly negative"])
 def test_error_with_zeros_is_close_to_the_least_of_all(family: str, bits: int, size: int) -> None:
-    values = weights_of(family, size)
-    found = rule_with_zeros(bits, size).quantize(values.reshape(-1)).errors
-    least = least_with_zeros(values.astype(np.float64), bits)
+    values, rule = weights_of(family, size), rule_with_zeros(bits, size)
+    found = errors_that_count(values, rule, rule.quantize(values.reshape(-1)))
+    w = values.astype(np.float64)
+    least = least_with_zeros(w, bits, counts(w, rule))
     assert (found >= least * (1 - F32_FEW)).all()
     assert found.sum() < 1.01 * least.sum()
 
@@ -113,10 +115,11 @@ def test_no_group_has_a_larger_error_with_zeros_than_by_the_rule_of_the_runtime(
         short = nearest_bf16(np.clip(values[np.abs(values).max(1) > 1e-30], -3e4, 3e4))
         if dtype == "F16":
             short = short.astype(np.float16).astype(np.float32)
-        ours, theirs = (
-            replace(rule_with_zeros(bits, size, rule), scale_dtype=dtype).quantize(short.reshape(-1)).errors
+        rules = [
+            replace(rule_with_zeros(bits, size, rule), scale_dtype=dtype)
             for rule in (BEST, "compressed-tensors-asymmetric")
-        )
+        ]
+        ours, theirs = (errors_that_count(short, rule, rule.quantize(short.reshape(-1))) for rule in rules)
         assert (ours <= theirs * (1 + F64_SUM)).all()
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.kernels import Codebook
+from pqweights.kernels.groups import GroupRule, Groups
 
 Floats = npt.NDArray[np.float32]
 
@@ -94,3 +95,15 @@ def norm_ties(book: Codebook) -> Floats:
     values, norms = one_hot_norms(book)
     # Normal float16 numbers lack the last 13 bits of float32; the bit before them is 0 in even ones.
     return values[norms.view(np.uint32) & 0x3FFF == 0x1000]
+
+
+def counts(w: npt.NDArray[np.float64], rule: GroupRule) -> npt.NDArray[np.float64]:
+    """What the squared error of each weight counts: its magnitude, and one or two root mean squares of the group."""
+    affine = not (rule.symmetric or rule.zeros)
+    return np.asarray(np.abs(w) + (2 if affine else 1) * np.sqrt(np.square(w).mean(1, keepdims=True)))
+
+
+def errors_that_count(values: npt.NDArray[np.float32], rule: GroupRule, groups: Groups) -> npt.NDArray[np.float64]:
+    """The weighted squared error of each group."""
+    w = values.reshape(groups.codes.shape).astype(np.float64)
+    return np.asarray((counts(w, rule) * (w - rule.decode(groups)) ** 2).sum(1))

@@ -1,14 +1,14 @@
-// Groups of weights to integers with nearly the least squared error, for torchao, MLX and compressed-tensors:
-// docs/exports.md. group_fitting.hpp has what this shares with GGUF's blocks; tests/references.md names what
-// checks it. Below, half = 2**(bits - 1).
+// Groups of weights to integers with nearly the least squared error, where that of large weights counts more, for
+// torchao, MLX and compressed-tensors: docs/exports.md. group_fitting.hpp has what this shares with GGUF's blocks;
+// tests/references.md names what checks it. Below, half = 2**(bits - 1).
 //
-// 1. Load.    Transpose, find the extremes, and scale by a power of two so that magnitudes end in [1, 4).
+// 1. Load.    Transpose, find the extremes, scale by a power of two so that magnitudes end in [1, 4), and weigh.
 // 2. Fit.     Three chains start from three cuts of the range and make four passes over the weights. If the zero must
 //             be a code, two passes tell between which codes it would lie; from both, four passes fit the scale alone.
 // 3. Round.   The best fits of the chains, the range itself and what the runtimes' own rules would choose become
 //             candidates, rounded to BF16 or F16 as they will be stored.
-// 4. Measure. Decode each candidate as stored and sum its squared error in float64; the smallest error wins.
-// 5. Encode.  Write the codes of the winner.
+// 4. Measure. Decode each candidate as stored and sum its weighted squared error in float64; the smallest error wins.
+// 5. Encode.  Write the codes of the winner, and sum its squared error.
 #include "conversions.hpp"
 #include "group_fitting.hpp"
 #include "interface.hpp"
@@ -17,15 +17,17 @@ namespace {
 
 constexpr int CHAINS = 3, PASSES = 4, PASSES_TO_ZEROS = 2, CANDIDATES = 2 + CHAINS, MOST_WEIGHTS = 256;
 
-// What groups become. settings: for each chain the shares of the range that it keeps below and above the middle
-// (symmetric: the first is a share of the plain scale), and then `relax`. middle: codes count from the middle one, not
-// from the offset. dtype: of scales and offsets as they are stored.
+// What groups become. shares: for each chain the shares of the range that it keeps below and above the middle
+// (symmetric: the first is a share of the plain scale). evenness: what the squared error of a weight counts beside its
+// magnitude, in root mean squares of the group. middle: codes count from the middle one, not from the offset. dtype: of
+// scales and offsets as they are stored.
 struct Rule {
     int64_t size;
     float half, last;
     bool middle;
     Dtype dtype;
-    const float* settings;
+    const float* shares;
+    float relax, evenness;
 };
 
 // What is known of each group once it is loaded, in the scale of the work.
@@ -34,6 +36,11 @@ struct Extent {
     Floats down, up;
     Truths constant;  // whether all weights are equal (symmetric: all are 0)
     Truths huge;      // whether decoding the largest weight might overflow
+};
+
+// Groups in the scale of the work: their weights, and how much the squared error of each counts, 1 on average.
+struct Work {
+    Floats weights[MOST_WEIGHTS], factors[MOST_WEIGHTS];
 };
 
 // A scale and an offset as they would be stored, and the same in the scale of the work.
@@ -50,12 +57,26 @@ INLINE Floats nearest(const Rule& rule, Floats t, Floats zero) {
 
 // --- 1. load ---
 
+INLINE void weigh(const Rule& rule, Work& work) {
+    Floats squares{}, sum{};
+    for (int64_t j = 0; j < rule.size; j++) {
+        squares += work.weights[j] * work.weights[j];
+        sum += magnitude(work.weights[j]);
+    }
+    const Floats size = splat(float(rule.size)), least = square_root(squares / size) * rule.evenness;
+    const Floats mean = sum / size + least;
+    for (int64_t j = 0; j < rule.size; j++) {
+        Floats factor = (magnitude(work.weights[j]) + least) / mean;
+        work.factors[j] = choose<Floats>(mean == 0.0f, splat(1.0f), factor);
+    }
+}
+
 template <Kind kind>
-INLINE Extent load_groups(const float* values, int64_t groups, const Rule& rule, Floats* work) {
+INLINE Extent load_groups(const float* values, int64_t groups, const Rule& rule, Work& work) {
     const Floats infinite = splat(__builtin_inff());
     Extremes of = {infinite, -infinite};
     auto see = [&](auto& columns) ALWAYS { of = extended(of, columns); };
-    transpose_groups(values, rule.size, rule.size, work, see, groups);
+    transpose_groups(values, rule.size, rule.size, work.weights, see, groups);
     Floats most = maximum(of.largest, -of.smallest);
     Scaling scaling = scaling_of(most, -126, 126);
     constexpr bool symmetric = kind == Kind::SYMMETRIC;
@@ -64,7 +85,8 @@ INLINE Extent load_groups(const float* values, int64_t groups, const Rule& rule,
     Truths huge = scaling.exponent == 126;
     Floats keep = choose<Floats>(huge, splat(symmetric ? 63.0f / 64 : 0.49f), splat(1.0f));
     if (!symmetric) keep = choose<Floats>(constant, splat(1.0f), keep);
-    scale_groups(work, rule.size, scaling.down);
+    scale_groups(work.weights, rule.size, scaling.down);
+    weigh(rule, work);
     auto scaled = [&](Floats x) ALWAYS { return x * scaling.down * keep; };
     return {scaled(of.smallest), scaled(of.largest), scaled(most), scaling.down, scaling.up, constant, huge};
 }
@@ -95,15 +117,15 @@ INLINE Chain started(const Rule& rule, const Extent& extent, Floats plain, float
 
 // Make a pass with all chains. With zeros that are codes, `zero` of a chain is its code, and stays.
 template <Kind kind>
-INLINE void improve(const Rule& rule, const Floats* work, Chain (&chains)[CHAINS], Fit (&best)[CHAINS]) {
+INLINE void improve(const Rule& rule, const Work& work, Chain (&chains)[CHAINS], Fit (&best)[CHAINS]) {
     constexpr bool has_offset = kind == Kind::AFFINE;
     Moments moments[CHAINS];
     Floats inverses[CHAINS];
     each<CHAINS>([&](auto c) ALWAYS { inverses[c] = 1.0f / chains[c].scale; });
     for (int64_t j = 0; j < rule.size; j++) {
         each<CHAINS>([&](auto c) ALWAYS {
-            Floats t = (has_offset ? work[j] - chains[c].zero : work[j]) * inverses[c];
-            moments[c].add(t, nearest<kind>(rule, t, chains[c].zero), Alike{});
+            Floats t = (has_offset ? work.weights[j] - chains[c].zero : work.weights[j]) * inverses[c];
+            moments[c].add(t, nearest<kind>(rule, t, chains[c].zero), work.factors[j]);
         });
     }
     each<CHAINS>([&](auto c) ALWAYS {
@@ -112,17 +134,17 @@ INLINE void improve(const Rule& rule, const Floats* work, Chain (&chains)[CHAINS
                                : line_through_origin(m.ee, m.er, maximum(m.rr, splat(0.5f)));
         Fit fit = fit_of(chains[c], line);
         best[c].replace((fit.error < best[c].error) & (magnitude(fit.scale) > magnitude(chains[c].scale) * 0.25f), fit);
-        chains[c] = moved(chains[c], line, rule.settings[2 * CHAINS]);
+        chains[c] = moved(chains[c], line, rule.relax);
     });
 }
 
 // The best fits of chains that start at their shares of the range.
 template <Kind kind>
-INLINE void fit_chains(const Rule& rule, const Extent& extent, const Floats* work, Floats plain, int passes,
+INLINE void fit_chains(const Rule& rule, const Extent& extent, const Work& work, Floats plain, int passes,
                        Fit (&best)[CHAINS]) {
     Chain chains[CHAINS];
     each<CHAINS>([&](auto c) ALWAYS {
-        chains[c] = started<kind>(rule, extent, plain, rule.settings[2 * c], rule.settings[2 * c + 1]);
+        chains[c] = started<kind>(rule, extent, plain, rule.shares[2 * c], rule.shares[2 * c + 1]);
         best[c] = {splat(__builtin_inff()), plain, Floats{}};
     });
     for (int pass = 0; pass < passes; pass++) improve<kind>(rule, work, chains, best);
@@ -130,7 +152,7 @@ INLINE void fit_chains(const Rule& rule, const Extent& extent, const Floats* wor
 
 // The best fits whose zero is a code, from those with any: chains start at the range of each fit, extended to 0, with
 // one of the two codes between which 0 lies there, or of the first two at its end.
-INLINE void fit_zeros(const Rule& rule, const Floats* work, Fit (&best)[CHAINS]) {
+INLINE void fit_zeros(const Rule& rule, const Work& work, Fit (&best)[CHAINS]) {
     Chain ranges[CHAINS], chains[CHAINS];
     Fit own[CHAINS];
     each<CHAINS>([&](auto c) ALWAYS {
@@ -197,7 +219,7 @@ INLINE Candidate runtimes_choice(const Rule& rule, const Extent& extent, Floats 
 }
 
 template <Kind kind>
-INLINE void find_candidates(const Rule& rule, const Extent& extent, const Floats* work,
+INLINE void find_candidates(const Rule& rule, const Extent& extent, const Work& work,
                             Candidate (&found)[CANDIDATES]) {
     // The offset is the weight of the code 0 or, if codes count from the middle, of the code `half`.
     auto from_start = [&](Floats scale, Floats start) ALWAYS {
@@ -220,7 +242,7 @@ INLINE void find_candidates(const Rule& rule, const Extent& extent, const Floats
 
 // Where the zero must be a code. Equal weights become one step from it, as exactly as the scale can be stored.
 template <>
-INLINE void find_candidates<Kind::ASYMMETRIC>(const Rule& rule, const Extent& extent, const Floats* work,
+INLINE void find_candidates<Kind::ASYMMETRIC>(const Rule& rule, const Extent& extent, const Work& work,
                                               Candidate (&found)[CANDIDATES]) {
     auto with_zero = [&](Floats scale, Floats code) ALWAYS {
         return stored<Kind::ASYMMETRIC>(rule, extent, scale, [&](Floats) ALWAYS { return code; });
@@ -250,21 +272,27 @@ INLINE Floats code_of(const Rule& rule, Floats w, const Candidate& candidate) {
     return nearest<kind>(rule, t, candidate.inner_offset);
 }
 
-// Sums of squares, in the scale of the work.
+// What is left of a weight whose code is this.
+template <Kind kind>
+INLINE Doubles left_of(Floats w, Floats code, const Candidate& candidate) {
+    Floats decoded = code * candidate.inner_scale;
+    if (kind == Kind::AFFINE) decoded += candidate.inner_offset;
+    return converted<Doubles>(w - decoded);
+}
+
+// Sums of squares, in the scale of the work; those of errors are weighted.
 struct Squares {
     Doubles energy{}, errors[CANDIDATES]{};
 };
 
 template <Kind kind>
-INLINE Squares measured(const Rule& rule, const Floats* work, const Candidate (&candidates)[CANDIDATES]) {
+INLINE Squares measured(const Rule& rule, const Work& work, const Candidate (&candidates)[CANDIDATES]) {
     Squares sums;
     for (int64_t j = 0; j < rule.size; j++) {
-        Floats w = work[j];
+        Floats w = work.weights[j];
         each<CANDIDATES>([&](auto c) ALWAYS {
-            Floats decoded = code_of<kind>(rule, w, candidates[c]) * candidates[c].inner_scale;
-            if (kind == Kind::AFFINE) decoded += candidates[c].inner_offset;
-            Doubles e = converted<Doubles>(w - decoded);
-            sums.errors[c] += e * e;
+            Doubles e = left_of<kind>(w, code_of<kind>(rule, w, candidates[c]), candidates[c]);
+            sums.errors[c] += converted<Doubles>(work.factors[j]) * (e * e);
         });
         Doubles wide = converted<Doubles>(w);
         sums.energy += wide * wide;
@@ -272,12 +300,11 @@ INLINE Squares measured(const Rule& rule, const Floats* work, const Candidate (&
     return sums;
 }
 
-// The candidate of the smallest error, the earlier one on a tie, and its error; huge groups take the first.
+// The candidate of the smallest error, the earlier one on a tie; huge groups take the first.
 template <Kind kind>
-INLINE Candidate winner_of(const Extent& extent, const Candidate (&candidates)[CANDIDATES], const Squares& sums,
-                           Doubles& least) {
+INLINE Candidate winner_of(const Extent& extent, const Candidate (&candidates)[CANDIDATES], const Squares& sums) {
     Floats scale = candidates[0].scale, offset = candidates[0].offset;
-    least = sums.errors[0];
+    Doubles least = sums.errors[0];
     each<CANDIDATES - 1>([&](auto before) ALWAYS {
         const Candidate& other = candidates[before + 1];
         auto wins = (sums.errors[before + 1] < least) & ~converted<Longs>(extent.huge);
@@ -290,32 +317,37 @@ INLINE Candidate winner_of(const Extent& extent, const Candidate (&candidates)[C
 
 // --- 5. encode ---
 
-// Write the codes [groups, size], counted from 0.
+// Write the codes [groups, size], counted from 0; return the sums of squared errors.
 template <Kind kind>
-INLINE void encode(const Rule& rule, const Floats* work, const Candidate& winner, uint8_t* codes, int64_t groups) {
+INLINE Doubles encode(const Rule& rule, const Work& work, const Candidate& winner, uint8_t* codes, int64_t groups) {
+    Doubles error{};
     Floats zero = rule.middle ? splat(rule.half) : Floats{};
     if (kind == Kind::ASYMMETRIC) zero = winner.offset;
     for (int64_t at = 0; at < rule.size; at += LANES) {
         Bytes columns[LANES];
         each<LANES>([&](auto k) ALWAYS {
-            columns[k] = converted<Bytes>(converted<Ints>(code_of<kind>(rule, work[at + k], winner) + zero));
+            Floats w = work.weights[at + k], code = code_of<kind>(rule, w, winner);
+            Doubles e = left_of<kind>(w, code, winner);
+            error += e * e;
+            columns[k] = converted<Bytes>(converted<Ints>(code + zero));
         });
         store_codes(columns, codes + at, rule.size, groups, LANES);
     }
+    return error;
 }
 
 // Fit sixteen groups, or fewer.
 template <Kind kind>
 Result fit_sixteen(const float* values, int64_t groups, const Rule& rule, uint8_t* codes) {
-    Floats work[MOST_WEIGHTS];
+    Work work;
     Extent extent = load_groups<kind>(values, groups, rule, work);
     Candidate candidates[CANDIDATES];
     find_candidates<kind>(rule, extent, work, candidates);
     Squares sums = measured<kind>(rule, work, candidates);
-    Doubles least, up = converted<Doubles>(extent.up);
-    Candidate winner = winner_of<kind>(extent, candidates, sums, least);
-    encode<kind>(rule, work, winner, codes, groups);
-    return {winner.scale, winner.offset, sums.energy * up * up, least * up * up};
+    Doubles up = converted<Doubles>(extent.up);
+    Candidate winner = winner_of<kind>(extent, candidates, sums);
+    Doubles error = encode<kind>(rule, work, winner, codes, groups);
+    return {winner.scale, winner.offset, sums.energy * up * up, error * up * up};
 }
 
 }  // namespace
@@ -329,7 +361,8 @@ void pqweights::fit(const float* values, const float* settings, uint8_t* codes, 
                     int64_t middle, int64_t dtype) {
     constexpr auto symmetric = Kind::SYMMETRIC, asymmetric = Kind::ASYMMETRIC;
     const float half = float(1 << (bits - 1));
-    const Rule rule = {size, half, half * 2.0f - 1.0f, middle || Kind(kind) == symmetric, Dtype(dtype), settings};
+    const Rule rule = {size, half, half * 2.0f - 1.0f, middle || Kind(kind) == symmetric, Dtype(dtype),
+                       settings, settings[2 * CHAINS], settings[2 * CHAINS + 1]};
     for (int64_t first = 0; first < groups; first += LANES) {
         const int64_t left = groups - first, at = first * size;
         Result found = Kind(kind) == symmetric    ? fit_sixteen<symmetric>(values + at, left, rule, codes + at)
