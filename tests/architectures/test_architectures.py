@@ -113,7 +113,8 @@ def check_torchao(about: Architecture, folder: Path, exported: Path, of_master: 
         else:
             assert torch.equal(parameter, weights[name].to(parameter.dtype)), name
     assert integers == len(integer_names(exported))
-    assert_within(distance(computed(about, model), computed(about, expected.to(torch.bfloat16))), "torch, BF16")
+    # In BF16 either of the two may take another expert where two are as near: what is expected is exact.
+    assert_within(distance(computed(about, model), computed(about, expected)), "torch, BF16")
 
 
 def check_mlx(about: Architecture, folder: Path, exported: Path, of_master: Array) -> None:
