@@ -57,6 +57,7 @@ INLINE Floats nearest(const Rule& rule, Floats t, Floats zero) {
 
 // --- 1. load ---
 
+// Say how much the squared error of each weight counts: where all are 0, alike.
 INLINE void weigh(const Rule& rule, Work& work) {
     Floats squares{}, sum{};
     for (int64_t j = 0; j < rule.size; j++) {
