@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from commands import raises
 
 from pqweights.common.advice import instead, nearest
 from pqweights.common.units import counted, parse_size
@@ -42,14 +43,14 @@ def test_size_is_parsed_to_bytes(text: str | int, size: int) -> None:
 
 @pytest.mark.parametrize("text", NOT_SIZES)
 def test_text_that_is_not_a_size_is_refused(text: str) -> None:
-    with pytest.raises(RecipeError, match=r"5GB \(10\*\*9 bytes\), 5GiB \(2\*\*30\)") as caught:
+    with raises(RecipeError, repr(text), "5GB", "5GiB") as caught:
         parse_size(text)
     assert repr(text) in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["0", "0.4", "0GB", "9" * 30, "9" * 5000 + "GB"])
 def test_size_out_of_range_is_refused(text: str) -> None:
-    with pytest.raises(RecipeError, match="at least one byte, at most") as caught:
+    with raises(RecipeError, "one byte") as caught:
         parse_size(text)
     assert len(str(caught.value)) < 200
 

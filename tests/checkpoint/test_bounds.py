@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from commands import raises
 from helpers import bf16, gaussian, write_checkpoint
 from hostile.case import entry, raw
 
@@ -40,12 +41,12 @@ def quickly(seconds: float = 3.0) -> Iterator[None]:
 @pytest.mark.parametrize("shape", [[2**34, 0], [0, MOST_OF_NOTHING + 1, 1]], ids=str)
 def test_tensors_without_elements_claim_no_large_dimensions(shape: list[int], tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(raw(json.dumps({"x": entry("F32", shape, [0, 0])})))
-    with pytest.raises(SourceError, match=r"'x': shape .* overflows"):
+    with raises(SourceError, "'x'", max(shape)):
         open_local(tmp_path)
     header = struct.pack("<4sIQQ", b"GGUF", 3, 1, 0) + struct.pack("<Q1sI", 1, b"x", len(shape))
     header += struct.pack(f"<{len(shape)}QIQ", *shape, 0, 0)
     header += bytes(-len(header) % 32)
-    with pytest.raises(SourceError, match=r"'x': shape .* overflows"):
+    with raises(SourceError, "'x'", max(shape)):
         parse_gguf(Path(), "a.gguf", BytesIO(header), len(header))
 
 
@@ -58,7 +59,7 @@ def test_stacks_of_experts_without_elements_are_not_taken_apart() -> None:
 @pytest.mark.parametrize("name", ["norm_" * 20_000 + "!", "x" * (MAX_NAME + 1)], ids=len)
 def test_long_names_of_tensors_are_refused(name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {name: bf16(gaussian(4, 128))})
-    with quickly(), pytest.raises(SourceError, match=f"at most {MAX_NAME} characters") as refused:
+    with quickly(), raises(SourceError, MAX_NAME) as refused:
         open_local(tmp_path)
     assert len(str(refused.value)) < 400
 
@@ -79,7 +80,7 @@ def test_numbers_in_names_are_those_that_the_tensors_explain(name: str, fits: bo
     if fits:
         open_local(tmp_path)
         return
-    with pytest.raises(SourceError, match="1 tensors"):
+    with raises(SourceError, "1 tensors"):
         open_local(tmp_path)
 
 
@@ -100,14 +101,14 @@ def test_messages_are_short_whatever_a_value_holds() -> None:
 def test_recipes_do_not_merge_mappings() -> None:
     lines = ["a0: &a0 {k: v}", *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}" for n in range(1, 10))]
     text = "\n".join(lines)
-    with quickly(), pytest.raises(PqweightsError, match=r"r\.yaml: not YAML"):
+    with quickly(), raises(PqweightsError, "r.yaml"):
         parse_recipe(text, "r.yaml")
 
 
 def test_long_tokens_are_refused(tmp_path: Path) -> None:
     token = "a" * 1_000_000
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {token: 0}, "merges": []}}))
-    with quickly(), pytest.raises(SourceError, match=r"tokenizer\.json: .*token"):
+    with quickly(), raises(SourceError, "tokenizer.json", "token"):
         read_tokenizer(Storage(tmp_path))
 
 
@@ -129,9 +130,9 @@ def master_of(shape: tuple[int, ...], transposed: bool) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_units_of_columns_are_bounded_when_a_master_is_opened(transposed: bool) -> None:
-    with pytest.raises(MasterError, match="bits"):  # the bits are not those of the stored tensors
+    with raises(MasterError, "bits"):  # the bits are not those of the stored tensors
         master_of((200, MOST_STORED_COLUMNS), transposed)()
-    with pytest.raises(MasterError, match=f"at most {MOST_STORED_COLUMNS} columns"):
+    with raises(MasterError, MOST_STORED_COLUMNS, "columns"):
         master_of((200, MOST_STORED_COLUMNS + 1), transposed)()
 
 
@@ -142,5 +143,5 @@ def test_a_gguf_file_alone_that_claims_billions_of_experts_is_refused_at_once(tm
 
     keys = [(name, kind, 2**31 - 1 if name.endswith(".expert_count") else value) for name, kind, value in GGUF_KEYS]
     (tmp_path / "m.gguf").write_bytes(gguf_bytes(keys, GGUF_TENSORS, b"", None))
-    with quickly(), pytest.raises(SourceError, match=r"num_experts: .* found 2147483647"):
+    with quickly(), raises(SourceError, "num_experts", 2**31 - 1):
         open_source(tmp_path / "m.gguf")

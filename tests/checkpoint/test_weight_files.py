@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from commands import raises
 from helpers import bf16, gaussian, write_checkpoint
 from safetensors.torch import save_file
 
@@ -43,13 +43,13 @@ def test_single_pickle_may_have_any_name(pickles: Path) -> None:
 
 def test_several_pickles_need_an_index(pickles: Path) -> None:
     os.link(pickles / "weights.bin", pickles / "more.bin")
-    with pytest.raises(SourceError, match=r"found (more\.bin, weights|weights\.bin, more)\.bin: .*give one file"):
+    with raises(SourceError, "more.bin", "weights.bin", "give one file"):
         open_local(pickles, allow_pickle=True)
 
 
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(SourceError, match="expected a folder or a file, found neither"):
+    with raises(SourceError, tmp_path / "pipe"):
         open_local(tmp_path / "pipe")
 
 
@@ -111,7 +111,7 @@ def test_a_part_that_is_missing_is_named(parts: int, beside: list[str], tmp_path
     os.remove(tmp_path / "a" / files[-1])
     for name in beside:
         save_file({NAMES[-1]: torch.zeros(2, 128)}, tmp_path / "a" / name)
-    with pytest.raises(SourceError, match=f"{files[-1]}: missing"):
+    with raises(SourceError, files[-1]):
         open_local(tmp_path / "a")
 
 
@@ -126,7 +126,7 @@ def test_complete_set_is_read_beside_an_incomplete_one(tmp_path: Path) -> None:
 def test_two_complete_sets_without_an_index_are_refused_by_name(tmp_path: Path) -> None:
     write_set(tmp_path / "a", parts=3, value=9.0)
     write_set(tmp_path / "a", parts=2, value=2.0)
-    with pytest.raises(SourceError, match=r"model-\*-of-00002\.safetensors.*model-\*-of-00003\.safetensors"):
+    with raises(SourceError, "model-*-of-00002.safetensors", "model-*-of-00003.safetensors"):
         open_local(tmp_path / "a")
 
 
@@ -143,7 +143,7 @@ def test_set_with_the_names_of_transformers_is_read_beside_other_files(name: str
 def test_two_variants_of_a_file_are_refused_by_name(tmp_path: Path) -> None:
     for variant in ("fp16", "bf16"):
         write_set(tmp_path / "a", parts=1, value=1.0, name=f"model.{variant}.safetensors")
-    with pytest.raises(SourceError, match=r"model\.bf16\.safetensors, model\.fp16\.safetensors"):
+    with raises(SourceError, "model.bf16.safetensors", "model.fp16.safetensors"):
         open_local(tmp_path / "a")
     write_set(tmp_path / "a", parts=1, value=2.0, name="model.safetensors")
     assert read_value(tmp_path / "a") == 2
@@ -168,7 +168,7 @@ def test_index_of_files_that_are_gone_is_refused_beside_two_complete_sets(tmp_pa
     for parts in (2, 3):
         write_set(tmp_path / "a", parts=parts, value=2.0)
     write_index(tmp_path / "a", dict.fromkeys(NAMES, "model-00001-of-00004.safetensors"))
-    with pytest.raises(SourceError, match=r"model-\*-of-00002\.safetensors.*model-\*-of-00003\.safetensors"):
+    with raises(SourceError, "model-*-of-00002.safetensors", "model-*-of-00003.safetensors"):
         open_local(tmp_path / "a")
 
 
@@ -182,7 +182,7 @@ def test_index_that_misplaces_tensors_is_said_to(tmp_path: Path) -> None:
 def test_index_that_names_a_tensor_of_no_file_is_refused(tmp_path: Path) -> None:
     files = write_set(tmp_path / "a", parts=2, value=2.0)
     write_index(tmp_path / "a", dict.fromkeys([*NAMES, "lm_head.weight"], files[0]) | {NAMES[0]: files[1]})
-    with pytest.raises(SourceError, match=r"'lm_head\.weight'.*remove model\.safetensors\.index\.json"):
+    with raises(SourceError, "'lm_head.weight'", "remove model.safetensors.index.json"):
         open_local(tmp_path / "a")
 
 
@@ -195,7 +195,7 @@ def test_tensor_in_two_shards_is_read_once_if_both_are_equal(value: float, tmp_p
         assert read_value(tmp_path / "a") == 2
         assert any(NAMES[0] in text and files[1] in text for text in open_local(tmp_path / "a").left_out)
         return
-    with pytest.raises(SourceError, match=rf"'{NAMES[0]}'.*{files[0]}.*{files[1]}"):
+    with raises(SourceError, f"'{NAMES[0]}'", files[0], files[1]):
         open_local(tmp_path / "a")
 
 
@@ -205,7 +205,7 @@ def test_pickles_without_an_index_are_read_if_they_are_complete(tmp_path: Path) 
         torch.save(state, tmp_path / f"pytorch_model-{part + 1:05d}-of-00002.bin")
     assert len(open_local(tmp_path, allow_pickle=True).tensors) == 4
     os.remove(tmp_path / "pytorch_model-00002-of-00002.bin")
-    with pytest.raises(SourceError, match=r"pytorch_model-00002-of-00002\.bin: missing"):
+    with raises(SourceError, "pytorch_model-00002-of-00002.bin"):
         open_local(tmp_path, allow_pickle=True)
 
 
@@ -241,7 +241,7 @@ def test_what_lies_in_place_of_weights_is_named(names: list[str], said: str, tmp
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"{}")
-    with pytest.raises(SourceError, match=re.escape(said)):
+    with raises(SourceError, said):
         open_local(tmp_path)
 
 
@@ -249,5 +249,5 @@ def test_a_pointer_of_git_lfs_is_named_as_one(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", {UP: bf16(gaussian(4, 128))})
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     (source / "model.safetensors").write_text(pointer)
-    with pytest.raises(SourceError, match=r"model\.safetensors: .*git lfs pull"):
+    with raises(SourceError, "model.safetensors", "git lfs pull"):
         open_local(source)

@@ -88,7 +88,7 @@ def test_several_models_in_one_file_are_refused(other: str, tmp_path: Path) -> N
 
 def test_an_average_beside_the_model_is_refused(tmp_path: Path) -> None:
     both = MODEL | {f"ema.{name}": tensor for name, tensor in MODEL.items()}
-    assert "several models" in refused("plan", saved(tmp_path / "src", both))
+    assert "ema" in refused("plan", saved(tmp_path / "src", both))
 
 
 def test_two_tensors_that_would_have_one_name_are_refused(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_folders_of_adapters_are_refused_with_their_base(method: str, has_config
         assert "adapter_model.safetensors" in line and "ORG/BASE" in line and method in line and "adapter" in line
     assert not (tmp_path / "out").exists()
     alone = invoke("plan", source / "adapter_model.safetensors")  # which also says what lies beside the file
-    assert alone.exit_code == 1 and "part of an adapter" in alone.stderr
+    assert alone.exit_code == 1 and "adapter" in alone.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import pytest
 import trained_tokenizers as trained
+from commands import raises
 from gguf_files import converted, metadata, write_gguf, write_llama
 
 from pqweights.errors import ExportError, SourceError
@@ -116,7 +117,8 @@ def test_ids_other_than_those_of_transformers_are_refused(place: str, shift: int
     def moved(ids: dict[str, int]) -> dict[str, Any]:
         return PLACES[place]({text: token_id + shift for text, token_id in ids.items()})
 
-    with pytest.raises(ExportError, match=r"(tokenizer_config|added_tokens)\.json: .*<\|im_(start|end)\|>"):
+    file = "added_tokens.json" if place == "added_tokens.json" else "tokenizer_config.json"
+    with raises(ExportError, file, "<|im_start|>"):
         converted(folder_with("qwen2", tmp_path, moved, more_rows=20))
 
 
@@ -129,7 +131,7 @@ def test_a_token_for_which_the_model_has_no_embedding_is_left_out_or_refused(tmp
     assert any("'[P]'" in note for note in model.notes)
     assert "[P]" not in metadata(model)["tokenizer.ggml.tokens"]
     assert "tokenizer.ggml.padding_token_id" not in metadata(model)
-    with pytest.raises(ExportError, match=r"tokenizer\.json: "):
+    with raises(ExportError, "tokenizer.json"):
         converted(folder_with("llama2", tmp_path / "b", decoder, more_rows=0))
 
 
@@ -149,5 +151,5 @@ def test_a_token_for_which_the_model_has_no_embedding_is_left_out_or_refused(tmp
 def test_damaged_files_are_refused_by_name(name: str, content: Any, tmp_path: Path) -> None:
     folder = folder_with("qwen2", tmp_path, lambda ids: {})
     (folder / name).write_text(json.dumps(content))
-    with pytest.raises(SourceError, match=f"^{name}: "):
+    with raises(SourceError, name):
         converted(folder)

@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import pytest
 import trained_tokenizers as trained
+from commands import raises
 from gguf_files import converted, metadata, write_llama
 
 from pqweights.checkpoint.gguf.contents import MetadataList
@@ -56,40 +57,40 @@ BEGIN_WORDS = {"type": "BertNormalizer", "handle_chinese_chars": False}
 
 
 @pytest.mark.parametrize(
-    ("kind", "parts", "message"),
+    ("kind", "parts", "named"),
     [
-        ("bert", {"continuing_subword_prefix": "@@"}, "splits words by BertPreTokenizer and '@@'"),
+        ("bert", {"continuing_subword_prefix": "@@"}, "BertPreTokenizer '@@'"),
         ("bert", {"pre_tokenizer": {"type": "Whitespace"}}, "Whitespace"),
         ("bert", {"normalizer": {"type": "NFC"}}, "NFC"),
         ("bert", {"normalizer": BEGIN_WORDS}, "handle_chinese_chars"),
-        ("bert", {"post_processor": None}, "puts a token before and after each text"),
+        ("bert", {"post_processor": None}, "before after"),
         ("unigrams", {"byte_fallback": True}, "byte_fallback True"),
         ("unigrams", {"unk_id": None}, "unk_id None"),
-        ("unigrams", {"vocab": [["a", 0.0], ["a", 0.0]]}, "several tokens have the same text"),
-        ("unigrams", {"vocab": [["a", 0.0], ["▁a▁b", 0.0]]}, "does not split text into words"),
-        ("unigrams", {"pre_tokenizer": None}, "tokenizer"),
+        ("unigrams", {"vocab": [["a", 0.0], ["a", 0.0]]}, "same text"),
+        ("unigrams", {"vocab": [["a", 0.0], ["▁a▁b", 0.0]]}, "words"),
+        ("unigrams", {"pre_tokenizer": None}, "words"),
         ("unigrams", {"pre_tokenizer": {"type": "Digits"}}, "Digits"),
     ],
 )
 def test_tokenizers_of_which_llama_cpp_has_no_match_are_refused(
-    kind: str, parts: dict[str, Any], message: str, tmp_path: Path
+    kind: str, parts: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ExportError, match=message):
+    with raises(ExportError, *named.split()):
         written(kind, tmp_path, **parts)
 
 
 @pytest.mark.parametrize(
-    ("kind", "parts", "message"),
+    ("kind", "parts", "named"),
     [
-        ("bert", {"vocab": []}, "expected an object as its vocab"),
-        ("bert", {"unk_token": "[none]"}, r"its unk_token '\[none\]' is not in its vocab"),
-        ("unigrams", {"vocab": {"a": 0}}, "expected texts with scores as its vocab"),
-        ("unigrams", {"vocab": [["a", "b"]]}, "vocab"),
+        ("bert", {"vocab": []}, "vocab []"),
+        ("bert", {"unk_token": "[none]"}, "unk_token '[none]'"),
+        ("unigrams", {"vocab": {"a": 0}}, "vocab {'a':"),
+        ("unigrams", {"vocab": [["a", "b"]]}, "vocab 'b'"),
         ("unigrams", {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "*"}}, "precompiled_charsmap"),
     ],
 )
-def test_damaged_tokenizers_are_refused(kind: str, parts: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=rf"^tokenizer\.json: .*{message}"):
+def test_damaged_tokenizers_are_refused(kind: str, parts: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with raises(SourceError, "tokenizer.json", *named.split()):
         written(kind, tmp_path, **parts)
 
 
@@ -112,5 +113,5 @@ def test_lists_of_other_items_are_refused_by_their_key(key: str) -> None:
     }
     wrong = MetadataList("bool", 1, (1.5 if key == "tokens" else "b",))
     lists = {f"tokenizer.ggml.{name}": values for name, values in (held | {key: wrong}).items()}
-    with pytest.raises(SourceError, match=key):
+    with raises(SourceError, key):
         tokenizer_files("m.gguf", {**lists, "tokenizer.ggml.model": "t5"}, None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 import pytest
+from commands import raises
 from tiny_gguf import TYPES, finish, small_gguf
 
 from pqweights.checkpoint.gguf.contents import FILE_TYPES, NUMBER_FORMATS, TENSOR_TYPES, VALUE_TYPES, MetadataList
@@ -104,52 +105,40 @@ def test_alignment_and_a_last_tensor_without_padding_are_read() -> None:
 
 # Beside those of tests/hostile/gguf.py.
 WRONG = {
-    "short": (b"GGU", "expected the bytes GGUF, found a file of 3 bytes"),
-    "no-counts": (b"GGUF\3\0\0\0", "the number of tensors and of keys: expected 16 bytes at offset 8, found 0"),
-    "version-4": (file_of(version=4), "version: expected 2 or 3, found 4"),
-    "tensor-count": (file_of(counts=(2**63, 0)), "number of tensors: expected what 0 bytes can hold"),
-    "key-count": (file_of(counts=(0, 9), data=bytes(64)), "number of keys: expected what 64 bytes can hold, found 9"),
-    "key-length": (file_of(keys=[struct.pack("<Q", 2**60) + bytes(20)]), "key 0: expected at most 100000000 bytes"),
-    "key-cut": (file_of(keys=[struct.pack("<Q", 99) + bytes(20)]), "key 0: expected 99 bytes at offset 32, found 20"),
-    "key-empty": (file_of(keys=[key("", 4, bytes(4))]), "key 0: expected a printable name, found ''"),
-    "key-unprintable": (file_of(keys=[key("a\nb", 4, bytes(4))]), "expected a printable name, found 'a\\\\nb'"),
-    "key-not-utf-8": (
-        file_of(keys=[struct.pack("<Q", 1) + b"\xff" + bytes(8)]),
-        r"key 0: expected UTF-8 text, found b'\\xff'",
-    ),
-    "key-twice": (file_of(keys=[key("a", 4, bytes(4))] * 2), "key 'a' appears twice"),
-    "value-type": (file_of(keys=[key("a", 13, bytes(4))]), "'a': expected a type from 0 to 12, found 13"),
-    "item-type": (
-        file_of(keys=[key("a", 9, struct.pack("<IQ", 99, 0))]),
-        "'a': expected a type from 0 to 12, found 99",
-    ),
-    "list-of-lists": (file_of(keys=[key("a", 9, struct.pack("<IQ", 9, 0))]), "found a list of lists"),
-    "list-cut": (
-        file_of(keys=[key("a", 9, struct.pack("<IQ", 4, 2**62))]),
-        f"'a': expected a list that 0 bytes can hold, found {2**62} items",
-    ),
-    "long-list-cut": (
-        file_of(keys=[key("a", 9, struct.pack("<IQ", 4, 2**62) + bytes(4096))]),
-        "'a': expected a list that 4096 bytes can hold",
-    ),
+    "short": (b"GGU", "GGUF 3 bytes"),
+    "no-counts": (b"GGUF\3\0\0\0", "number tensors keys 16 8"),
+    "version-4": (file_of(version=4), "version 2 3 4"),
+    "tensor-count": (file_of(counts=(2**63, 0)), f"tensors {2**63}"),
+    "key-count": (file_of(counts=(0, 9), data=bytes(64)), "keys 64 9"),
+    "key-length": (file_of(keys=[struct.pack("<Q", 2**60) + bytes(20)]), f"key 0 100000000 {2**60}"),
+    "key-cut": (file_of(keys=[struct.pack("<Q", 99) + bytes(20)]), "key 0 99 32 20"),
+    "key-empty": (file_of(keys=[key("", 4, bytes(4))]), "key 0 ''"),
+    "key-unprintable": (file_of(keys=[key("a\nb", 4, bytes(4))]), "'a\\nb'"),
+    "key-not-utf-8": (file_of(keys=[struct.pack("<Q", 1) + b"\xff" + bytes(8)]), r"key 0 UTF-8 b'\xff'"),
+    "key-twice": (file_of(keys=[key("a", 4, bytes(4))] * 2), "key 'a'"),
+    "value-type": (file_of(keys=[key("a", 13, bytes(4))]), "'a' 12 13"),
+    "item-type": (file_of(keys=[key("a", 9, struct.pack("<IQ", 99, 0))]), "'a' 12 99"),
+    "list-of-lists": (file_of(keys=[key("a", 9, struct.pack("<IQ", 9, 0))]), "'a' lists"),
+    "list-cut": (file_of(keys=[key("a", 9, struct.pack("<IQ", 4, 2**62))]), f"'a' {2**62}"),
+    "long-list-cut": (file_of(keys=[key("a", 9, struct.pack("<IQ", 4, 2**62) + bytes(4096))]), f"'a' 4096 {2**62}"),
     "texts-cut": (
         file_of(keys=[key("a", 9, struct.pack("<IQ", 8, 2000) + bytes(8 * 1999))]),
-        "'a': expected a list that 15992 bytes can hold, found 2000 items",
+        "'a' 15992 2000",
     ),
     "text-cut": (
         file_of(keys=[key("a", 9, struct.pack("<IQ", 8, 1100) + bytes(8 * 1098) + b"\x10" + bytes(20))]),
-        "an item of 'a': expected 16 bytes at offset 8841, found 13",
+        "'a' 16 8841 13",
     ),
-    "bool": (file_of(keys=[key("a", 7, b"\2")]), "'a': expected 0 or 1, found 2"),
-    "alignment-0": (file_of(keys=[key("general.alignment", 4, bytes(4))]), "power of two, found 0"),
-    "alignment-48": (file_of(keys=[key("general.alignment", 4, b"\x30\0\0\0")]), "power of two, found 48"),
-    "alignment-text": (file_of(keys=[key("general.alignment", 8, text("x"))]), "power of two, found x"),
-    "tensor-name-long": (file_of(tensors=[tensor("a" * 128)], data=bytes(128)), "a name of at most 127 bytes"),
-    "tensor-dimensions": (file_of(tensors=[tensor(shape=(1,) * 6)], data=bytes(32)), "at most 5 dimensions, found 6"),
-    "tensor-shape": (file_of(tensors=[tensor(shape=(2**40, 2**40))], data=bytes(32)), "shape .* overflows"),
-    "tensor-shape-with-0": (file_of(tensors=[tensor(shape=(0, 2**62))], data=bytes(32)), "shape .* overflows"),
-    "tensor-twice": (file_of(tensors=[tensor(), tensor(offset=128)], data=bytes(256)), "tensor 'a' appears twice"),
-    "overlap": (file_of(tensors=[tensor(), tensor("b", offset=64)], data=bytes(300)), "overlaps the one before it"),
+    "bool": (file_of(keys=[key("a", 7, b"\2")]), "'a' 2"),
+    "alignment-0": (file_of(keys=[key("general.alignment", 4, bytes(4))]), "general.alignment 0"),
+    "alignment-48": (file_of(keys=[key("general.alignment", 4, b"\x30\0\0\0")]), "general.alignment 48"),
+    "alignment-text": (file_of(keys=[key("general.alignment", 8, text("x"))]), "general.alignment x"),
+    "tensor-name-long": (file_of(tensors=[tensor("a" * 128)], data=bytes(128)), "127"),
+    "tensor-dimensions": (file_of(tensors=[tensor(shape=(1,) * 6)], data=bytes(32)), "'a' 5 6"),
+    "tensor-shape": (file_of(tensors=[tensor(shape=(2**40, 2**40))], data=bytes(32)), f"'a' {2**40}"),
+    "tensor-shape-with-0": (file_of(tensors=[tensor(shape=(0, 2**62))], data=bytes(32)), f"'a' {2**62}"),
+    "tensor-twice": (file_of(tensors=[tensor(), tensor(offset=128)], data=bytes(256)), "tensor 'a'"),
+    "overlap": (file_of(tensors=[tensor(), tensor("b", offset=64)], data=bytes(300)), "'b' 128 64"),
 }
 
 
@@ -166,12 +155,11 @@ class Counted(io.BytesIO):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_damage_is_named_and_read_in_small_pieces(name: str) -> None:
-    data, expected = WRONG[name]
+    data, named = WRONG[name]
     file = Counted(data)
-    with pytest.raises(SourceError, match=expected) as caught:
+    with raises(SourceError, "a.gguf", *named.split()) as caught:
         parse_gguf(Path(), "a.gguf", file, len(data))
     assert file.most <= PIECE_BYTES
-    assert str(caught.value).startswith("a.gguf: ") and "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
@@ -221,29 +209,29 @@ def test_parts_that_are_missing_or_foreign_are_named(tmp_path: Path) -> None:
     small_gguf(tmp_path / "m.gguf", split_max_tensors=2)
     first, second, third = sorted(tmp_path.glob("*.gguf"))
     shutil.copy(second, tmp_path / "alone.gguf")
-    with pytest.raises(SourceError, match=r"alone\.gguf: .*3 files"):
+    with raises(SourceError, "alone.gguf", "3 files"):
         open_gguf(tmp_path / "alone.gguf")
     (tmp_path / "alone.gguf").unlink()
     kept = third.read_bytes()
     third.unlink()
-    with pytest.raises(SourceError, match=r"m-00003-of-00003.gguf: missing"):
+    with raises(SourceError, third, first.name):
         open_gguf(first)
     shutil.copy(second, third)
-    with pytest.raises(SourceError, match=r"m-00003-of-00003.gguf: expected part 2 of 3 .* found 1 of 3"):
+    with raises(SourceError, third, "2 of 3", "1 of 3"):
         open_gguf(first)
     third.write_bytes(kept[:-64])
-    with pytest.raises(SourceError, match=r"m-00003-of-00003\.gguf: "):
+    with raises(SourceError, third, "192"):
         open_gguf(second)
 
 
 def test_folder_needs_one_model(model: Path, tmp_path: Path) -> None:
     assert not is_gguf(tmp_path) and not is_gguf(tmp_path / "nothing.gguf")
-    with pytest.raises(SourceError, match="expected a GGUF file, found none"):
+    with raises(SourceError, tmp_path):
         open_gguf(tmp_path)
     shutil.copy(model, tmp_path / "a.gguf")
     assert is_gguf(tmp_path) and open_gguf(tmp_path).files == ("a.gguf",)
     shutil.copy(model, tmp_path / "b.gguf")
-    with pytest.raises(SourceError, match=r"expected one GGUF model, found 2 \(a.gguf, b.gguf\): give the file"):
+    with raises(SourceError, "a.gguf, b.gguf", "give the file"):
         open_gguf(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert not is_gguf(tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 import encoder_cases
 import numpy as np
 import pytest
+from commands import raises
 from encoder_cases import CASES, Case
 from gguf_files import all_values, converted, metadata
 from helpers import bf16, gaussian, read_all, write_checkpoint
@@ -66,7 +67,7 @@ def test_the_configuration_of_nomic_embed(tmp_path: Path) -> None:
         "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False,
     }  # fmt: skip
     check_same(*rewritten(CASES["nomic"], tmp_path, dropped | published))
-    with pytest.raises(ExportError, match="moe_every_n_layers 0 or None, found 2"):
+    with raises(ExportError, "moe_every_n_layers", "2"):
         rewritten(CASES["nomic"], tmp_path / "moe", {"moe_every_n_layers": 2})
 
 
@@ -88,30 +89,26 @@ def test_embeddings_of_t5_that_are_stored_again_are_left_out(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "message"),
+    ("name", "config", "named"),
     [
-        (
-            "bert",
-            {"architectures": ["BertForQuestionAnswering"]},
-            "does not compute what BertForQuestionAnswering does",
-        ),
-        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type 'absolute' or None"),
-        ("bert", {"is_decoder": True}, "is_decoder False or None, found True"),
-        ("bert", {"max_position_embeddings": 100}, "config.json asks for 100 rows"),
-        ("xlm-roberta", {"max_position_embeddings": 100}, "config.json asks for 98 rows"),
-        ("modernbert", {"hidden_activation": "silu"}, "hidden_activation 'gelu', found 'silu'"),
-        ("t5 encoder", {"feed_forward_proj": "gated-silu"}, "feed_forward_proj 'relu' or 'gated-gelu'"),
-        ("t5 encoder", {"d_kv": 16}, "config.json asks for 64 rows"),
+        ("bert", {"architectures": ["BertForQuestionAnswering"]}, "BertForQuestionAnswering"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
+        ("bert", {"is_decoder": True}, "is_decoder False True"),
+        ("bert", {"max_position_embeddings": 100}, "position_embeddings 100 256"),
+        ("xlm-roberta", {"max_position_embeddings": 100}, "position_embeddings 98 254"),
+        ("modernbert", {"hidden_activation": "silu"}, "hidden_activation 'silu'"),
+        ("t5 encoder", {"feed_forward_proj": "gated-silu"}, "feed_forward_proj 'gated-silu'"),
+        ("t5 encoder", {"d_kv": 16}, "SelfAttention 64 96"),
     ],
 )
 def test_encoders_that_llama_cpp_would_compute_otherwise_are_refused(
-    name: str, config: dict[str, Any], message: str, tmp_path: Path
+    name: str, config: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ExportError, match=message):
+    with raises(ExportError, *named.split()):
         rewritten(CASES[name], tmp_path, config)
 
 
 def test_missing_tensors_of_encoders_are_refused(tmp_path: Path) -> None:
     for name, other in (("t5 encoder", "encoder.embed_tokens.weight"), ("bert", "pooler.dense.weight")):
-        with pytest.raises(ExportError, match=r" (enc\.)?blk\.1\.attn_k\.weight"):
+        with raises(ExportError, "blk.1.attn_k.weight"):
             rewritten(CASES[name], tmp_path / name, {}, {r".*\.1\..*\.(k|key)\.weight": other})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from commands import raises
 from gguf_files import CONFIG, GEMMA3, converted, edit_config, llama_tensors, write_gemma, write_llama
 from helpers import bf16, gaussian, write_checkpoint
 
@@ -25,14 +25,14 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("phimoe", "llama.cpp normalizes without .* one softmax"),
-        ("kimi_k3", "llama.cpp knows it, but transformers .* has no such model"),
+        ("phimoe", "softmax"),
+        ("kimi_k3", "transformers"),
     ],
 )
 def test_a_model_that_llama_cpp_has_and_may_compute_otherwise_is_refused_with_the_reason(
     model_type: str, reason: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ExportError, match=f"type {model_type}: {reason}.*; use another target"):
+    with raises(ExportError, "config.json", model_type, reason, "use another target"):
         converted(write_llama(tmp_path, config={"model_type": model_type}))
 
 
@@ -49,81 +49,81 @@ QWEN4 = {
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "named"),
     [
-        (QWEN4 | {"output_gate_type": "silu"}, "output_gate_type 'sigmoid', found 'silu'"),
-        (QWEN4 | {"layer_types": ["full_attention"] * 2}, "stops without any layer of the kind linear_attention"),
-        (QWEN4 | {"ple_layer_ids": [1, 2]}, "of n-grams in one layer with linear attention, found"),
-        (QWEN4 | {"ple_layer_ids": [2]}, r"\[2\]"),
-        (QWEN4 | {"ple_embed_dim": 32}, "hidden_size as ple_embed_dim, found 32"),
-        (QWEN4 | {"ngram_size": 9}, "n-grams of 2 to 8 tokens"),
-        (QWEN4 | {"ngram_vocab_size_base": 10**9}, "at most 2147483647 embeddings of n-grams"),
-        (QWEN4 | {"eos_token_id": None}, "whole numbers as seed and eos_token_id"),
-        ({"model_type": "mamba"}, "hold a model of type mamba; these can be written: arcee, .*, qwen3_moe"),
+        (QWEN4 | {"output_gate_type": "silu"}, "output_gate_type 'silu'"),
+        (QWEN4 | {"layer_types": ["full_attention"] * 2}, "linear_attention"),
+        (QWEN4 | {"ple_layer_ids": [1, 2]}, "[1, 2]"),
+        (QWEN4 | {"ple_layer_ids": [2]}, "[2]"),
+        (QWEN4 | {"ple_embed_dim": 32}, "hidden_size ple_embed_dim 32"),
+        (QWEN4 | {"ngram_size": 9}, "n-grams 8"),
+        (QWEN4 | {"ngram_vocab_size_base": 10**9}, "n-grams 2147483647"),
+        (QWEN4 | {"eos_token_id": None}, "seed eos_token_id None"),
+        ({"model_type": "mamba"}, "mamba arcee, qwen3_moe"),
         ({"model_type": "minimax_m3_vl_text", "dense_intermediate_size": 24, "mlp_layer_types": ["sparse"] * 2,
-          "layer_types": ["minimax_m3_sparse", "full_attention"]}, "in all layers behind the first 0, and no others"),
+          "layer_types": ["minimax_m3_sparse", "full_attention"]}, "minimax_m3_sparse"),
         ({"model_type": "deepseek_v4", "layer_types": ["compressed_sparse_attention"] * 2, "index_head_dim": 64},
-         "stops without any layer of the kind compressed 128"),
-        ({"model_type": "mimo_v2_flash", "layer_types": ["full_attention"] * 2}, "without any layer of the kind slid"),
-        (MLA | {"model_type": "deepseek_v32", "index_head_dim": 32}, "a multiple of 64 as index_head_dim, found 32"),
-        (MLA | {"model_type": "hy_v4", "indexer_types": ["full", "half"]}, "for each of 2 layers as layer_types"),
-        ({"hidden_act": "gelu"}, "hidden_act 'silu' or 'swish', found 'gelu'"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "does not compute what LlamaForSequenceClassification"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type default, .*, found 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "new"}}, "rope_type .*'new'"),
-        ({"rope_scaling": {"type": "linear"}}, "expected a positive number as factor of its rope parameters"),
-        ({"partial_rotary_factor": 0.5}, "llama.cpp rotates whole heads, but partial_rotary_factor is 0.5"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "rounds the bounds of YaRN"),
-        ({"layer_types": ["full_attention"]}, "for each of 2 layers as layer_types, found"),
-        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 0.5}}, "high_freq_factor 0.5 .* is below low_"),
-        ({"model_type": "qwen2", "hidden_size": 17}, "hidden_size 17 is not a multiple of the 2 heads"),
-        (GEMMA2 | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 0}, "sliding_window is 0"),
+         "compressed 128"),
+        ({"model_type": "mimo_v2_flash", "layer_types": ["full_attention"] * 2}, "sliding_attention"),
+        (MLA | {"model_type": "deepseek_v32", "index_head_dim": 32}, "64 index_head_dim 32"),
+        (MLA | {"model_type": "hy_v4", "indexer_types": ["full", "half"]}, "layer_types 'half'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'silu' 'swish' 'gelu'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type default, 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "new"}}, "rope_type 'new'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor None"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate"),
+        ({"layer_types": ["full_attention"]}, "layer_types ['full_attention']"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 0.5}}, "high_freq_factor 0.5 low_freq_factor"),
+        ({"model_type": "qwen2", "hidden_size": 17}, "hidden_size 17"),
+        (GEMMA2 | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 0}, "sliding_window 0"),
         (
             {"model_type": "cohere2", "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
-            "with a sliding window in some layers only, found none",
+            "cohere2 sliding window",
         ),
         (
             {"rope_scaling": {"type": "longrope", "factor": 2.0, "long_factor": [1.0], "short_factor": [1.0]}},
-            "expected 4 numbers as long_factor",
+            "4 long_factor",
         ),
-        ({"model_type": "qwen2", "head_dim": 4}, "head_dim 8, found 4"),
-        ({"model_type": "qwen3_moe", "num_experts": 4}, "norm_topk_prob True, found False"),
+        ({"model_type": "qwen2", "head_dim": 4}, "head_dim 8 4"),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, "norm_topk_prob True False"),
         (
             {"model_type": "gemma3_text", "hidden_act": None, "head_dim": 8},
-            "query_pre_attn_scalar 8, found 256",
+            "query_pre_attn_scalar 8 256",
         ),
-        (MLA | {"num_hidden_layers": 27}, "q_lora_rank except in models of 26 or 27 layers, found 4 with 27"),
+        (MLA | {"num_hidden_layers": 27}, "q_lora_rank 26 27"),
         (MLA | {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
-         "mscale and mscale_all_dim, found 1.0 and 0.5"),
+         "mscale mscale_all_dim 1.0 0.5"),
         (MLA | {"model_type": "deepseek_v32", "rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
-         "mscale and mscale_all_dim 1.0, found 0.7 and 0.7"),
-        (MLA | {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types is .'sparse', 'dense'."),
-        (DELTA_NET | {"linear_key_head_dim": 4}, "linear_value_head_dim and linear_key_head_dim, found 8"),
-        (DELTA_NET | {"layer_types": ["full_attention", "linear_attention"]}, "full attention in every 1th layer"),
-        (DELTA_NET | {"layer_types": ["full_attention", "conv"]}, "full_attention or linear_attention for"),
-        ({"model_type": "exaone4", "layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "windows for 64"),
-        ({"model_type": "jamba", "attn_layer_period": 0}, "expected "),
-        ({"model_type": "llama4_text", "moe_layers": [1]}, "in every interleave_moe_layer_step-th layer"),
-        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "computes every 4th layer without rotary embeddings"),
-        (MUSE | {"layer_rope_theta": [1e4, 1e4]}, "rotary embeddings in layers with a sliding window"),
-        (MUSE | {"post_norm_eps": 1e-6}, "post_norm_eps"),
+         "mscale mscale_all_dim 1.0 0.7"),
+        (MLA | {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types ['sparse', 'dense']"),
+        (DELTA_NET | {"linear_key_head_dim": 4}, "linear_value_head_dim linear_key_head_dim 8 4"),
+        (DELTA_NET | {"layer_types": ["full_attention", "linear_attention"]}, "1th"),
+        (DELTA_NET | {"layer_types": ["full_attention", "conv"]}, "layer_types 'conv'"),
+        ({"model_type": "exaone4", "layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "64 layers"),
+        ({"model_type": "jamba", "attn_layer_period": 0}, "jamba"),
+        ({"model_type": "llama4_text", "moe_layers": [1]}, "interleave_moe_layer_step moe_layers [1]"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "4th rotary"),
+        (MUSE | {"layer_rope_theta": [1e4, 1e4]}, "rotary sliding"),
+        (MUSE | {"post_norm_eps": 1e-6}, "post_norm_eps 1e-06"),
         (
             {"model_type": "olmo3", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
             | {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}, "full_attention": {"rope_theta": 2.0}}},
-            "rope_theta 2.0 .*sliding_attention has 1.0",
+            "rope_theta 2.0 sliding_attention 1.0",
         ),
     ],
 )  # fmt: skip
 def test_models_that_llama_cpp_would_compute_otherwise_are_refused(
-    config: dict[str, Any], message: str, tmp_path: Path
+    config: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     folder = write_llama(tmp_path, config=config | ({"architectures": None} if "model_type" in config else {}))
-    with pytest.raises(ExportError, match=rf"^config\.json: .*{message}.*use --target bf16"):
+    with raises(ExportError, "config.json", *named.split(), "use --target bf16"):
         converted(folder)
 
 
 def test_a_configuration_without_a_type_is_refused_as_such(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"^config\.json: .*model_type"):
+    with raises(ExportError, "config.json", "model_type"):
         converted(write_llama(tmp_path, config={"model_type": None, "architectures": None}))
 
 
@@ -132,7 +132,7 @@ def test_gemma_2_without_its_caps_is_refused(key: str, tmp_path: Path) -> None:
     """llama.cpp would take 50 and 30."""
     folder = write_gemma(tmp_path, "gemma2")
     edit_config(folder, {key: None})
-    with pytest.raises(ExportError, match=key):
+    with raises(ExportError, key):
         converted(folder)
 
 
@@ -149,40 +149,47 @@ def test_tensors_that_llama_cpp_lacks_are_refused(
         config={"model_type": model_type, "architectures": None},
         **{tensor.replace(".", "__"): bf16(gaussian(*shape))},
     )
-    with pytest.raises(ExportError, match=rf"{re.escape(tensor)}.*{model_type}"):
+    with raises(ExportError, tensor, model_type):
         converted(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
-def test_missing_tensors_are_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", "blk.1.ffn_up.weight"),
+        ("model.norm.weight", "output_norm.weight"),
+        ("lm_head.weight", "output.weight"),
+    ],
+)
+def test_missing_tensors_are_refused(name: str, named: str, tmp_path: Path) -> None:
     tensors = llama_tensors()
     del tensors[name]
-    with pytest.raises(ExportError, match=r"the checkpoint lacks tensors that llama\.cpp needs: [a-z0-9_.]+ "):
+    with raises(ExportError, named):
         converted(write_checkpoint(tmp_path, tensors, config=CONFIG))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "named"),
     [
-        ({"num_key_value_heads": 2}, r"k_proj\.weight': .*16 rows and 16 columns, .* \(8, 16\)"),
-        ({"intermediate_size": 32}, r"gate_proj\.weight': .*32 rows and 16 columns, .* \(24, 16\)"),
-        ({"hidden_size": 32}, "32 "),
+        ({"num_key_value_heads": 2}, "k_proj.weight 16 (8, 16)"),
+        ({"intermediate_size": 32}, "gate_proj.weight 32 (24, 16)"),
+        ({"hidden_size": 32}, "embed_tokens.weight 32"),
     ],
 )
 def test_tensors_of_other_shapes_are_refused(
-    changed: dict[str, Any], message: str, model_type: str, tmp_path: Path
+    changed: dict[str, Any], named: str, model_type: str, tmp_path: Path
 ) -> None:
     """llama.cpp would not load the file."""
     config = {"model_type": model_type, "architectures": None}
-    with pytest.raises(ExportError, match=message):
+    with raises(ExportError, *named.split()):
         converted(write_llama(tmp_path, config=config | changed))
 
 
 def test_a_single_number_is_no_matrix(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     tensors = llama_tensors() | {name: ("F32", np.ones((), dtype=np.float32))}
-    with pytest.raises(ExportError, match=re.escape(f"{name!r}: ") + r".* \(\)"):
+    with raises(ExportError, name, "()"):
         converted(write_checkpoint(tmp_path, tensors, config=CONFIG))
 
 
@@ -191,13 +198,13 @@ def test_a_head_that_llama_cpp_would_not_compute_with_is_refused(tmp_path: Path)
     head = {"lm_head__weight": bf16(gaussian(*llama_tensors()["lm_head.weight"][1].shape, seed=9))}
     config = {"model_type": "gemma", "architectures": None, "hidden_act": "gelu", "head_dim": 8}
     folder = write_llama(tmp_path, config=config | {"tie_word_embeddings": None}, **head)
-    with pytest.raises(ExportError, match=r"lm_head\.weight"):
+    with raises(ExportError, "lm_head.weight"):
         converted(folder)
 
 
 def test_a_refusal_has_its_reason_apart_from_the_file_and_what_to_do() -> None:
     """Also in another process."""
-    with pytest.raises(ExportError, match=r"^config\.json: .*zamba2") as refused:
+    with raises(ExportError, "config.json", "zamba2") as refused:
         read_settings({"model_type": "zamba2"})
     error = pickle.loads(pickle.dumps(refused.value))
     assert str(error) == str(refused.value)

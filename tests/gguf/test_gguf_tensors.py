@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from calls import quantize
+from commands import raises
 from export_decoders import values_of
 from gguf_files import CONFIG, LAYER, all_values, converted, edit_config, llama_tensors, metadata, named, write_llama
 from helpers import Array, Tensor, as_float32, bf16, f32, gaussian, write_checkpoint
@@ -107,11 +108,11 @@ def check_ranges(folder: Path, dtype: str) -> None:
 # Cuts, turned halves of heads, alternating rows of transposed stacks, value heads in another order, multipliers.
 REARRANGED = {
     "deepseek v3": ({"v_head_dim": 19}, "config.json"),
-    "gpt-oss": ({"num_local_experts": 3}, r"expected shape \(3, 96, 64\)"),
+    "gpt-oss": ({"num_local_experts": 3}, "(3, 96, 64)"),
     "qwen3 next": ({"linear_num_value_heads": 4}, "config.json"),
     "qwen3_5": ({"linear_value_head_dim": 8, "linear_key_head_dim": 8}, "config.json"),
     "falcon h1": ({"mamba_n_heads": 4}, "config.json"),
-    "qwen4 exp": ({"seed": 7}, "layer_multipliers'"),
+    "qwen4 exp": ({"seed": 7}, "layer_multipliers"),
 }
 
 
@@ -122,9 +123,9 @@ def test_any_range_of_a_rearranged_tensor_can_be_read(name: str, tmp_path: Path)
 
     gguf_cases.saved(gguf_cases.CASES[name], tmp_path)
     check_ranges(tmp_path, "F32")
-    changed, message = REARRANGED[name]
+    changed, named = REARRANGED[name]
     edit_config(tmp_path, changed)
-    with pytest.raises(ExportError, match=message):
+    with raises(ExportError, named):
         converted(tmp_path)
 
 
@@ -184,11 +185,11 @@ def test_experts_are_stacked_from_either_layout(tmp_path: Path) -> None:
 def test_missing_and_misshapen_experts_are_refused(tmp_path: Path) -> None:
     tensors = moe_tensors(fused=False)
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
-    with pytest.raises(ExportError, match="expected the same matrix of 4 experts, found 3"):
+    with raises(ExportError, "4 experts", "3"):
         converted(write_checkpoint(tmp_path / "single", tensors, config=moe_config()))
     name = "model.layers.0.mlp.experts.gate_up_proj"
     tensors = moe_tensors(fused=True) | {name: bf16(gaussian(EXPERTS, 16, 48))}
-    with pytest.raises(ExportError, match=rf"{name}.*\(4, 48, 16\), .*\(4, 16, 48\)"):
+    with raises(ExportError, name, "(4, 48, 16)", "(4, 16, 48)"):
         converted(write_checkpoint(tmp_path / "fused", tensors, config=moe_config()))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import gguf
 import pytest
 import trained_tokenizers as trained
+from commands import raises
 from gguf_files import converted, metadata, write_gguf, write_llama
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
@@ -174,7 +174,7 @@ def test_merges_other_than_those_of_sentencepiece_are_refused(tmp_path: Path) ->
     tokenizer = trained.KINDS["llama2"]()
     stored = json.loads(tokenizer.to_str())
     left, right = stored["model"]["merges"].pop()
-    with pytest.raises(ExportError, match=re.escape(f"{left!r} and {right!r}")):
+    with raises(ExportError, f"{left!r} and {right!r}"):
         converted(folder_with(Tokenizer.from_str(json.dumps(stored)), tmp_path))
 
 
@@ -185,7 +185,7 @@ def test_splits_at_spaces_are_refused_if_tokens_hold_spaces(tmp_path: Path) -> N
     assert written(folder)["model"] == "llama"
     with editing(folder) as stored:
         stored["model"]["vocab"]["a▁b"] = stored["model"]["vocab"].pop("<0x00>")
-    with pytest.raises(ExportError, match="a▁b"):
+    with raises(ExportError, "a▁b"):
         converted(folder)
 
 
@@ -193,14 +193,14 @@ def test_missing_bytes_are_refused(tmp_path: Path) -> None:
     folder = folder_with(trained.KINDS["llama2"](), tmp_path)
     with editing(folder) as stored:
         stored["model"]["vocab"]["?"] = stored["model"]["vocab"].pop("<0xF5>")
-    with pytest.raises(ExportError, match="<0xF5>"):
+    with raises(ExportError, "<0xF5>"):
         converted(folder)
 
 
 def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
     tokenizer = trained.KINDS["gpt2"]()
     count = tokenizer.get_vocab_size()
-    with pytest.raises(ExportError, match=rf"{count - 1}, but the model has {count - 1} tokens"):
+    with raises(ExportError, "<think>", count - 1):
         converted(folder_with(tokenizer, tmp_path, count - 1))
 
 
@@ -210,7 +210,7 @@ def test_two_tokens_with_the_same_text_are_refused(tmp_path: Path) -> None:
     folder = folder_with(tokenizer, tmp_path, tokenizer.get_vocab_size() + 1)
     with editing(folder) as stored:
         stored["added_tokens"].append(stored["added_tokens"][-1] | {"id": tokenizer.get_vocab_size()})
-    with pytest.raises(ExportError, match=r"^tokenizer\.json: token '<think>' "):
+    with raises(ExportError, "tokenizer.json", "<think>", tokenizer.get_vocab_size()):
         converted(folder)
 
 
@@ -218,7 +218,7 @@ def test_two_tokens_with_the_same_text_are_refused(tmp_path: Path) -> None:
 def test_other_files_of_tokenizers_are_refused(name: str, tmp_path: Path) -> None:
     write_llama(tmp_path)
     (tmp_path / name).write_bytes(b"{}")
-    with pytest.raises(ExportError, match=name):
+    with raises(ExportError, name):
         converted(tmp_path)
 
 
@@ -383,48 +383,49 @@ def alien(special_tokens: dict[str, Any]) -> dict[str, Any]:
 SPLIT = {"type": "Split", "pattern": {"Regex": "a+"}, "behavior": "Isolated", "invert": False}
 PREFIXED = {"type": "ByteLevel", "add_prefix_space": True}
 UNMAPPED: list[tuple[dict[str, Any], str]] = [
-    ({"type": "WordLevel"}, "has a model of type WordLevel, expected BPE"),
-    ({"dropout": 0.1}, "has dropout 0.1"),
+    ({"type": "WordLevel"}, "WordLevel BPE"),
+    ({"dropout": 0.1}, "dropout 0.1"),
     ({"ignore_merges": True}, "ignore_merges True"),
     ({"pre_tokenizer": {"type": "Whitespace"}}, "Whitespace"),
     ({"pre_tokenizer": PREFIXED}, "add_prefix_space"),
-    ({"pre_tokenizer": SPLIT}, r"splits text by \('a\+',\)"),
+    ({"pre_tokenizer": SPLIT}, "'a+'"),
     ({"normalizer": {"type": "Lowercase"}}, "Lowercase"),
-    ({"merges": []}, "it has no merges"),
+    ({"merges": []}, "merges"),
     ({"byte_fallback": True}, "ByteLevel"),
-    ({"post_processor": template(trained.BEGIN, trained.BEGIN, "A")}, "it puts more than one token before or after"),
-    ({"post_processor": {"type": "Unknown"}}, "it processes tokens by .*Unknown"),
+    ({"post_processor": template(trained.BEGIN, trained.BEGIN, "A")}, "before after"),
+    ({"post_processor": {"type": "Unknown"}}, "Unknown"),
 ]
 DAMAGED: list[tuple[dict[str, Any], str]] = [
-    ({"added_tokens": [{"content": "a"}]}, "token 'a' has the id -1"),
-    ({"added_tokens": [{"content": 3, "id": 3}]}, "expected the text of an added token, found 3"),
-    ({"added_tokens": [None]}, "expected an object as each of its added_tokens, found None"),
-    ({"added_tokens": {"a": 1}}, "expected a list as added_tokens, found"),
-    ({"merges": [3]}, "gguf cannot read it"),
-    ({"model": [1]}, r"expected an object as model, found \[1\]"),
-    ({"pre_tokenizer": "x"}, "expected an object as pre_tokenizer, found 'x'"),
-    ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [3]}}, "as each of its pretokenizers, found 3"),
-    ({"pre_tokenizer": {"type": "Split", "pattern": "x"}}, "expected an object as the pattern of a step, found 'x'"),
-    ({"pre_tokenizer": {"type": "Metaspace", "prepend_scheme": []}}, r"unknown prepend_scheme \[\]"),
-    ({"post_processor": alien({})}, "its post_processor is damaged: KeyError"),
-    ({"post_processor": alien({"zz": {"ids": [9999]}})}, "its post_processor has the token id 9999, but the model has"),
+    ({"added_tokens": [{"content": "a"}]}, "'a' -1"),
+    ({"added_tokens": [{"content": 3, "id": 3}]}, "added 3"),
+    ({"added_tokens": [None]}, "added_tokens None"),
+    ({"added_tokens": {"a": 1}}, "added_tokens {'a':"),
+    ({"merges": [3]}, "merges"),
+    ({"model": [1]}, "model [1]"),
+    ({"pre_tokenizer": "x"}, "pre_tokenizer 'x'"),
+    ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [3]}}, "pretokenizers 3"),
+    ({"pre_tokenizer": {"type": "Split", "pattern": "x"}}, "pattern 'x'"),
+    ({"pre_tokenizer": {"type": "Metaspace", "prepend_scheme": []}}, "prepend_scheme []"),
+    ({"post_processor": alien({})}, "post_processor 'zz'"),
+    ({"post_processor": alien({"zz": {"ids": [9999]}})}, "post_processor 9999"),
 ]
 
 
-@pytest.mark.parametrize(("parts", "message"), [*UNMAPPED, *DAMAGED], ids=str)
-def test_tokenizers_that_cannot_be_mapped_are_refused_in_one_line(
-    parts: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    unmapped = r"the tokenizer cannot be mapped to one of llama\.cpp's: "
-    start = unmapped if (parts, message) in UNMAPPED else "tokenizer.json"
-    with pytest.raises((SourceError, ExportError), match=f"^{start}.*{message}") as raised:
+@pytest.mark.parametrize(("parts", "named"), UNMAPPED, ids=str)
+def test_tokenizers_that_cannot_be_mapped_are_refused(parts: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with raises(ExportError, *named.split(), "use --target bf16"):
         converted(changed(tmp_path, **parts))
-    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("parts", "named"), DAMAGED, ids=str)
+def test_damaged_tokenizers_are_refused(parts: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with raises((SourceError, ExportError), "tokenizer.json", *named.split()):
+        converted(changed(tmp_path, **parts))
 
 
 @pytest.mark.parametrize("content", ["[[1]]", '"{{ messages }}"', "{"])
 def test_a_file_of_a_template_that_holds_none_is_named(content: str, tmp_path: Path) -> None:
     folder = folder_with(trained.KINDS["gpt2"](), tmp_path)
     (folder / "chat_template.json").write_text(content)
-    with pytest.raises(SourceError, match=r"^chat_template\.json"):
+    with raises(SourceError, "chat_template.json"):
         converted(folder)

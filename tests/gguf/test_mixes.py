@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from commands import raises
 from gguf_files import converted, write_gguf
 from tiny_gguf import finish
 
@@ -183,7 +184,7 @@ def test_an_importance_matrix_widens_the_first_eighth_of_ffn_down():
 def test_names_are_found_in_any_case_and_the_nearest_is_named():
     assert find_mix("q4_k_m") is find_mix("Q4_K") is MIXES["Q4_K_M"]
     assert set(ALIASES.values()) <= MIXES.keys()
-    with pytest.raises(OptionError, match=r"`type` q4km: the nearest is 'Q4_K_M'"):
+    with raises(OptionError, "`type` q4km", "'Q4_K_M'"):
         find_mix("q4km")
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from closeness import F32_FEW, F32_SUM, each_near, near
+from commands import raises
 from helpers import gaussian
 
 from pqweights.kernels.compensation import (
@@ -89,7 +90,7 @@ def test_moments_that_are_not_positive_definite_have_no_factor(bad: float) -> No
 def test_matrix_that_the_kernels_would_leave_is_refused(shape: tuple[int, int]) -> None:
     """They take four columns together, and read 64 numbers more than a row has."""
     matrix, diagonal = np.zeros(shape, dtype=np.float32), np.ones(shape[0], dtype=np.float32)
-    with pytest.raises(ValueError, match="multiple of 4 columns, padded by 64"):
+    with raises(ValueError, 4, 64):
         factorize(matrix, diagonal, 0.01)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from calls import plan_quantize, quantize
 from closeness import F32_SUM, F64_SUM, STATED, approx
-from commands import invoke
+from commands import invoke, raises
 from helpers import Tensor, bf16, f32, folder_bytes, gaussian, write_checkpoint
 from pqweights_cli.plan import fit_lines
 
@@ -77,22 +77,15 @@ def fitted(
     return made.fit, made
 
 
-def refused(source: Path, recipe: Recipe, shard: int = DEFAULT_MAX_SHARD_BYTES) -> str:
-    with pytest.raises(RecipeError) as caught:
-        fitted(source, recipe, shard)
-    return str(caught.value)
-
-
 @functools.cache
 def ends(source: Path, shard: int) -> tuple[int, int]:
-    """The smallest and the largest target that can be met, as the errors state them."""
-    below = re.search(r"smallest possible, (\d+) bytes", refused(source, targeted(1), shard))
-    above = re.search(
-        r"leaves nothing to quantize; expected less than (\d+) bytes", refused(source, targeted(10**12), shard)
-    )
-    assert below is not None
-    assert above is not None
-    return int(below[1]), int(above[1]) - 1
+    """The smallest and the largest target that can be met, which the refusals of others name."""
+    least = fitted(source, targeted(bits=4.5), shard)[0].smallest_bytes
+    most = plan_quantize(source, parse_recipe(KEEP_ALL, "all"), max_shard_bytes=shard).output_bytes - 1
+    for target, named in ((least - 1, least), (10**12, most + 1)):
+        with raises(RecipeError, named):
+            fitted(source, targeted(target), shard)
+    return least, most
 
 
 def files_bytes(folder: Path) -> int:
@@ -143,24 +136,20 @@ def test_smallest_and_largest_targets_are_met(source: Path, shard: int) -> None:
     smallest, _ = fitted(source, targeted(least), shard)
     assert smallest.output_bytes == smallest.smallest_bytes == least
     assert {group.bits for group in smallest.groups} == {2}
-    refused(source, targeted(least - 1), shard)
     largest, plan = fitted(source, targeted(most), shard)
     assert {group.bits for group in largest.groups} == {None, 8}
     assert "quantize" in {tensor.action for tensor in plan.tensors}
-    kept = plan_quantize(source, parse_recipe(KEEP_ALL, "all"), max_shard_bytes=shard)
-    assert kept.output_bytes == most + 1
     assert fitted(source, targeted(largest.output_bytes), shard)[0].rates == largest.rates
 
 
 def test_bits_per_parameter_count_all_of_the_files(source: Path) -> None:
     """The smallest mean that a refusal states can be a target itself."""
     keep = {"rules": [{"role": "embedding", "keep": True}]}
-    stated = re.search(
-        r"smallest possible, (\d+\.\d{4}) bits per", refused(source, recipe_of(keep | {"target_bpw": 1}))
-    )
-    assert stated is not None
-    fit, plan = fitted(source, recipe_of(keep | {"target_bpw": float(stated[1])}))
-    assert 0 <= float(stated[1]) - fit.bits_per_weight <= 100 * STATED  # four decimals, rounded up
+    with raises(RecipeError) as caught:
+        fitted(source, recipe_of(keep | {"target_bpw": 1}))
+    (stated,) = map(float, re.findall(r"\d+\.\d{4}", str(caught.value)))
+    fit, plan = fitted(source, recipe_of(keep | {"target_bpw": stated}))
+    assert 0 <= stated - fit.bits_per_weight <= 100 * STATED  # four decimals, rounded up
     parameters = sum(tensor.weights for tensor in plan.tensors if tensor.role != "buffer")
     assert fit.bits_per_weight < fit.bits_per_parameter == 8 * plan.output_bytes / parameters
 
@@ -316,7 +305,7 @@ def test_finished_result_is_recognised_and_another_target_refused(source: Path, 
     again = quantize(source, out, targeted(bits=4.5), threads=2, learned=first)
     assert (done.already_done, again.already_done) == (False, True)
     for other, learned in ((targeted(bits=4.5), second), (targeted(done.plan.output_bytes), first)):
-        with pytest.raises(OutputError, match="`overwrite`"):
+        with raises(OutputError, "`overwrite`"):
             quantize(source, out, other, threads=2, learned=learned)
     assert folder_bytes(out) == before
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from pqweights_cli import output
 from pqweights_cli.main import app
 from typer.testing import CliRunner, Result
@@ -51,3 +53,15 @@ def refused(*arguments: object, code: int = 1) -> str:
     assert result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     return str(result.stderr)
+
+
+@contextlib.contextmanager
+def raises(
+    error: type[Exception] | tuple[type[Exception], ...], *named: object
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """What is inside must fail with this error, in one line that names all of these."""
+    with pytest.raises(error) as caught:
+        yield caught
+    line = str(caught.value)
+    numbers = re.findall(r"\d+", line)
+    assert "\n" not in line and all(str(name) in (numbers if isinstance(name, int) else line) for name in named), line
