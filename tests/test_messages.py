@@ -43,9 +43,8 @@ def test_size_is_parsed_to_bytes(text: str | int, size: int) -> None:
 
 @pytest.mark.parametrize("text", NOT_SIZES)
 def test_text_that_is_not_a_size_is_refused(text: str) -> None:
-    with raises(RecipeError, repr(text), "5GB", "5GiB") as caught:
+    with raises(RecipeError, repr(text), "5GB", "5GiB"):
         parse_size(text)
-    assert repr(text) in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["0", "0.4", "0GB", "9" * 30, "9" * 5000 + "GB"])

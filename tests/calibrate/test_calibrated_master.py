@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from closeness import ALIKE, ORTHOGONAL, approx
-from commands import done, refused
+from commands import done, raises, refused
 from helpers import as_float32, folder_bytes, master_weights, read_all, write_checkpoint
 from tasks_here import use_tasks_here
 
@@ -174,13 +174,13 @@ def test_layers_are_encoded_by_tasks_of_a_cluster_to_the_same_bytes(
         pqweights.quantize(source, out, "t3", calibrate="self", ray="here", **SHORT)
     ray.resources["memory"] = 1 << 40
     ray.lost = ray.exceptions.OutOfMemoryError()
-    with pytest.raises(ClusterError, match="the memory of a node was used up"):
+    with raises(ClusterError, "memory"):
         pqweights.quantize(source, out, "t3", calibrate="self", ray="here", **SHORT)
     ray.lost = None
     pqweights.quantize(source, out, "t3", calibrate="self", ray="here", **SHORT)
     assert sorted(ray.made) == [0, 0, 1, 2]  # the two layers and the head, and the only file of the result
     assert folder_bytes(out) == folder_bytes(master)
-    with pytest.raises(OptionError, match="`ray`: expected a folder that all nodes share for a calibrated master, fou"):
+    with raises(OptionError, "`ray`"):
         pqweights.quantize(source, "s3://models/out", "t3", calibrate="self", ray="here", **SHORT)
 
 
@@ -341,7 +341,7 @@ def test_a_plan_says_what_a_calibration_takes(source: Path, tmp_path: Path, made
     assert planned.needs.peak_disk_bytes > pqweights.plan(source, "t3").needs.peak_disk_bytes + hidden_states
     shown = done("quantize", source, tmp_path / "out", "-r", "t3", "--calibrate", "self", "--dry-run").stdout
     assert f"calibrated: 16 weights of about {planned.calibration.weight_bytes} bytes together" in shown
-    with pytest.raises(RecipeError, match="`calibrate`"):
+    with raises(RecipeError, "`calibrate`"):
         pqweights.plan(source, "q4", calibrate="self")
 
 
@@ -349,7 +349,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_computed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "free_bytes", lambda folder: 1_000_000)
-    with pytest.raises(OutputError, match=r"a calibration needs 2.* take fewer tokens"):
+    with raises(OutputError, "take fewer tokens"):
         pqweights.quantize(source, tmp_path / "out", "t3", calibrate="self", **SHORT)
 
 
@@ -361,7 +361,7 @@ def test_pickled_weights_are_calibrated_if_they_may_be_read(source: Path, master
     (pickled / "model.safetensors").unlink()
     state = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).state_dict()
     torch.save(state, pickled / "pytorch_model.bin")
-    with pytest.raises(SourceError, match="`allow_pickle`"):
+    with raises(SourceError, "`allow_pickle`"):
         pqweights.quantize(pickled, tmp_path / "out", "t3", calibrate="self", **SHORT)
     pqweights.quantize(pickled, tmp_path / "out", "t3", calibrate="self", allow_pickle=True, **SHORT)
     assert manifest(tmp_path / "out")["calibrated"]["weights"] == 15

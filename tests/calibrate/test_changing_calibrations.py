@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from calls import measure_sensitivity
+from commands import raises
 from helpers import folder_bytes
 
 import pqweights
@@ -120,7 +121,7 @@ def test_a_source_that_changes_while_it_is_calibrated_ends_the_run(
     """What was learned of it goes, since nobody knows of which model it is; the former one gives the former bytes."""
     former = shutil.copytree(source, tmp_path / "former")
     show = at(step, lambda: changed(source / file, how))
-    with pytest.raises(SourceChangedError, match=file):
+    with raises(SourceChangedError, file):
         quantize(base, source, tmp_path / "out", calibration_progress=show)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["former", "source"]
     if step == STEPS[1]:
@@ -138,7 +139,7 @@ def test_a_source_that_changes_while_its_codes_are_stored_ends_the_run(
     def show(*_: Any) -> None:
         next(calls, lambda: None)()
 
-    with pytest.raises(SourceChangedError, match=r"model\.safetensors"):
+    with raises(SourceChangedError, "model.safetensors"):
         quantize(base, source, tmp_path / "out", progress=show)
     assert not (tmp_path / "out/pqweights.json").exists()
 
@@ -155,7 +156,7 @@ def test_a_source_that_changed_since_a_kill_is_calibrated_anew(base: Path, sourc
 def test_a_source_that_was_only_touched_is_the_same(
     base: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SourceChangedError, match=r"is kept in .*/\.out\.calibration"):
+    with raises(SourceChangedError, ".out.calibration"):
         quantize(base, source, tmp_path / "out", calibration_progress=at(STEPS[2], (source / "config.json").touch))
     for path in source.iterdir():
         path.touch()
@@ -175,7 +176,7 @@ def test_an_export_is_of_the_model_whose_inputs_it_learned(base: Path, source: P
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pqweights.calibrate.sample.WINDOW", 64)
-        with pytest.raises(SourceChangedError, match=r"model\.safetensors"):
+        with raises(SourceChangedError, "model.safetensors"):
             pqweights.export(source, tmp_path / "out", "vllm", group_size=32, threads=1, progress=show, **asked)
     assert acted and not (tmp_path / "out/pqweights.json").exists()
 
@@ -207,7 +208,7 @@ def test_a_moved_branch_does_not_mix_two_commits(base: Path, tmp_path: Path, mon
 
 def test_sensitivities_are_not_of_a_mixture(base: Path, source: Path, tmp_path: Path) -> None:
     show = at("layer 0 backward", lambda: changed(source / "model.safetensors"))
-    with pytest.raises(SourceChangedError, match=r"model\.safetensors"):
+    with raises(SourceChangedError, "model.safetensors"):
         measure_sensitivity(source, load_recipe("q4"), base / "text.txt", tmp_path, progress=show)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -277,9 +278,9 @@ def test_a_failure_that_passes_leaves_what_was_calibrated(
 ) -> None:
     apply, error = FAILURES[name]
     monkeypatch.setattr(calibrated, "MOST_KEPT_BYTES", 0)  # so that layers are computed for encoding, too
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(error, match=r"\.out\.calibration") as caught:
+    with pytest.MonkeyPatch.context() as patch, raises(error, ".out.calibration") as caught:
         quantize(base, base / "source", tmp_path / "out", calibration_progress=at(step, lambda: apply(patch)))
-    assert type(caught.value) is error and "\n" not in str(caught.value)
+    assert type(caught.value) is error
     kept = {path.name for path in (tmp_path / ".out.calibration").iterdir()}
     assert {"sample.safetensors", "hidden-0001.safetensors"} <= kept
     if name == "no memory for torch":
@@ -299,7 +300,7 @@ def test_an_error_before_anything_is_calibrated_leaves_nothing(base: Path, tmp_p
     (tmp_path / "short.txt").write_text("w1 w2")
     with pytest.raises(EvaluationError) as caught:
         quantize(base, base / "source", tmp_path / "out", calibrate=tmp_path / "short.txt")
-    assert "is kept" not in str(caught.value) and [path.name for path in tmp_path.iterdir()] == ["short.txt"]
+    assert ".out.calibration" not in str(caught.value) and [path.name for path in tmp_path.iterdir()] == ["short.txt"]
 
 
 def test_a_kill_leaves_what_was_calibrated(base: Path, tmp_path: Path) -> None:
@@ -399,7 +400,7 @@ def test_the_work_folder_of_somebody_else_is_refused(
     folder = work_folder.folder_beside(open_store(out))
     UNTRUSTED[name](folder, monkeypatch)
     before = folder_bytes(folder)
-    with pytest.raises(OutputError, match=f"{folder}: "):
+    with raises(OutputError, folder):
         quantize(base, base / "source", out)
     assert folder_bytes(folder) == before and not (tmp_path / "out").exists()
 
@@ -407,12 +408,12 @@ def test_the_work_folder_of_somebody_else_is_refused(
 def test_the_scratch_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch").chmod(0o777)
-    with pytest.raises(OutputError, match="scratch"):
+    with raises(OutputError, "scratch"):
         make_private(tmp_path / "scratch")
     make_private(tmp_path / "scratch/own")  # who may write around it could replace it anyhow
     (tmp_path / "scratch").chmod(0o1777)
     (tmp_path / "scratch/own").chmod(0o777)
-    with pytest.raises(OutputError, match="scratch"):
+    with raises(OutputError, "scratch"):
         make_private(tmp_path / "scratch/own")
 
 
@@ -421,7 +422,7 @@ def test_a_folder_that_no_calibration_made_is_left_alone(base: Path, tmp_path: P
     folder.mkdir()
     (folder / "notes.safetensors").write_text("mine")
     (folder / "identity").write_text("id_ed25519")
-    with pytest.raises(OutputError, match=r"\.out\.calibration: .*'notes\.safetensors'"):
+    with raises(OutputError, ".out.calibration", "'notes.safetensors'"):
         quantize(base, base / "source", tmp_path / "out")
     assert {path.name: path.read_text() for path in folder.iterdir()} == {
         "notes.safetensors": "mine",

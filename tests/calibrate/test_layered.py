@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from closeness import ALIKE, approx
+from commands import raises
 from helpers import as_float32, read_all, write_checkpoint
 
 from pqweights.calibrate.layer_statistics import InputMoments, expected_squares
@@ -110,5 +111,5 @@ def test_a_configuration_without_sizes_is_refused_before_anything_is_computed(
     write_checkpoint(tmp_path / "bare", read_all(folder))
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (tmp_path / "bare" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SourceError, match=r"config\.json .*\d{10} weights"):
+    with raises(SourceError, "config.json"):
         opened(tmp_path / "bare")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from closeness import ALIKE, approx
-from commands import refused
+from commands import raises, refused
 from helpers import folder_bytes, narrow_layers_packed
 
 import pqweights
@@ -165,7 +165,7 @@ def test_the_divergence_is_that_on_the_text_that_is_given(kind: str, source: Pat
     before, after = logs(source, ids), logs(out, ids)
     assert about["divergence"] == approx(float((before.exp() * (before - after)).sum(-1).mean()), ALIKE)
     again: dict[str, Any] = {"source": source, "calibrate": text_of(source), "threads": 1}
-    with pytest.raises(OptionError, match="eval"):
+    with raises(OptionError, "eval"):
         pqweights.verify(out, **again)
     assert pqweights.verify(out, eval=text, **again).ok
 
@@ -176,21 +176,21 @@ def test_a_plan_does_not_pretend_to_know_the_size(source: Path) -> None:
 
 
 def test_what_cannot_be_is_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="calibrate"):
+    with raises(OptionError, "calibrate"):
         pqweights.quantize(source, tmp_path / "x", max_kl=0.1)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_kl: 0.1\n")
-    with pytest.raises(OptionError, match="calibrate"):
+    with raises(OptionError, "calibrate"):
         pqweights.quantize(source, tmp_path / "x", recipe)
-    with pytest.raises(OptionError, match="max_kl"):
+    with raises(OptionError, "max_kl"):
         pqweights.quantize(source, tmp_path / "x", max_kl=0.1, target_bpw=4, calibrate="self")
     assert "--max-kl" in refused("quantize", source, tmp_path / "x", "--max-kl", 0, "--calibrate", "self", code=2)
-    with pytest.raises(OptionError, match="max_kl"):
+    with raises(OptionError, "max_kl"):
         make("mlx", source, tmp_path / "x", format="q4,q8")
-    with pytest.raises(RecipeError, match="least possible"):
+    with raises(RecipeError, "least possible"):
         make("gguf", source, tmp_path / "x", 1e-12)
     (tmp_path / "short.txt").write_text("too short")
-    with pytest.raises(EvaluationError, match="256 tokens"):
+    with raises(EvaluationError, "256 tokens"):
         make("gguf", source, tmp_path / "x", eval=tmp_path / "short.txt")
     assert "--max-kl" in refused(
         "quantize", source, tmp_path / "x", "--eval", tmp_path / "short.txt", "--calibrate", "self", code=2

@@ -8,6 +8,7 @@ from pathlib import Path
 import families
 import numpy as np
 import pytest
+from commands import raises
 from helpers import folder_bytes
 from safetensors.numpy import save_file
 
@@ -39,7 +40,7 @@ def test_a_sample_of_another_tokenizer_is_refused(kept: Path, model: Path, tmp_p
     (other / "tokenizer_config.json").write_text("{}")
     assert np.array_equal(read_sample(kept, other), IDS)
     (other / "tokenizer.json").write_text((model / "tokenizer.json").read_text().replace("w17", "w017"))
-    with pytest.raises(EvaluationError, match="tokenizer"):
+    with raises(EvaluationError, "tokenizer"):
         read_sample(kept, other)
 
 
@@ -58,13 +59,13 @@ def test_other_files_are_refused(model: Path, tmp_path: Path) -> None:
     save_file({"x": IDS}, tmp_path / "other.safetensors")
     (tmp_path / "broken.safetensors").write_bytes(b"no header")
     for name in ("other", "broken", "missing"):
-        with pytest.raises(EvaluationError, match=name):
+        with raises(EvaluationError, name):
             pqweights.quantize(model, tmp_path / "out", "t4", calibrate=tmp_path / f"{name}.safetensors")
 
 
 def test_too_few_tokens_are_refused(model: Path, tmp_path: Path) -> None:
     write_sample(tmp_path / "few.safetensors", IDS[:3], model)
-    with pytest.raises(EvaluationError, match="2048"):
+    with raises(EvaluationError, "2048"):
         pqweights.quantize(model, tmp_path / "out", "t4", calibrate=tmp_path / "few.safetensors")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import raises
 
 from pqweights.calibrate.sample import sample_text
 from pqweights.errors import EvaluationError, MissingDependencyError
@@ -76,15 +77,15 @@ def test_a_data_set_without_a_split_for_training_has_its_first(monkeypatch: pyte
 @pytest.mark.parametrize("error", [ConnectionError, RuntimeError, ImportError, OwnError])
 def test_a_data_set_that_cannot_be_read_is_one_line(error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     having(monkeypatch, error("Couldn't reach 'some-lab/chats'\non the Hub"))
-    with pytest.raises(EvaluationError, match=r"^some-lab/chats: .*Couldn't reach 'some-lab/chats' on the"):
+    with raises(EvaluationError, "some-lab/chats", "Couldn't reach 'some-lab/chats' on the"):
         sample_text("some-lab/chats", 1000)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingDependencyError, match=r"some-lab/chats.*pip install"):
+    with raises(MissingDependencyError, "some-lab/chats", "pip install"):
         sample_text("some-lab/chats", 1000)
 
 
 def test_a_path_that_no_data_set_can_have_is_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"none\.txt: "):
+    with raises(EvaluationError, "none.txt"):
         sample_text(str(tmp_path / "none.txt"), 1000)
 
 
@@ -117,7 +118,7 @@ def test_rows_of_a_file_give_their_texts(name: str, ending: str, tmp_path: Path)
 def test_rows_without_a_text_are_refused_by_their_line(line: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n' + line + "\n")
     for read in (lambda path: sample_text(str(path), 1000), read_text):
-        with pytest.raises(EvaluationError, match=r"rows\.jsonl: line 2: "):
+        with raises(EvaluationError, "rows.jsonl: line 2"):
             read(tmp_path / "rows.jsonl")
 
 

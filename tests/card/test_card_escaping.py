@@ -10,6 +10,7 @@ import pytest
 import yaml
 from calls import make_card, write_card
 from cards import change_manifest, facts, sections
+from commands import raises
 from huggingface_hub.utils import validate_repo_id
 
 from pqweights.common.markdown import code, words
@@ -25,10 +26,10 @@ MODELS = ["", "a b", "a/b/c", "x\ny", "\u202e", "a/" + "b" * 5000]
     ("key", "name"), [*(("revision", name) for name in BRANCHES), *(("base_model", name) for name in MODELS)]
 )
 def test_invalid_names_are_refused(key: str, name: str, master: Path) -> None:
-    expected = r"^`base_model`: expected ORG/NAME|^branch '.*': expected a name of letters"
-    with pytest.raises(OptionError if key == "base_model" else OutputError, match=expected) as caught:
+    error, named = (OptionError, "`base_model`") if key == "base_model" else (OutputError, "branch")
+    with raises(error, named) as caught:
         make_card(master, "a/b", **{key: name})
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    assert len(str(caught.value)) < 300
 
 
 HOSTILE = ["a | b", "`a`", "a\nb", "<script>", "<!-- /notes -->", NOTES_BEGIN, NOTES_END, "-->", "---", "\n---\n"]

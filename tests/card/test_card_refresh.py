@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from calls import make_card, write_card
 from cards import BASE, change_manifest, edit_card, facts
+from commands import raises
 
 from pqweights.errors import OutputError
 from pqweights.publish.card.old_card import NOTES_BEGIN, NOTES_END
@@ -90,9 +91,7 @@ def test_licence_of_the_user_is_kept_if_the_manifest_has_none(master: Path) -> N
 def test_card_written_by_someone_else_needs_markers(master: Path) -> None:
     foreign = "---\nlicense: mit\nbase_model: org/base\ndatasets: [x]\n---\n\n{}\n# Mine\r\n\nText\n{}\n"
     (master / "README.md").write_bytes(foreign.format("", "").encode())
-    with pytest.raises(
-        OutputError, match=r"README\.md: the file exists, and pqweights card did not write it; put the "
-    ):
+    with raises(OutputError, "README.md", NOTES_BEGIN):
         write_card(master)
     assert (master / "README.md").read_bytes() == foreign.format("", "").encode()
     (master / "README.md").write_bytes(foreign.format(NOTES_BEGIN, NOTES_END).encode())
@@ -120,13 +119,6 @@ def test_damaged_card_is_refused(damage: Callable[[str], str], master: Path) -> 
     write_card(master)
     edit_card(master, damage)
     before = (master / "README.md").read_bytes()
-    with pytest.raises(OutputError, match=r"^README\.md: ") as caught:
+    with raises(OutputError, "README.md"):
         write_card(master)
-    assert "\n" not in str(caught.value)
     assert (master / "README.md").read_bytes() == before
-
-
-def test_card_that_is_not_utf8_is_refused(master: Path) -> None:
-    (master / "README.md").write_bytes(b"\xff\xfe")
-    with pytest.raises(OutputError, match="UTF-8"):
-        write_card(master)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from closeness import assert_near, each_near, rounding
-from commands import done, invoke, refused
+from commands import done, invoke, raises, refused
 from helpers import f32, folder_bytes, gaussian, read_safetensors, safetensors_bytes
 from language_models import with_tokenizer
 from mlx.utils import tree_flatten
@@ -296,7 +296,7 @@ def test_a_result_of_another_adapter_is_another_result(model_of: Callable[[str],
     pqweights.quantize(model, out, adapter=str(tmp_path / "a"))
     assert pqweights.quantize(model, out, adapter=str(tmp_path / "a")).already_done
     for other in ((), str(tmp_path / "b"), f"{tmp_path / 'a'}:0.5"):
-        with pytest.raises(OutputError, match="`overwrite`"):
+        with raises(OutputError, "`overwrite`"):
             pqweights.quantize(model, out, adapter=other)
 
 

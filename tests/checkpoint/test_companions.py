@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from commands import raises
 from helpers import bf16, gaussian, write_checkpoint
 
 from pqweights.checkpoint.companions import companions
@@ -84,7 +85,7 @@ def test_included_files_are_copied(pattern: str, copied: set[str]) -> None:
 @pytest.mark.parametrize("pattern", ["nothing*", "pytorch_model.bin", "README.md", "config.json", "*.safetensors"])
 def test_pattern_that_can_match_nothing_is_refused(pattern: str) -> None:
     files = ["README.md", "config.json", "model.safetensors", "other.safetensors", "pytorch_model.bin", "x.csv"]
-    with pytest.raises(SourceError, match="`include_files`"):
+    with raises(SourceError, "`include_files`"):
         companions(files, ["model.safetensors"], ["x.csv", pattern])
 
 

@@ -32,4 +32,5 @@ def test_file_is_checked_and_printed(tmp_path: Path) -> None:
     assert done("recipes", mine).stdout == "# mine\nbits: 4\n"
     assert answer("recipes", mine) == load_recipe(mine).to_json()
     mine.write_text("bitz: 4\n")
-    assert "mine.yaml: unknown key 'bitz'" in refused("recipes", mine)
+    line = refused("recipes", mine)
+    assert "mine.yaml" in line and "'bitz'" in line

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from calls import quantize
+from commands import raises
 from converting import Killed, command, finished, interrupt, marks, watched
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers import folder_bytes, run_command
@@ -77,7 +78,7 @@ def test_source_that_changes_during_a_run_ends_it(
         (own_source / file).write_text("{" + " " * 4000 + "}")
     monkeypatch.setattr(storage, "MOST_OPEN_FILES", 8 if (CHANGES.index(change) + len(file)) % 2 else 1)
     out, act = tmp_path / "out", once(lambda: change(own_source / file))
-    with pytest.raises(SourceChangedError, match=file):
+    with raises(SourceChangedError, file):
         run_command(command(own_source, progress=act), out)
     assert not (out / "pqweights.json").exists()
 
@@ -92,7 +93,7 @@ def test_last_moment_is_checked(own_source: Path, tmp_path: Path, monkeypatch: p
         return write(self, name, pieces)
 
     monkeypatch.setattr(Store, "write", changing)
-    with pytest.raises(SourceChangedError, match=FIRST):
+    with raises(SourceChangedError, FIRST):
         run_command(command(own_source), out)
     assert not (out / "pqweights.json").exists()
 
@@ -104,7 +105,7 @@ def test_finished_tensors_stay_for_the_source_as_it_was(
     shutil.copytree(own_source, former)
     with pytest.raises(SourceChangedError):
         run_command(command(own_source, progress=once(lambda: by_rename(own_source / LAST), at=8)), out)
-    with pytest.raises(SourceChangedError, match=f"{LAST}.*`overwrite`"):
+    with raises(SourceChangedError, LAST, "`overwrite`"):
         run_command(command(own_source), out)
     shutil.copytree(own_source, changed)
     shutil.copy2(former / LAST, own_source / LAST)
@@ -149,7 +150,7 @@ def test_every_checkpoint_that_is_read_is_checked(changed: str, own_source: Path
     run_command({"quantize": str(own_source)}, master)
     file = master / "model-00001-of-00001.safetensors" if changed == "master" else own_source / FIRST
     work: dict[str, Any] = {"export": str(master if changed == "master" else own_source), "target": "vllm"}
-    with pytest.raises((SourceChangedError, MasterError), match=file.name):  # the bytes of a master have hashes
+    with raises((SourceChangedError, MasterError), file.name):  # the bytes of a master have hashes
         run_command(work | {"progress": once(lambda: in_place(file))}, out)
     assert not (out / "pqweights.json").exists()
 
@@ -161,7 +162,7 @@ def test_object_that_is_replaced_ends_the_run(file: str, own_source: Path, tmp_p
     put(address, {path.relative_to(own_source).as_posix(): path.read_bytes() for path in own_source.rglob("*.*")})
     data = flipped(own_source / FIRST) if file == FIRST else b"{}"
     change = once(lambda: MemoryFileSystem(skip_instance_cache=True).pipe_file(f"/changing/source/{file}", data))
-    with pytest.raises(SourceChangedError, match=f"{address}/{file}"):
+    with raises(SourceChangedError, f"{address}/{file}"):
         quantize(address, tmp_path / "out", load_recipe("q5"), threads=2, progress=change)
     assert not (tmp_path / "out/pqweights.json").exists()
 
@@ -180,7 +181,7 @@ def test_run_continues_after_a_read_that_failed(
 
     with monkeypatch.context() as patch:
         cut_off = once(lambda: patch.setattr(os, "preadv", read), 6)
-        with pytest.raises(SourceReadError, match=r"model-0000\d-of-00002\.safetensors"):
+        with raises(SourceReadError, "-of-00002.safetensors"):
             run_command(command(source, progress=cut_off), out, threads=1)
     known = finished(out)
     report, begun = watched(monkeypatch, command(source), out)
@@ -197,7 +198,7 @@ def test_bad_weight_leaves_the_tensors_of_earlier_runs(
     interrupt(monkeypatch, command(source), tmp_path / "out")
     with monkeypatch.context() as patch:
         patch.setattr(master, "encode", bad)
-        with pytest.raises(SourceError, match="NaN"):
+        with raises(SourceError, "NaN"):
             run_command(command(source), tmp_path / "out")
     assert run_command(command(source), tmp_path / "out").resumed == 5
     assert folder_bytes(tmp_path / "out") == undisturbed

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import raises
 from converting import TENSORS, check_final_names, command
 from helpers import bf16, folder_bytes, gaussian, read_all, run_command, write_checkpoint
 
@@ -22,7 +23,7 @@ def test_non_finite_weight_leaves_nothing(tmp_path: Path) -> None:
     values[63, 127] = np.inf
     tensors = {f"layers.{n}.mlp.up_proj.weight": bf16(gaussian(64, 128, seed=n)) for n in range(6)}
     source = write_checkpoint(tmp_path / "model", tensors, {"layers.9.mlp.up_proj.weight": bf16(values)})
-    with pytest.raises(SourceError, match=r"layers\.9\.mlp\.up_proj\.weight.*\[63, 127\]"):
+    with raises(SourceError, "layers.9.mlp.up_proj.weight", "[63, 127]"):
         run_command(command(source), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -41,7 +42,7 @@ def test_run_resumes_after_a_write_that_failed(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        with pytest.raises(OutputError, match="disk"):
+        with raises(OutputError, "model-0000", os.strerror(number)):
             run_command(command(source), out)
     check_final_names(out, undisturbed)
     assert run_command(command(source), out).resumed > 0
@@ -121,7 +122,7 @@ def test_file_that_could_not_be_flushed_is_made_again(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", late)
         patch.setattr(shard_file, "FLUSH_BYTES", 1 if "00001." in file else shard_file.FLUSH_BYTES)
-        with pytest.raises(OutputError, match="disk is full" if number == errno.ENOSPC else "cannot be written"):
+        with raises(OutputError, "is full" if number == errno.ENOSPC else os.strerror(number)):
             run_command(command(source, overwrite=replacing), out)
     run_command(command(source, overwrite=True), out)
     assert folder_bytes(out) == undisturbed

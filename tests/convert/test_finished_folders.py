@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import raises
 from converting import SHARD_BYTES, command
 from helpers import folder_bytes, killed_runs, run_command
 from memory_storage import Place
@@ -36,7 +37,7 @@ def test_failing_run_leaves_the_result_that_it_would_replace(source: Path, place
     data = bytearray(weights.read_bytes())
     data[-4096:] = b"\xff" * 4096  # NaN in every floating dtype
     weights.write_bytes(data)
-    with pytest.raises(SourceError, match="NaN"):
+    with raises(SourceError, "NaN"):
         run_command(command(broken, overwrite=True), place.out)
     assert place.files() == before
 
@@ -48,7 +49,7 @@ def test_file_of_the_user_is_not_replaced(source: Path, place: Place, tmp_path: 
     (own / "NOTICE.md").write_text("the model's")
     place.change({"NOTICE.md": b"the user's"})
     before = place.files()
-    with pytest.raises(OutputError, match=r"NOTICE\.md"):
+    with raises(OutputError, "NOTICE.md"):
         run_command(command(own, overwrite=True), place.out)
     assert place.files() == before
 
@@ -63,7 +64,7 @@ def test_result_of_files_that_were_changed_is_not_recognised(file: str, own_sour
     else:
         data[len(data) // 2] ^= 1
     (own_source / file).write_bytes(data)
-    with pytest.raises(OutputError, match="`overwrite`"):
+    with raises(OutputError, "`overwrite`"):
         run_command(command(own_source), out)
     run_command(command(own_source, overwrite=True), out)
     assert not file.endswith(".json") or b"changed" in (out / file).read_bytes()
@@ -72,7 +73,7 @@ def test_result_of_files_that_were_changed_is_not_recognised(file: str, own_sour
 def test_result_that_lost_a_shard_is_not_recognised(source: Path, place: Place) -> None:
     run_command(command(source), place.out)
     place.change({"model-00002-of-00004.safetensors": None})
-    with pytest.raises(OutputError, match="model-00002-of-00004"):
+    with raises(OutputError, "model-00002-of-00004"):
         run_command(command(source), place.out)
 
 
@@ -86,13 +87,13 @@ def test_result_of_another_source_or_target_is_named(source: Path, own_source: P
     for work, folder, says in (
         (command(own_source), out, "source"),
         (command(source), exported, "bf16"),
-        (command(source, recipe="q4"), out, "recipe .*q5"),
+        (command(source, recipe="q4"), out, "recipe q5"),
         (command(source, max_shard_bytes=1), out, f"`max_shard_size` {SHARD_BYTES}"),
     ):
-        with pytest.raises(OutputError, match=f"{says}.* pass `overwrite`"):
+        with raises(OutputError, *says.split(), "`overwrite`"):
             run_command(work, folder)
     run_command(command(source, recipe="q4", overwrite=True), out)
-    with pytest.raises(OutputError, match="master"):
+    with raises(OutputError, "master"):
         run_command(export, exported)
 
 
@@ -106,7 +107,7 @@ def test_finished_folder_of_another_command_is_only_replaced_on_request(
     for name, data in foreign.items():
         (out / name).write_bytes(data)
     before = folder_bytes(out)
-    with pytest.raises(OutputError, match="`overwrite`"):
+    with raises(OutputError, "`overwrite`"):
         run_command(command(source), out)
     assert folder_bytes(out) == before
     run_command(command(source, overwrite=True), out)
@@ -140,6 +141,6 @@ def test_overwriting_run_killed_at_any_call_resumes(
 def test_foreign_folder_is_refused(source: Path, place: Place) -> None:
     place.change({"notes/thesis.tex": b"years of work"})
     for overwrite in (False, True):
-        with pytest.raises(OutputError, match="'notes'"):
+        with raises(OutputError, "'notes'"):
             run_command(command(source, overwrite=overwrite), place.out)
         assert place.files() == {"notes/thesis.tex": b"years of work"}

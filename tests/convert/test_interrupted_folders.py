@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import refused
+from commands import raises, refused
 from converting import command, interrupt
 from helpers import run_command
 
@@ -37,9 +37,9 @@ def test_commands_say_how_to_continue(words: str, folder: Path) -> None:
 
 def test_models_are_not_loaded_from_it(folder: Path, tmp_path: Path) -> None:
     for read in (read_folder, open_local):
-        with pytest.raises(MasterError, match="pqweights quantize"):
+        with raises(MasterError, "pqweights quantize"):
             read(folder)
-    with pytest.raises(SourceError, match="nosuch"):
+    with raises(SourceError, "nosuch"):
         read_folder(tmp_path / "nosuch")
 
 
@@ -48,7 +48,7 @@ def test_interrupted_export_names_its_target(source: Path, tmp_path: Path, monke
     work: dict[str, Any] = {"export": str(tmp_path / "master"), "target": "bf16"}
     interrupt(monkeypatch, work, tmp_path / "export", shards=0)
     assert "pqweights export --target bf16: " in refused("inspect", tmp_path / "export")
-    with pytest.raises(OutputError, match="pqweights export --target bf16"):
+    with raises(OutputError, "pqweights export --target bf16"):
         run_command(command(source), tmp_path / "export")
     assert run_command(work, tmp_path / "export").resumed == 0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import helpers
 import pytest
+from commands import raises
 from converting import SHARD_BYTES, command
 from helpers import folder_bytes, run_command
 
@@ -58,7 +59,7 @@ def test_second_run_is_refused_while_the_first_works(
 ) -> None:
     before = settled(tmp_path / "out")
     for options in ({}, {"recipe": "q4"}, {"overwrite": True}, {"overwrite": True, "recipe": "q4"}):
-        with pytest.raises(OutputError, match="another run"):
+        with raises(OutputError, "another run"):
             run_command(command(source, **options), tmp_path / "out")
         assert folder_bytes(tmp_path / "out") == before
     holder.communicate()  # closes its stdin, so that it continues

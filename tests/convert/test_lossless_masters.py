@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from calls import export
-from commands import done, refused
+from commands import done, raises, refused
 from native_decoder import decode
 from packed_cases import (
     FLOATS,
@@ -274,7 +274,7 @@ def test_source_that_changes_between_the_readings_is_refused(tmp_path: Path, mon
 
     monkeypatch.setattr("pqweights.targets.lossless.measure", other)
     line = refused("quantize", source, tmp_path / "out", "--lossless")
-    assert "tensor 'model.embed_tokens.weight' changed while it was read" in line
+    assert "'model.embed_tokens.weight'" in line
 
 
 @pytest.mark.parametrize("part", ["coded", "lengths"])
@@ -287,7 +287,7 @@ def test_damage_is_noticed_without_a_manifest(part: str, tmp_path: Path) -> None
     data[stored.offset] ^= 2
     file.write_bytes(data)
     tensor = tensor_of(master, "model.embed_tokens.weight")
-    with pytest.raises(MasterError, match=f"model.embed_tokens.weight_{part}'"):
+    with raises(MasterError, f"model.embed_tokens.weight_{part}'"):
         values(tensor, "F32")
 
 
@@ -326,7 +326,7 @@ def test_a_configuration_that_contradicts_blocks_is_refused(tmp_path: Path) -> N
         edited = json.loads(json.dumps(config))
         edited["quantization_config"]["overrides"][name][key] = other
         (master / "config.json").write_text(json.dumps(edited))
-        with pytest.raises(MasterError, match=name):
+        with raises(MasterError, name):
             open_local(master)
 
 
@@ -344,7 +344,7 @@ def test_the_first_of_several_options_that_have_no_meaning_is_named(tmp_path: Pa
     source = plain_source(tmp_path / "source")
     asked = ("--strict", "--keep", "x", "--codec", "trellis", "--bits", "4")
     line = refused("quantize", source, tmp_path / "out", "--lossless", *asked, code=2)
-    assert "leave out --lossless or --codec" in line
+    assert "--codec" in line and "--strict" not in line
 
 
 def test_a_master_without_loss_is_no_result_of_a_recipe(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from calls import quantize
 from closeness import F32_FEW, F32_SOLVED, approx
-from commands import done
+from commands import done, raises
 from converting import killed_after
 from export_decoders import export_weight, values_of
 from helpers import as_float32, bf16, folder_bytes, read_all, small_checkpoint
@@ -139,7 +139,7 @@ def test_result_is_the_same_for_any_threads_and_after_an_interruption(
 def test_other_codes_are_another_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed_after(monkeypatch, 1, lambda: run(folder, "out"))
     column_writer.write_codes(folder / "src", folder / "ready", CALIBRATED, rate=4.0)
-    with pytest.raises(SourceChangedError, match=r"calibrated 0\.safetensors"):
+    with raises(SourceChangedError, "0.safetensors"):
         run(folder, "out")
     with pytest.raises(OutputError):
         run(folder)
@@ -152,6 +152,6 @@ def test_damaged_codes_are_found_when_they_are_copied(folder: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-200] ^= 1
     path.write_bytes(data)
-    with pytest.raises(MasterError, match=r"1\.safetensors: tensor '.*k_proj.*': blake3"):
+    with raises(MasterError, "1.safetensors", "k_proj"):
         run(folder, "out")
     assert not (folder / "out/pqweights.json").exists()

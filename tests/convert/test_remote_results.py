@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from calls import quantize
-from commands import answer, done, refused
+from commands import answer, done, raises, refused
 from converting import SHARD_BYTES, command
 from helpers import folder_bytes, run_command
 from memory_storage import Operation, Place, each_operation, objects, put, run_into, visible
@@ -106,7 +106,7 @@ def test_result_that_is_replaced_stays_until_the_new_one_is_complete(
     run(command(source, max_shard_bytes=SHARD_BYTES // 2, recipe="q4"))
     old, at_first_change = objects(OUT), list[set[str]]()
     assert old.keys() - final.keys()
-    with pytest.raises(OutputError, match=f"{OUT}: .*max_shard_size"):
+    with raises(OutputError, OUT, "max_shard_size"):
         run(command(source))
     assert objects(OUT) == old
 
@@ -138,7 +138,7 @@ def test_scratch_folder_needs_room_for_two_shards(
     assert room < plan.output_bytes
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room - 1))
-    with pytest.raises(OutputError, match=f"{room} bytes"):
+    with raises(OutputError, room):
         run(command(source))
     assert objects(OUT) == {}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room))
@@ -152,16 +152,16 @@ def test_stores_of_texts_and_paths(tmp_path: Path) -> None:
     store = open_store("s3://bucket/model")
     copy = pickle.loads(pickle.dumps(store))
     assert (str(copy), copy.work) == (str(store), store.work)
-    with pytest.raises(OptionError, match="s3:"):
+    with raises(OptionError, "s3"):
         open_store(Path("s3://bucket/model"))
-    with pytest.raises(OptionError, match="hf://org/name"):
+    with raises(OptionError, "hf://org/name"):
         open_store("hf://org/name")
 
 
 @pytest.mark.parametrize("out", ["memory://results", "memory://results/source", "memory://results/source/q5"])
 def test_output_must_lie_outside_the_source(out: str, source: Path, run: Callable[..., Any]) -> None:
     put("memory://results/source", Place(source).files())
-    with pytest.raises(OutputError, match=f"{out}: .*memory://results/source"):
+    with raises(OutputError, out, "memory://results/source"):
         quantize("memory://results/source", out, load_recipe("q5"))
 
 
@@ -180,7 +180,7 @@ def test_source_and_result_in_object_storage(
     data = bytearray(files[weights])
     data[len(data) // 2] ^= 1
     put(address, files | {weights: bytes(data)})
-    with pytest.raises(OutputError, match=f"{OUT}: .*`overwrite`"):
+    with raises(OutputError, OUT, "`overwrite`"):
         quantize(address, OUT, load_recipe("q5"), options=options)
 
 

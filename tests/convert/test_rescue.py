@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from closeness import F32_MATRIX, ROUNDED_ONCE_MORE, approx
-from commands import answer, done, refused
+from commands import answer, done, raises, refused
 from converting import command, interrupt
 from helpers import as_float32, bf16, f16, f32, folder_bytes, gaussian, read_all, run_command, write_checkpoint
 
@@ -82,7 +82,7 @@ def test_strict_refuses_finished_and_interrupted_results(tmp_path: Path, monkeyp
     run_command(work, finished)
     interrupt(monkeypatch, work, interrupted, shards=1)
     for out in (finished, interrupted):
-        with pytest.raises(SourceError, match="strict"):
+        with raises(SourceError, "strict"):
             run_command(work | {"strict": True}, out)
     assert run_command(work, interrupted).resumed > 0  # the plain run keeps its work
     assert folder_bytes(interrupted) == folder_bytes(finished)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import raises
 from converting import SHARD_BYTES, TENSORS, check_final_names, command, finished, interrupt, marks, watched
 from helpers import folder_bytes, killed_runs, run_command
 from memory_storage import Place
@@ -176,7 +177,7 @@ def test_changed_source_is_refused(
     interrupt(monkeypatch, command(own_source), place.out)
     change(own_source / file)
     before = place.files()
-    with pytest.raises(SourceChangedError, match=re.escape(file)):
+    with raises(SourceChangedError, file):
         run_command(command(own_source), place.out)
     assert place.files() == before
     assert run_command(command(own_source, overwrite=True), place.out).resumed == 0
@@ -190,7 +191,7 @@ def test_interrupted_run_of_another_command_is_refused(
 ) -> None:
     interrupt(monkeypatch, command(source, **other), place.out, shards=1)
     before = place.files()
-    with pytest.raises(OutputError, match="`overwrite`"):
+    with raises(OutputError, "`overwrite`"):
         run_command(command(source), place.out)
     assert place.files() == before
     assert run_command(command(source, overwrite=True), place.out).resumed == 0

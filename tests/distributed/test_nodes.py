@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commands import raises
 from helpers import bf16, gaussian, write_checkpoint
 from tasks_here import RayError, RayHere, use_tasks_here
 
@@ -19,7 +20,7 @@ from pqweights.convert.distributed import engine, worker
 from pqweights.convert.distributed.worker import LOOK, MAKE, VERSIONS, ShardWork, remote_call
 from pqweights.errors import ClusterError, SourceError
 
-NAME = r"^node host \(1\.2\.3\.4, abcdefgh\): "
+NAME = "node host (1.2.3.4, abcdefgh): "
 
 
 @pytest.fixture
@@ -86,23 +87,24 @@ def test_relative_paths_are_those_of_the_command(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("error", "refused", "message"),
+    ("error", "refused", "named"),
     [
-        (SourceError("tensor 'a': contains NaN"), SourceError, "^tensor 'a': contains NaN$"),
-        (OSError(116, "Stale file handle", "/shared/model"), ClusterError, f"{NAME}/shared/model: Stale"),
-        (ModuleNotFoundError("No module named 'gguf'"), ClusterError, f"{NAME}.*gguf"),
+        (SourceError("tensor 'a': contains NaN"), SourceError, "tensor 'a': contains NaN"),
+        (OSError(116, "Stale file handle", "/shared/model"), ClusterError, f"{NAME}/shared/model"),
+        (ModuleNotFoundError("No module named 'gguf'"), ClusterError, "gguf"),
         (ClusterError("has no room"), ClusterError, f"{NAME}has no room"),
     ],
 )
 def test_errors_of_nodes_are_those_of_the_command(
-    error: Exception, refused: type[Exception], message: str, run: Any, monkeypatch: pytest.MonkeyPatch
+    error: Exception, refused: type[Exception], named: str, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*given: object) -> None:
         raise error
 
     monkeypatch.setattr(worker, "_made", fail)
-    with pytest.raises(refused, match=message):
+    with raises(refused, named) as caught:
         run()
+    assert str(caught.value).startswith(NAME if refused is ClusterError else named)
 
 
 @pytest.mark.parametrize("asked", [LOOK, MAKE])
@@ -110,23 +112,23 @@ def test_problems_of_a_node_name_it(asked: str, run: Any, monkeypatch: pytest.Mo
     """A node that joins when the others were asked is asked by its first task."""
     answer = worker.answer
     monkeypatch.setattr(worker, "answer", lambda *given: "lacks this" if given[0] == asked else answer(*given))
-    with pytest.raises(ClusterError, match=f"{NAME}lacks this"):
+    with raises(ClusterError, NAME, "lacks this"):
         run()
 
 
 @pytest.mark.parametrize(
-    ("lost", "message"),
+    ("lost", "named"),
     [
-        (RayError("the\n  worker died \n\n"), r"ended 5 times \(worker died\); look into the logs"),
-        (RayError(), r"5 times \(RayError\)"),
-        (RayHere.exceptions.OutOfMemoryError("..."), "memory of a node was used up 5 times"),
+        (RayError("the\n  worker died \n\n"), "(worker died)"),
+        (RayError(), "(RayError)"),
+        (RayHere.exceptions.OutOfMemoryError("..."), "memory"),
     ],
 )
 def test_a_task_whose_workers_are_all_lost_ends_the_run(
-    lost: RayError, message: str, ray: RayHere, run: Any, tmp_path: Path
+    lost: RayError, named: str, ray: RayHere, run: Any, tmp_path: Path
 ) -> None:
     ray.lost = lost
-    with pytest.raises(ClusterError, match=message):
+    with raises(ClusterError, 5, named):
         run()
     ray.lost = None
     run()
@@ -138,7 +140,7 @@ def test_nodes_without_memory_take_no_task(
     resources: dict[str, float], ray: RayHere, run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ray.resources = resources
-    with pytest.raises(ClusterError, match=r"1 cores and \d+ bytes"):
+    with raises(ClusterError, "1 cores"):
         run()
     assert "node host (1.2.3.4, abcdefgh): is not used" in capsys.readouterr().out
 
@@ -146,7 +148,7 @@ def test_nodes_without_memory_take_no_task(
 def test_nodes_that_answer_late_or_are_lost(ray: RayHere, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(ray, "wait", lambda calls, **options: ([], calls))
-        with pytest.raises(ClusterError, match=f"{NAME}.*60 s"):
+        with raises(ClusterError, NAME, "60 s"):
             run()
     get = ray.get
     for error, refused in ((RayError("crashed"), True), (ray.exceptions.NodeDiedError(), False)):
@@ -157,7 +159,7 @@ def test_nodes_that_answer_late_or_are_lost(ray: RayHere, run: Any, monkeypatch:
 
         monkeypatch.setattr(ray, "get", fail_once)
         if refused:
-            with pytest.raises(ClusterError, match=f"{NAME}.*crashed"):
+            with raises(ClusterError, NAME, "crashed"):
                 run()
         else:
             run()
@@ -175,6 +177,6 @@ def test_a_run_that_no_node_is_left_for_ends(ray: RayHere, run: Any, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(engine, "NODELESS_SECONDS", 0.01)
         patch.setattr(ray, "wait", wait_in_vain)
-        with pytest.raises(ClusterError, match="1 threads"):
+        with raises(ClusterError, "1 threads"):
             run()
     run()

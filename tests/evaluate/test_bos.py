@@ -80,7 +80,7 @@ def test_windows_begin_as_the_tokenizer_begins_texts(name, options, first, work)
 
 def test_models_of_which_one_begins_texts_are_not_compared(work):
     line = refused("eval", work / "plain", "--reference", work / "bos", "--text", work / "text.txt", *COMMAND)
-    assert f"puts no token before a text, that of {work / 'bos'} token {BEGIN}" in line and "--no-bos" in line
+    assert all(str(named) in line for named in (work / "plain", work / "bos", BEGIN, "--no-bos"))
     done("eval", work / "plain", "--reference", work / "bos", "--text", work / "text.txt", *COMMAND, "--no-bos")
 
 

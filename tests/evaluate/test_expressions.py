@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import raises
 
 from pqweights.errors import SourceError
 from pqweights.runtime.folders import read_folder, slow_expression
@@ -42,9 +43,9 @@ def settings(expression: str) -> list[dict[str, Any]]:
 def test_a_folder_with_an_expression_that_takes_forever_is_refused(expression: str, tmp_path: Path) -> None:
     for stated in settings(expression):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": stated}))
-        with pytest.raises(SourceError, match=r"config\.json: quantization_config: .* nested repetitions") as raised:
+        with raises(SourceError, "config.json", "quantization_config", "without nested repetitions") as raised:
             read_folder(tmp_path)
-        assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
+        assert len(str(raised.value)) < 500
 
 
 @pytest.mark.parametrize("expression", QUICK)

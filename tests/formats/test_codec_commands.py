@@ -16,7 +16,7 @@ import pytest
 import torch
 from calls import make_card, plan_quantize, quantize
 from closeness import F32_SOLVED, ORTHOGONAL, approx, assert_near
-from commands import answer, done, refused
+from commands import answer, done, raises, refused
 from export_decoders import export_weight
 from helpers import as_float32, bf16, folder_bytes, gaussian, master_weights, read_all, run_command, write_checkpoint
 from restated import restate_hashes
@@ -290,11 +290,11 @@ def test_superblock_that_cannot_be_decoded_is_named(folder: Path, tmp_path: Path
     place = f"tensor '{UP}': block {part.shape[0] - 1}: "
     assert place in refused("export", damaged, tmp_path / "out", "--target", "bf16")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(MasterError, match=place):
+    with raises(MasterError, place):
         pqweights.load_model(damaged)
     loaded = pqweights.load_model(damaged, packed=True, dtype="float32")
     weight = dict(loaded.named_parameters())[UP]
-    with torch.inference_mode(), pytest.raises(MasterError, match=place):
+    with torch.inference_mode(), raises(MasterError, place):
         torch.nn.functional.linear(torch.zeros(1, weight.shape[1]), weight)
     assert torch.nn.functional.embedding(torch.tensor([0, 1]), weight).shape == (2, weight.shape[1])
 

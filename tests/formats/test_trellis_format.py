@@ -100,7 +100,7 @@ def test_trellises_are_those_of_the_page() -> None:
         assert np.array_equal(kernel_bits(rows, format_of_row(row, 3)), page_bits(rows, 3, PLAIN))
     for bits in set(range(256)) - set(trellis_decoder.TRELLISES):
         rows[0, 4] = bits
-        with pytest.raises(DamagedBlock, match="header"):
+        with pytest.raises(DamagedBlock):
             decoded(format_of_row(row, 3), rows)
 
 

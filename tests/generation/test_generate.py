@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from calls import export, quantize
-from commands import answer, done, invoke
+from commands import answer, done, invoke, raises
 from language_models import NO_SYSTEM, SPEECH, TEMPLATE, babbler, speaker
 from pqweights_cli.main import app
 from tiny_gguf import llama_gguf
@@ -129,7 +129,7 @@ def test_exports_run_in_transformers(name, work):
 def test_formats_of_other_libraries_name_their_command(work, tmp_path):
     file = llama_gguf(work / "chat", tmp_path / "a.gguf")
     for path, command in ((work / "mlx", "mlx_lm.generate"), (file, "llama-cli")):
-        with pytest.raises(GenerationError, match=f"{command} .*{path.name}"):
+        with raises(GenerationError, command, path.name):
             reply(path)
 
 
@@ -238,7 +238,7 @@ def test_threads_are_those_that_compute(threads: int, work: Path) -> None:
 
 def test_prompts_beyond_the_limit_are_refused_before_the_model_is_loaded(work, monkeypatch):
     monkeypatch.setattr(generation, "open_model", None)
-    with pytest.raises(GenerationError, match=r"128 tokens; expected .* fewer than the 128"):
+    with raises(GenerationError, "128 tokens"):
         reply(work / "speaker", "A" * 128)
 
 
@@ -252,7 +252,7 @@ def test_errors_of_transformers_are_one_line_and_those_of_the_caller_stay(work, 
     with pytest.raises(OSError, match="of the caller"):
         reply(work / "chat", on_text=show)
     monkeypatch.setattr(generation, "_numbers", broken)
-    with pytest.raises(PqweightsError, match="of transformers"):
+    with raises(PqweightsError, "of transformers"):
         reply(work / "chat")
 
 
@@ -264,5 +264,5 @@ def test_logits_that_are_nan_are_an_error(temperature, tmp_path, monkeypatch):
     place = data.index(b"\x00\x00\x80\x3f", 8)  # a weight that is 1
     data[place : place + 4] = b"\x00\x00\xc0\x7f"
     file.write_bytes(data)
-    with pytest.raises(GenerationError, match="NaN"):
+    with raises(GenerationError, "NaN"):
         reply(folder, "\x00", temperature=temperature)

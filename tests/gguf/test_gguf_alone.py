@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import trained_tokenizers as trained
 from closeness import F32_MATRIX, F32_SUM, approx, each_near, rounding
-from commands import done, refused
+from commands import done, raises, refused
 from export_decoders import values_of
 from gguf_files import converted, metadata, write_gguf, write_llama
 from helpers import Tensor, write_checkpoint
@@ -316,9 +316,8 @@ def test_what_cannot_be_turned_round_is_refused_by_its_key(
         file.write_bytes(llama.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0lloma", 1))
     else:
         file = edited(llama, tmp_path / "m.gguf", **changed)
-    with pytest.raises(SourceError, match=re.escape(named)) as raised:
+    with raises(SourceError, named):
         open_source(file)
-    assert "\n" not in str(raised.value)
 
 
 def test_files_beside_a_gguf_count(llama: Path, tmp_path: Path) -> None:

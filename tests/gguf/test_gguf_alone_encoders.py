@@ -17,7 +17,7 @@ import pytest
 import torch
 import trained_tokenizers as trained
 from closeness import assert_near, each_near, rounding
-from commands import done
+from commands import done, raises
 from encoder_cases import ANSWERING, CASES, SCORING, Case
 from export_decoders import values_of
 from gguf_files import converted, edit_config, metadata, write_gguf, write_llama
@@ -135,7 +135,7 @@ def test_a_roberta_with_its_configuration_beside_it_stays_one(name: str, tmp_pat
         parameter.copy_(parameter.half().float())
     assert_near(computed(found), computed(expected), "torch")
     edit_config(file.parent, {"pad_token_id": 10**9, "max_position_embeddings": 10**9 + 255})
-    with pytest.raises(SourceError, match="pad_token_id"):
+    with raises(SourceError, "pad_token_id"):
         open_source(file)
 
 
@@ -340,9 +340,8 @@ def test_what_a_file_does_not_hold_is_named(
     case, _ = COMPARED[name]
     encoder_cases.saved(case, tmp_path)
     file = edited(write_gguf(tmp_path), tmp_path / "other" / "m.gguf", dropped=dropped, **changed)
-    with pytest.raises(SourceError, match=named) as raised:
+    with raises(SourceError, named):
         open_source(file)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (64,), (2**31, 64), (1 << 20, 128)])
@@ -356,7 +355,7 @@ def test_a_dense_layer_of_another_shape_is_refused(
     tensors = [of._replace(shape=shape) if of.name == "dense_2.weight" else of for of in whole.tensors]
     contents = replace(whole, tensors=tuple(tensors))
     monkeypatch.setattr("pqweights.checkpoint.gguf.sources.gguf_in", lambda *given: contents)
-    with pytest.raises(SourceError, match=r"dense_2\.weight"):
+    with raises(SourceError, "dense_2.weight"):
         open_source(file)
 
 
@@ -365,5 +364,5 @@ def test_a_dense_layer_behind_vectors_that_are_not_pooled_is_refused(tmp_path: P
     encoder_cases.add_modules(tmp_path, "pooling_mode_mean_tokens", torch.randn(96, 64))
     changed: dict[str, Any] = {"gemma-embedding__pooling_type": None}
     changed |= {f"gemma-embedding__dense_2_feat_{side}": None for side in ("in", "out")}
-    with pytest.raises(SourceError, match=r"dense_2\.weight"):
+    with raises(SourceError, "dense_2.weight"):
         open_source(edited(write_gguf(tmp_path), tmp_path / "src" / "m.gguf", **changed))

@@ -17,6 +17,7 @@ import gguf_cases
 import numpy as np
 import pytest
 import trained_tokenizers as trained
+from commands import raises
 from export_decoders import values_of
 from gguf_files import write_gguf, write_llama
 from tiny_gguf import edited
@@ -76,7 +77,7 @@ def test_what_other_writers_say_otherwise_is_the_same_model(name: str, changed: 
     ids=str,
 )
 def test_what_says_another_model_is_refused(name: str, changed: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=next(iter(changed))):
+    with raises(SourceError, next(iter(changed))):
         open_source(with_keys(name, changed, tmp_path)[1])
 
 
@@ -93,13 +94,13 @@ def test_what_a_configuration_may_not_say_is_refused_before_its_tensors_are_look
 ) -> None:
     monkeypatch.setattr("pqweights.checkpoint.gguf.sources.read_settings", None)
     file = with_keys("llama", {"embedding_length": 2**25}, tmp_path)[1]
-    with pytest.raises(SourceError, match="hidden_size"):
+    with raises(SourceError, "hidden_size"):
         open_source(file)
 
 
 def test_a_missing_kind_of_router_is_not_guessed(tmp_path: Path) -> None:
     """llama.cpp takes it for a softmax, and the router has the biases of a sigmoid."""
-    with pytest.raises(SourceError, match="model of type"):
+    with raises(SourceError, "m.gguf", "deepseek_v2"):
         open_source(with_keys("deepseek v3", {"expert_gating_func": None}, tmp_path)[1])
 
 

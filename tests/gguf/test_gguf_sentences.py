@@ -16,7 +16,7 @@ import torch
 import trained_tokenizers as trained
 import transformers
 from closeness import assert_near
-from commands import done
+from commands import done, raises
 from encoder_cases import CASES, add_modules
 from gguf_files import converted, metadata, write_gguf
 from helpers import Array, run_command
@@ -56,7 +56,7 @@ def test_models_that_predict_text_give_vectors_if_their_files_say_so(tmp_path: P
     case, ids = gguf_cases.CASES["qwen3"], gguf_cases.token_ids(40)
     model = gguf_cases.build(case)
     model.model.save_pretrained(tmp_path)
-    with pytest.raises(ExportError, match="does not compute what Qwen3Model does"):
+    with raises(ExportError, "Qwen3Model"):
         converted(tmp_path)
     add_modules(tmp_path, "pooling_mode_lasttoken")
     expected = encoder_cases.vectors(model, ids)[-1]
@@ -115,7 +115,7 @@ def test_other_poolings_are_refused(stated: dict[str, Any], tmp_path: Path) -> N
     encoder_cases.saved(CASES["bert"], tmp_path)
     add_modules(tmp_path, MEAN)
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(stated))
-    with pytest.raises(ExportError, match=r"1_Pooling/config\.json"):
+    with raises(ExportError, "1_Pooling/config.json"):
         converted(tmp_path)
 
 
@@ -123,7 +123,7 @@ def test_other_poolings_are_refused(stated: dict[str, Any], tmp_path: Path) -> N
 def test_damaged_modules_are_refused(content: str, tmp_path: Path) -> None:
     encoder_cases.saved(CASES["bert"], tmp_path)
     (tmp_path / "modules.json").write_text(content)
-    with pytest.raises(SourceError, match=r"modules\.json"):
+    with raises(SourceError, "modules.json"):
         converted(tmp_path)
 
 
@@ -131,18 +131,18 @@ def test_dense_layers_that_llama_cpp_does_not_compute_are_refused_or_remarked_on
     for name, activation in (("gemma embedding", "torch.nn.modules.activation.Tanh"), ("bert", encoder_cases.IDENTITY)):
         encoder_cases.saved(CASES[name], tmp_path / name)
         add_modules(tmp_path / name, MEAN, torch.randn(96, 64), activation_function=activation)
-    with pytest.raises(ExportError, match=r"2_Dense: .*Tanh"):
+    with raises(ExportError, "2_Dense", "Tanh"):
         converted(tmp_path / "gemma embedding")
     assert any("2_Dense" in note for note in converted(tmp_path / "bert").notes)
     (tmp_path / "gemma embedding" / "2_Dense" / "model.safetensors").unlink()
-    with pytest.raises(SourceError, match=r"2_Dense/model\.safetensors: "):
+    with raises(SourceError, "2_Dense/model.safetensors"):
         converted(tmp_path / "gemma embedding")
 
 
 @pytest.mark.parametrize("case", [CASES["t5 encoder"], CASES["gemma embedding"], encoder_cases.ANSWERING["t5"]])
 def test_files_that_do_not_predict_text_are_not_opened_as_if_they_did(case: encoder_cases.Case, tmp_path: Path) -> None:
     encoder_cases.saved(case, tmp_path)
-    with pytest.raises(SourceError, match=r"model-F32\.gguf"):
+    with raises(SourceError, "model-F32.gguf"):
         open_model(write_gguf(tmp_path))
 
 

@@ -126,7 +126,7 @@ def test_of_a_file_alone_its_configuration_is_read_as_well(llama: Path, tmp_path
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} < names
     assert not any(name.endswith(".gguf") for name in names)
-    assert "expected one GGUF model, found 2" in refused("plan", folder)
+    assert "model.gguf, other.gguf" in refused("plan", folder)
 
 
 def with_config(**changed: Any) -> Any:
@@ -138,20 +138,21 @@ def with_config(**changed: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "named"),
     [
-        (with_config(model_type="mamba"), "its model_type is mamba"),
-        (with_config(model_type="qwen2"), "the architecture qwen2, but the file has 'llama'"),
-        (with_config(model_type="unheard"), "its model_type is unheard"),
-        (with_config(intermediate_size=97), "config.json asks for 97 rows"),
-        (with_config(num_hidden_layers=1), "expected no such tensor"),
-        (with_config(num_hidden_layers=3), "lacks tensors"),
+        (with_config(model_type="mamba"), "mamba"),
+        (with_config(model_type="qwen2"), "qwen2 'llama'"),
+        (with_config(model_type="unheard"), "unheard"),
+        (with_config(intermediate_size=97), "97"),
+        (with_config(num_hidden_layers=1), "blk.1."),
+        (with_config(num_hidden_layers=3), "blk.2."),
     ],
 )
-def test_what_is_not_known_is_refused(change: Any, said: str, llama: Path, tmp_path: Path) -> None:
+def test_what_is_not_known_is_refused(change: Any, named: str, llama: Path, tmp_path: Path) -> None:
     folder = source_of(llama, tmp_path / "src", "F16")
     change(folder)
-    assert said in refused("plan", folder)
+    line = refused("plan", folder)
+    assert all(name in line for name in named.split())
 
 
 def test_a_file_is_calibrated_and_exported_from_as_the_model(llama: Path, tmp_path: Path) -> None:
@@ -181,4 +182,4 @@ def test_a_file_is_calibrated_and_exported_from_as_the_model(llama: Path, tmp_pa
 
 def test_lossless_names_gguf(llama: Path, tmp_path: Path) -> None:
     folder = source_of(llama, tmp_path / "src", "Q8_0")
-    assert "lossless takes checkpoints in safetensors" in refused("quantize", folder, tmp_path / "out", "--lossless")
+    assert "safetensors" in refused("quantize", folder, tmp_path / "out", "--lossless")

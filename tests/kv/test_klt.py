@@ -13,11 +13,9 @@ from closeness import ALIKE, F32_MATRIX, F32_SOLVED, F32_SUM, F64_SUM, each_near
 from torch import Tensor
 
 import pqweights
-from pqweights.runtime.kv import bases as module
 from pqweights.runtime.kv.bases import LEAST_SHARE, model_bases
 from pqweights.runtime.kv.cache import kv_cache
 from pqweights.runtime.kv.klt import ERRORS, KarhunenLoeve, LayerBases, StateBasis, allocated
-from pqweights.runtime.kv.rotated import RotatedScalar
 from pqweights.runtime.kv.schemes import cached_model, parse_spec
 from pqweights.runtime.kv.states import PackedStates
 
@@ -42,13 +40,17 @@ def test_synthesis_undoes_analysis(name):
         assert (basis.variances > 0).all() and basis.variances.shape == basis.analysis.shape[:2]
 
 
+def attending_layers(net: Any) -> dict[int, Any]:
+    return {layer.self_attn.layer_idx: layer for layer in net.modules() if hasattr(layer, "self_attn")}
+
+
 def states_before_rope(net: Any, number: int) -> dict[str, Tensor]:
     """Queries, keys and values of a layer for random inputs, [tokens, heads, size], without RoPE and without biases.
 
     The layer runs as it is; its inputs are independent Gaussian numbers before the norm, and angles of RoPE are zero.
     """
-    attention, parent = next(each for each in module._attentions(net) if getattr(each[0], "layer_idx", None) == number)
-    inputs = parent.input_layernorm(gaussian(1, 40_000, net.config.hidden_size))
+    layer = attending_layers(net)[number]
+    attention, inputs = layer.self_attn, layer.input_layernorm(gaussian(1, 40_000, net.config.hidden_size))
     seen: dict[str, Tensor] = {}
 
     class Stop(Exception):
@@ -161,27 +163,11 @@ def test_bits_are_allocated_as_reverse_water_filling_has_it():
     assert allocated(torch.ones(8), 1) == [1]
 
 
-def test_transform_coding_beats_rotation_where_weights_have_structure():
-    """Keys of a strongly uneven covariance, measured by queries of another one."""
-    size = 64
-    mixed = torch.linalg.qr(gaussian(2, size, size))[0]
-    weight = mixed * torch.logspace(0, -1.5, size)
-    turn = torch.linalg.qr(gaussian(2, size, size, seed=3))[0] * torch.logspace(0, -1, size)
-    keys, queries = (gaussian(1, 2, 2000, size, seed=seed) @ each.mT for seed, each in ((4, weight), (5, turn)))
-    basis = module._basis(weight @ weight.mT, turn @ turn.mT)
-    errors = []
-    for quantizer in (KarhunenLoeve(basis, 3, None), RotatedScalar(size, 3)):
-        held = PackedStates(quantizer, 0)
-        held.append(keys)
-        found = held.decoded()
-        errors.append(relative_error(found @ queries.mT, keys @ queries.mT))
-    assert errors[0] < 0.35 * errors[1]
-
-
 def test_weights_of_zero_leave_everything_finite():
     net = made("llama")
     with torch.no_grad():
-        for attention, _ in module._attentions(net):
+        for layer in attending_layers(net).values():
+            attention = layer.self_attn
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
                 projection.weight.zero_()
         cache = kv_cache(net, "klt:3")

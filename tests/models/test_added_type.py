@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import done
+from commands import done, raises
 from export_decoders import values_of
 from gguf_files import CONFIG, converted, llama_tensors, metadata
 from helpers import Tensor, as_float32, bf16, gaussian, run_command, write_checkpoint
@@ -125,7 +125,7 @@ def test_targets_refuse_what_its_traits_rule_out(tmp_path: Path, monkeypatch: py
     weights = {"model.layers.0.mix.ask.weight": bf16(gaussian(128, 128))}
     write_checkpoint(tmp_path / "src", weights, config={"model_type": NAME, "dtype": "bfloat16"})
     run_command({"quantize": str(tmp_path / "src")}, tmp_path / "master")
-    with pytest.raises(ExportError, match=rf" {NAME}: .* --target vllm or bf16"):
+    with raises(ExportError, NAME, "--target vllm or bf16"):
         run_command({"export": str(tmp_path / "master"), "target": "torchao"}, tmp_path / "out")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import transformers
+from commands import raises
 
 from pqweights.errors import ExportError
 from pqweights.models import described
@@ -57,12 +58,12 @@ def test_settings_of_mlx_lm_are_those_of_published_files(model_type: str) -> Non
 
 def test_what_mlx_lm_would_compute_otherwise_is_refused() -> None:
     check_computed({"model_type": "minicpm3", "tie_word_embeddings": False})
-    with pytest.raises(ExportError, match="does not scale the logits of a minicpm3 whose head is its embedding"):
+    with raises(ExportError, "minicpm3"):
         check_computed({"model_type": "minicpm3", "tie_word_embeddings": True})
     check_computed({"model_type": "jamba", "num_experts": 1, "num_experts_per_tok": 1})
     check_computed({"model_type": "jamba", "num_experts": 2, "num_experts_per_tok": 2})
     for experts in ({}, {"num_experts": 4}):
-        with pytest.raises(ExportError, match="jamba"):
+        with raises(ExportError, "jamba"):
             check_computed({"model_type": "jamba"} | experts)
-    with pytest.raises(ExportError, match="use_bidirectional_attention"):
+    with raises(ExportError, "use_bidirectional_attention"):
         check_computed({"model_type": "gemma3_text", "use_bidirectional_attention": True})

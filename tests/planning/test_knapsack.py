@@ -81,28 +81,11 @@ def test_least_cost_is_that_of_all_combinations_with_so_little_loss(groups: Grou
     assert solution is not None and solution.cost == best
 
 
-def test_budget_below_the_cheapest_has_no_solution() -> None:
-    groups = [[Choice(5, 1.0), Choice(3, 2.0)], [Choice(7, 0.0)]]
-    assert cheapest(groups) == 10
-    assert solve(groups, 9) is None
-    assert solve(groups, 10) == Solution(choices=(1, 0), cost=10, loss=2.0)
-    assert solve(groups, 12) == Solution(choices=(0, 0), cost=12, loss=1.0)
-
-
 def test_cheapest_is_chosen_without_losses() -> None:
     groups = [[Choice(8, 0.0), Choice(3, 0.0), Choice(3, 0.0)] for _ in range(20)]
     assert solve(groups, 60) == Solution(choices=(1,) * 20, cost=60, loss=0.0)
     assert solve(groups, 10**6) == Solution(choices=(1,) * 20, cost=60, loss=0.0)
     assert solve(groups, 59) is None
-
-
-def test_solution_above_the_convex_envelope_is_found() -> None:
-    """At a cost of 10 the best pair of choices lies above the convex envelope, where a greedy descent never looks."""
-    group = [Choice(0, 10.0), Choice(5, 5.5), Choice(10, 0.0)]
-    solution = checked([group, group], solve([group, group], 10), 10)
-    assert solution.loss == 10.0
-    other = [Choice(0, 10.0), Choice(6, 5.5), Choice(13, 0.0)]
-    assert checked([other, other], solve([other, other], 12), 12).choices == (1, 1)
 
 
 # --- order ---

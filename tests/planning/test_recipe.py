@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from commands import raises
 
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import PlainTensor
@@ -167,7 +167,7 @@ def test_name_patterns_match_whole_names_and_case() -> None:
         "model.layers.1.mlp.up_proj.weight": 8,
     }
     for pattern in ("mlp.up_proj.weight", "*.MLP.*"):
-        with pytest.raises(RecipeError, match=re.escape(pattern)):
+        with raises(RecipeError, pattern):
             decisions(f"rules: [{{name: '{pattern}', bits: 8}}]")
 
 
@@ -285,7 +285,7 @@ def test_options_override_the_target_of_the_recipe() -> None:
     recipe = parse_recipe("target_size: 9GB", "a.yaml")
     assert choose_recipe(recipe) == recipe
     assert choose_recipe(recipe, Options(target_bpw=3)).goal == Goal(bits_per_weight=3.0)
-    with pytest.raises(OptionError, match="`bits`"):
+    with raises(OptionError, "`bits`"):
         choose_recipe(recipe, Options(bits=4))
 
 

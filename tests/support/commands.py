@@ -63,5 +63,7 @@ def raises(
     with pytest.raises(error) as caught:
         yield caught
     line = str(caught.value)
-    numbers = re.findall(r"\d+", line)
-    assert "\n" not in line and all(str(name) in (numbers if isinstance(name, int) else line) for name in named), line
+    assert "\n" not in line
+    for name in named:
+        found = re.search(rf"(?<![\d.]){name}(?!\d)", line) if isinstance(name, int) else str(name) in line
+        assert found, f"{name} in {line}"
