@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from commands import raises
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,49 +46,41 @@ def test_document_is_read_and_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"steps": -1}, "steps: expected a whole number >= 0, found -1"),
-        ({"note": []}, "note: expected a text, found []"),
-        ({"more": 1}, "unknown key 'more'; expected name, steps, note, entries, by_name"),
-        ({"entries": [{}]}, "entries[0]: missing key weight"),
-        ({"entries": [{"weight": 1}, {"weight": "\u00e91"}]}, r"entries[1].weight: expected a number, found '\xe91'"),
-        ({"entries": [{"weight": 1e300}]}, "entries[0].weight: expected a number < 1e+300, found 1e+300"),
-        ({"entries": [{"weight": 10**400}]}, "entries[0].weight: number out of range"),
-        (
-            {"entries": [{"weight": 1, "shape": [1, 2**61]}]},
-            f"entries[0].shape[1]: expected a whole number <= {2**60}, found",
-        ),
-        (
-            {"by_name": {"b": {"weight": 1, "shape": [-1]}}},
-            "by_name[...].shape[0]: expected a whole number >= 0, found another",
-        ),
-        ({"name": float("nan")}, "'NaN is not a number of JSON'"),
-        ({"name": "\ud800"}, "expected UTF-8 text, found half of a surrogate pair"),
-        ({"name": "a" * 5000}, "expected at most 5000 bytes, found 5038"),
+        ({"steps": -1}, "steps 0 -1"),
+        ({"note": []}, "note []"),
+        ({"more": 1}, "'more' name, steps, note, entries, by_name"),
+        ({"entries": [{}]}, "entries[0] weight"),
+        ({"entries": [{"weight": 1}, {"weight": "\u00e91"}]}, r"entries[1].weight '\xe91'"),
+        ({"entries": [{"weight": 1e300}]}, "entries[0].weight 1e+300"),
+        ({"entries": [{"weight": 10**400}]}, "entries[0].weight"),
+        ({"entries": [{"weight": 1, "shape": [1, 2**61]}]}, f"entries[0].shape[1] {2**60}"),
+        ({"by_name": {"b": {"weight": 1, "shape": [-1]}}}, "by_name[...].shape[0]"),
+        ({"name": float("nan")}, "NaN"),
+        ({"name": "\ud800"}, "surrogate"),
+        ({"name": "a" * 5000}, "5000 5038"),
     ],
 )
-def test_damage_is_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(MasterError) as error:
+def test_damage_is_named(change: dict[str, Any], named: str) -> None:
+    with raises(MasterError, "file", *named.split()):
         read(json.dumps(GOOD | change).encode())
-    assert str(error.value).startswith("file: ") and message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "named"),
     [
-        (b"", "expected JSON"),
-        (b"null", "expected keys and values, found None"),
-        (b'{"name": "a", "name": "b"}', "the key 'name' appears twice"),
-        (b'{"name": "a", "note": {"b": [{"c": 1, "c": 2}]}}', "the key 'c' appears twice"),
-        (b"[" * 101 + b"]" * 101, "expected at most 100 levels of nesting, found more"),
-        (b'{"name": 1e999}', "name: expected a text, found inf"),
+        (b"", "JSON"),
+        (b"null", "None"),
+        (b'{"name": "a", "name": "b"}', "'name' twice"),
+        (b'{"name": "a", "note": {"b": [{"c": 1, "c": 2}]}}', "'c' twice"),
+        (b"[" * 101 + b"]" * 101, "100"),
+        (b'{"name": 1e999}', "name inf"),
     ],
 )
-def test_text_that_is_no_document_is_refused(data: bytes, message: str) -> None:
-    with pytest.raises(MasterError) as error:
+def test_text_that_is_no_document_is_refused(data: bytes, named: str) -> None:
+    with raises(MasterError, *named.split()):
         read(data)
-    assert message in str(error.value)
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()

@@ -14,7 +14,7 @@ from typing import Any
 import families
 import language_models
 import pytest
-from commands import done, refused
+from commands import done, raises, refused
 from damage import flip, stored_in
 from helpers import Tensor, bf16, f32, gaussian, read_all, run_command, safetensors_bytes
 
@@ -49,7 +49,7 @@ def master(base: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", [WEIGHT + "_codes", WEIGHT + "_norms", NORM])
 def test_no_damaged_tensor_reaches_a_model(name, load, master):
     place = flip(master, name, at=-1 if name == NORM else 0)
-    with pytest.raises(MasterError, match=re.escape(place)):
+    with raises(MasterError, place):
         load(master)
 
 
@@ -61,14 +61,14 @@ def test_stacks_of_experts_are_checked_whole(packed, family, base, tmp_path):
     place = flip(
         folder, [name for name in stored_in(folder) if ".experts." in name and name.endswith("_codes")][-1], -1
     )
-    with pytest.raises(MasterError, match=re.escape(place)):
+    with raises(MasterError, place):
         pqweights.load_model(folder, packed=packed)
 
 
 def test_tensors_that_a_model_does_not_use_are_not_read(master):
     place = flip(master, HEAD + "_codes")
     transformers.LlamaModel.from_pretrained(master)
-    with pytest.raises(MasterError, match=re.escape(place)):
+    with raises(MasterError, place):
         transformers.LlamaForCausalLM.from_pretrained(master)
 
 
@@ -93,20 +93,20 @@ def shard(folder: Path) -> Path:
 def test_weight_file_of_another_size_is_refused(change, load, master):
     size = shard(master).stat().st_size
     os.truncate(shard(master), size + change)
-    with pytest.raises(MasterError, match=rf"{shard(master).name}: .*{size} .*{size + change}"):
+    with raises(MasterError, shard(master).name, size, size + change):
         load(master)
 
 
 def test_missing_weight_file_is_refused(master):
     name = shard(master).name
     shard(master).unlink()
-    with pytest.raises(MasterError, match=name):
+    with raises(MasterError, name):
         pqweights.load_model(master)
 
 
 def test_missing_index_is_refused(master):
     (master / "model.safetensors.index.json").unlink()
-    with pytest.raises(MasterError, match=r"model\.safetensors\.index\.json"):
+    with raises(MasterError, "model.safetensors.index.json"):
         pqweights.load_model(master)
 
 

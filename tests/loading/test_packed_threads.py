@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,20 +40,6 @@ def opened(folder: Path) -> PackedTensor:
     (weight,) = open_local(folder).tensors
     assert isinstance(weight, EncodedTensor)
     return pack(weight, torch.bfloat16)
-
-
-def threads_used(weight: PackedTensor) -> set[int]:
-    """Return the threads in which rows are decoded."""
-    together = threading.Barrier(torch.get_num_threads())
-    used = set[int]()
-
-    def work(start: int, stop: int) -> None:
-        if threading.get_ident() not in used:
-            used.add(threading.get_ident())
-            together.wait(30)  # so that no thread takes all the work
-
-    share(work, weight.matrices[0], device=torch.device("cpu"))
-    return used
 
 
 def test_bytes_are_the_same_for_any_number_of_threads(folder):

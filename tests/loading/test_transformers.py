@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 import families
 import numpy as np
 import pytest
+from commands import raises
 from families import FAMILIES
 from helpers import bf16, gaussian, read_all, run_command, safetensors_bytes, write_checkpoint
 from independent_reader import read_master
@@ -136,7 +136,7 @@ def test_device_map_is_supported_but_not_offloading_to_disk(base):
     folder = families.master(base, "qwen3_moe")
     for device_map in ("cpu", "auto", {"": "cpu"}):
         assert_same(load(folder, device_map=device_map).to("cpu"), load(folder))
-    with pytest.raises(SourceError, match="disk"):
+    with raises(SourceError, "disk"):
         load(folder, device_map={"": "disk"}, offload_folder=str(base / "offload"))
 
 
@@ -235,7 +235,7 @@ def test_master_that_lacks_a_weight_of_its_index_is_refused(copied):
     file.write_bytes(safetensors_bytes(kept, {"format": "pt"}))
     (copied / "pqweights.json").unlink()
     for way in (load, pqweights.load_model, transformers.LlamaForCausalLM.from_pretrained):
-        with pytest.raises(MasterError, match=r"'model.layers.1.mlp.up_proj.weight_codes'"):
+        with raises(MasterError, "'model.layers.1.mlp.up_proj.weight_codes'"):
             way(copied)
 
 
@@ -261,11 +261,11 @@ def test_load_model_finds_the_class_and_refuses_other_folders(base, tmp_path):
         loaded = pqweights.load_model(families.master(base, name))
         assert type(loaded).__name__ == FAMILIES[name].model
         assert_same(loaded, pqweights.load_model(str(families.exported(base, name, "bf16"))))
-    with pytest.raises(SourceError, match=re.escape(str(tmp_path / "nothing"))):
+    with raises(SourceError, str(tmp_path / "nothing")):
         pqweights.load_model(tmp_path / "nothing")
-    with pytest.raises(SourceError, match=r"config\.json"):
+    with raises(SourceError, "config.json"):
         pqweights.load_model(tmp_path)
-    with pytest.raises(SourceError, match=re.escape(str(families.model(base, "llama")))):
+    with raises(SourceError, str(families.model(base, "llama"))):
         pqweights.load_model(families.model(base, "llama"), packed=True)
 
 
@@ -286,17 +286,16 @@ pqweights.load_model(sys.argv[1])
 @pytest.mark.parametrize(
     ("target", "needs"),
     [
-        ("torchao", "needs torchao: pip install 'torch>=2.6' 'torchao>=0.18'"),
-        ("vllm", "needs compressed_tensors: pip install 'compressed-tensors>=0.20' 'torch>=2.6'"),
+        ("torchao", "pip install 'torch>=2.6' 'torchao>=0.18'"),
+        ("vllm", "pip install 'compressed-tensors>=0.20' 'torch>=2.6'"),
     ],
 )
 def test_load_model_of_an_export_names_the_missing_package(target, needs, base, monkeypatch):
     folder = families.exported(base, "llama", target)
     assert pqweights.load_model(folder).config.architectures == ["LlamaForCausalLM"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError) as raised:
+    with raises(MissingDependencyError, needs):
         pqweights.load_model(folder)
-    assert needs in str(raised.value)
 
 
 def test_load_model_of_an_export_that_cannot_run_is_refused(base, tmp_path):
@@ -307,9 +306,8 @@ def test_load_model_of_an_export_that_cannot_run_is_refused(base, tmp_path):
         ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": 3}}}}, ""),
     ):
         edit_config(folder, lambda config, settings=settings: config.update(settings))
-        with pytest.raises(SourceError) as raised:
+        with raises(SourceError, expected):
             pqweights.load_model(folder)
-        assert expected in str(raised.value) and "\n" not in str(raised.value)
         edit_config(folder, lambda config: [config.pop(key, None) for key in ("quantization", "quantization_config")])
     pqweights.load_model(folder)
 

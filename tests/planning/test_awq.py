@@ -15,6 +15,7 @@ import pytest
 import torch
 from calls import learned_scales, plan_quantize
 from closeness import F32_MATRIX, F32_SUM, ROUNDED_ONCE_MORE, SAMPLE, SMALL_SAMPLE, approx
+from commands import raises
 from export_decoders import export_weight, master_weight
 from helpers import (
     Tensor,
@@ -174,7 +175,7 @@ def test_damaged_scales_of_a_master_are_found(master: Path, tmp_path: Path) -> N
     whole, tensors, name = file.read_bytes(), read_all(out), MATRIX + "_awq_scale"
     for wrong in (f16(np.ones(255)), f32(np.ones(256)), f16(np.ones((1, 256)))):
         file.write_bytes(safetensors_bytes(tensors | {name: wrong}))
-        with pytest.raises(MasterError, match=r"q_proj\.weight_awq_scale"):
+        with raises(MasterError, "q_proj.weight_awq_scale"):
             open_local(out)
     for number in (np.nan, np.inf, -np.inf, 0.0, -1.0, 2.0**-24):
         values = SCALES[MATRIX].copy()
@@ -186,7 +187,7 @@ def test_damaged_scales_of_a_master_are_found(master: Path, tmp_path: Path) -> N
             *(functools.partial(read, weight, 0, math.prod(weight.shape), dtype) for dtype in ("F32", "F16", "BF16")),
             functools.partial(pack, weight, torch.float32),
         ):
-            with pytest.raises(MasterError, match=r"q_proj\.weight_awq_scale"):
+            with raises(MasterError, "q_proj.weight_awq_scale"):
                 act()
     old, new = (values.astype("<f2").tobytes() for values in (SCALES[MATRIX], SCALES[MATRIX] * 2))
     assert whole.count(old) == 1
@@ -228,7 +229,7 @@ def test_scaled_weight_beyond_float32_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "s.safetensors"
     wide = np.full(128, 2.0**15, dtype=np.float32)
     write_found(path, {name: wide})
-    with pytest.raises(SourceError, match="leaves the range of float32"):
+    with raises(SourceError, name, "float32"):
         run_command({"quantize": str(source), "scales": str(path)}, tmp_path / "out")
 
 
@@ -389,7 +390,7 @@ def test_non_finite_activations_and_weights_are_named(value: float, tmp_path: Pa
         assert "not finite" in found.reason
     weight = gaussian(64, 128, seed=3)
     weight[40, 3] = value
-    with pytest.raises(SourceError, match="tensor 'w': expected finite weights"):
+    with raises(SourceError, "'w'", "finite"):
         search(CODEC.at(5), a_layer(tmp_path / "weights", weight), seen)
 
 

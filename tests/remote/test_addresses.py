@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from commands import raises
 from remote_server import address_of
 
 from pqweights.errors import OptionError
@@ -37,7 +38,7 @@ def test_credentials_and_queries_are_not_shown() -> None:
     assert "hidden" in address.url and "hidden" in (address / "x").url
     for shown in (str(address), repr(address), str(address / "x"), str(address.parent), f"{[address]}"):
         assert "hidden" not in shown and "host" in shown
-    with pytest.raises(OptionError, match="found credentials in the address") as raised:
+    with raises(OptionError, "credentials") as raised:
         address_of("s3://key:hidden@bucket/model")
     assert "hidden" not in str(raised.value)
 
@@ -46,22 +47,21 @@ def test_credentials_and_queries_are_not_shown() -> None:
     "text", ["s3://", "s3:///x", "s3://b/a//c", "s3://b/../c", "gs://b/./c", "s3://b/a\nb", "memory://"]
 )
 def test_addresses_of_nothing_are_refused(text: str) -> None:
-    with pytest.raises(OptionError, match=r"expected [a-z0-9]+://BUCKET/FOLDER, found") as raised:
+    with raises(OptionError, "://BUCKET/FOLDER"):
         address_of(text)
-    assert "\n" not in str(raised.value)
 
 
 def test_file_addresses_are_local_paths() -> None:
     for text, path in {"file:///a/b%20c": "/a/b c", "file://localhost/a": "/a", "a": "a", "a/b/c": "a/b/c"}.items():
         assert parse_location(text) == Path(path)
-    with pytest.raises(OptionError, match="found a host"):
+    with raises(OptionError, "file://other/a"):
         parse_location("file://other/a")
 
 
 @pytest.mark.parametrize("text", ["s3:/b/c", "S3:/b", "hf:/ORG/NAME", "https:/huggingface.co/ORG/NAME"])
 def test_addresses_that_lost_a_slash_are_refused_as_texts_and_as_paths(text: str) -> None:
     for given in (text, Path(text)):
-        with pytest.raises(OptionError, match=f"{text}: .* two slashes"):
+        with raises(OptionError, text, "two slashes"):
             parse_location(given)
     for path in (Path("gs1/x"), Path("s3b"), Path("hf/x")):  # folders whose names begin alike
         assert parse_location(path) == path

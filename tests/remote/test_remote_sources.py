@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import trained_tokenizers as trained
-from commands import answer, done, invoke, refused
+from commands import answer, done, invoke, raises, refused
 from gguf_files import write_gguf, write_llama
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
 from remote_server import BUCKET, SECRETS, ObjectServer, address_of
@@ -230,7 +230,7 @@ def test_addresses_that_hold_nothing_or_something_else(server: ObjectServer, sou
         line = refused(command, unfinished := f"s3://{BUCKET}/unfinished")
         assert f"{unfinished}: " in line and "pqweights quantize" in line
     server.client.put_object(Bucket=BUCKET, Key="hostile/a\\b", Body=b"x")
-    assert "expected a path inside of it" in refused("plan", f"s3://{BUCKET}/hostile")
+    assert repr("a\\b") in refused("plan", f"s3://{BUCKET}/hostile")
 
 
 @pytest.mark.parametrize("command", ["eval {} --text n", "generate {} --prompt x", "push {} me/model", "card {}"])
@@ -242,9 +242,9 @@ def test_other_commands_name_the_remedy_or_refuse(command: str, server: ObjectSe
 
 
 def test_options_of_the_hub_and_credentials_are_refused(source: Path) -> None:
-    assert "--revision: expected a repository on the Hub" in refused("plan", "s3://b/x", "--revision", "main")
+    assert "--revision" in refused("plan", "s3://b/x", "--revision", "main")
     line = refused("plan", "s3://key:MARKERSECRETKEY@b/x", code=2)
-    assert "found credentials in the address" in line and "MARKER" not in line
+    assert "credentials" in line and "MARKER" not in line
 
 
 def test_sent_storage_reads_the_same_bytes_from_any_thread(server: ObjectServer, source: Path) -> None:
@@ -262,7 +262,7 @@ def test_sent_storage_reads_the_same_bytes_from_any_thread(server: ObjectServer,
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(compare, range(160)))
-    with pytest.raises(SourceError, match=r"config\.json"):
+    with raises(SourceError, "config.json"):
         read_bytes(remote, "config.json", 0, 10_000)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf
 import pytest
 import trained_tokenizers as trained
-from commands import answer, done, refused
+from commands import answer, done, raises, refused
 from export_decoders import values_of
 from gguf_files import write_gguf, write_llama
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
@@ -102,12 +102,12 @@ def test_a_file_that_is_replaced_is_refused(server: WebServer, model: Path, tmp_
     values_of(source.tensors[0])
     content = server.files[f"/{model.name}"]
     server.files[f"/{model.name}"] = content[:-1] + bytes([content[-1] ^ 1])
-    with pytest.raises(SourceChangedError, match="100%"):
+    with raises(SourceChangedError, "100%"):
         source.storage.check_unchanged()
     folder = WebFolder(parse_location(server.url + "/"))
     before = folder.state(model.name)
     server.files[f"/{model.name}"] = content
-    with pytest.raises(SourceChangedError, match="replaced"):
+    with raises(SourceChangedError, "replaced"):
         folder.read(model.name, 0, 4, expected=before)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from calls import evaluate
-from commands import invoke
+from commands import invoke, raises
 from evaluated import TEXT, evaluated
 from helpers import folder_bytes
 from msgspec.structs import replace
@@ -148,7 +148,7 @@ def test_what_is_recorded_and_for_which_result(copy: Callable[[str], Path]) -> N
     assert records(folder) == (record,)
     (folder / FILE).unlink()
     (folder / "pqweights.json").write_bytes((folder / "pqweights.json").read_bytes() + b" ")
-    with pytest.raises(OutputError, match="changed while it was evaluated"):
+    with raises(OutputError, "q3"):
         write_record(place, record)
     assert not (folder / FILE).exists()
 
@@ -185,7 +185,7 @@ def test_damaged_record_is_refused(recorded: Path) -> None:
     contents = [json.dumps(file).encode() for file in files]
     for content in (*contents, b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000):
         (recorded / FILE).write_bytes(content)
-        with pytest.raises(MasterError, match=r"^pqweights-eval\.json: damaged: [^\n]*$") as caught:
+        with raises(MasterError, FILE) as caught:
             records(recorded)
         assert str(caught.value) in verify(recorded, threads=1).problems
         assert (recorded / FILE).read_bytes() == content

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import raises
 from damage import flip
 from helpers import bf16, folder_bytes, gaussian, run_command, small_checkpoint, write_checkpoint
 from safetensors import safe_open
@@ -210,11 +211,11 @@ def test_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "plain", {"mlp.up_proj.weight": bf16(gaussian(64, 128))})
     (tmp_path / "unfinished" / ".pqweights").mkdir(parents=True)
     for folder in (source, tmp_path / "absent", source / "model.safetensors", tmp_path / "unfinished"):
-        with pytest.raises(MasterError, match=folder.name):
+        with raises(MasterError, folder.name):
             verify(folder, threads=2)
     for text in ("", "[]", "{}", "null", "{" * 100_000, "\xff"):
         (source / "pqweights.json").write_bytes(text.encode("latin-1"))
-        with pytest.raises(MasterError, match=r"pqweights\.json"):
+        with raises(MasterError, "pqweights.json"):
             verify(source, threads=2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -24,11 +23,3 @@ def driven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in KINDS:
         run_command(work(folder, kind), folder / kind)
     return folder
-
-
-@pytest.fixture
-def own(driven: Path, tmp_path: Path) -> Path:
-    """Copies of source and master that the test may change; the times of files are kept."""
-    for name in ("src", "master"):
-        shutil.copytree(driven / name, tmp_path / name)
-    return tmp_path

@@ -247,12 +247,12 @@ def test_a_target_size_is_met_and_used(size, master, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(("--target-size", "1kB"), "target: 1000 bytes: "), (("--rounding", "importance"), "--rounding importance: ")],
+    [(("--target-size", "1kB"), "1000 bytes"), (("--rounding", "importance"), "--rounding importance")],
 )
 def test_what_cannot_be_met_is_refused(options, said, master, tmp_path):
     found = invoke("export", master, tmp_path / "out", "-t", "gguf", *options)
     assert found.exit_code in (1, 2)
-    assert found.stderr.startswith(f"error: {said}") and found.stderr.count("\n") == 1
+    assert said in found.stderr and found.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from helpers import folder_bytes, killed_runs, run_command
 from integer_exports import ROUNDED, work
 
 from pqweights.convert import jobs
-from pqweights.errors import OutputError
 
 
 @pytest.mark.parametrize(
@@ -45,14 +43,3 @@ def test_run_killed_at_any_call_resumes_to_the_same_folder(driven: Path, tmp_pat
     ]
     assert len({point["function"] for point in points}) == 3
     check_killed_runs_resume(command, points, undisturbed)
-
-
-def test_result_older_than_the_original_is_not_recognised(own: Path) -> None:
-    command = work(own, "original")
-    run_command(command, own / "out")
-    assert run_command(command, own / "out").already_done
-    path = sorted((own / "src").glob("*.safetensors"))[-1]
-    path.touch()
-    os.utime(path, ns=(0, (own / "out/pqweights.json").stat().st_mtime_ns + 1))
-    with pytest.raises(OutputError, match="`overwrite`"):
-        run_command(command, own / "out")

