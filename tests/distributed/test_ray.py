@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import refused
+from commands import raises, refused
 from helpers import bf16, folder_bytes, gaussian, write_checkpoint
 from ray_cluster import QUIET, Faulty, RayCluster, kill_process, wait_until
 from remote_server import SECRETS, ObjectServer
@@ -150,7 +150,7 @@ def test_a_damaged_source_is_refused_in_the_line_of_one_machine(cluster: RayClus
 
 
 def test_what_no_node_can_do_is_refused(source: Path, cluster: RayCluster, tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="the largest has 1"):
+    with raises(ClusterError, 5):
         pqweights.quantize(source, tmp_path / "out", ray=cluster.address, threads=5)
     assert not (tmp_path / "out").exists()
 
@@ -161,29 +161,29 @@ def test_addresses_where_no_ray_answers_are_refused(
     monkeypatch.setattr(clusters, "ANSWER_SECONDS", 3.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ClusterError, match=r"what answers there is not a Ray cluster|no Ray answered within"):
+        with raises(ClusterError, address):
             pqweights.quantize(source, tmp_path / "out", ray=address)
-    with pytest.raises(ClusterError, match=address):
+    with raises(ClusterError, address):
         pqweights.quantize(source, tmp_path / "out", ray=address)
-    with pytest.raises(OptionError, match="nonsense"):
+    with raises(OptionError, "nonsense"):
         pqweights.quantize(source, tmp_path / "out", ray="nonsense")
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingDependencyError, match="pip install 'ray"):
+    with raises(MissingDependencyError, "pip install 'ray"):
         pqweights.quantize(source, tmp_path / "out", ray="local")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("said", "named"),
     [
-        (None, r"expects a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if"),
-        ("Version mismatch: Ray: 2.40\n  Python: 3.9", r"another version of Ray or Python \(.*Python: 3.9; this is"),
-        ("Could not find any running Ray instance", "belongs to no Ray cluster; start one with ray start"),
-        ("did not find a matching raylet", "is not a node of that cluster; run ray start --address"),
+        (None, "RAY_AUTH_MODE=token"),
+        ("Version mismatch: Ray: 2.40\n  Python: 3.9", "Ray: 2.40 Python: 3.9"),
+        ("Could not find any running Ray instance", "start one with ray start"),
+        ("did not find a matching raylet", "run ray start --address"),
     ],
 )
 def test_refusals_of_ray_are_one_clear_line(
-    said: str | None, message: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: str | None, named: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*given: object, **options: object) -> Any:
         if said is None:
@@ -191,9 +191,8 @@ def test_refusals_of_ray_are_one_clear_line(
         return subprocess.CompletedProcess((), 1, "", said)
 
     monkeypatch.setattr(clusters.subprocess, "run", refuse)
-    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ClusterError, match=message) as refused:
+    with socket.create_server(("127.0.0.1", 0)) as server, raises(ClusterError, named):
         pqweights.quantize(source, tmp_path / "out", ray=f"127.0.0.1:{server.getsockname()[1]}")
-    assert "\n" not in str(refused.value)
 
 
 def test_a_local_cluster_writes_nothing_into_the_home_folder(
@@ -263,7 +262,7 @@ def test_a_run_between_buckets_survives_a_lost_worker(
     assert pqweights.verify("s3://models/master").ok
 
     server.fault = lambda request: (403, "AccessDenied") if "other" in request["PATH_INFO"] else None
-    with pytest.raises(StorageError, match="s3://models/other") as refused:
+    with raises(StorageError, "s3://models/other") as refused:
         pqweights.quantize(address, "s3://models/other", ray=session_cluster.address)
     assert not any(secret in str(refused.value) for secret in SECRETS)
     server.fault = None

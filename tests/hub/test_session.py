@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 import huggingface_hub
 import pytest
+from commands import raises
 from hub_cases import Client
 
 from pqweights.errors import HubError
@@ -95,7 +96,7 @@ def test_temporary_refusals_are_left_to_our_retries(sent: list[Any]) -> None:
     """The official client would send its request six times for each of ours."""
     from huggingface_hub.utils import http_backoff
 
-    with pytest.raises(HubError, match="is failing"):
+    with raises(HubError, "is failing"):
         Hub("hf_token").call("org/name", lambda: http_backoff("GET", "http://127.0.0.1:9/failing"))
     assert len(sent) == ATTEMPTS
 

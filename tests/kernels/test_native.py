@@ -18,6 +18,7 @@ import pytest
 import run_commands
 import run_kernels
 import torch
+from commands import raises
 from external_runtimes import EMULATOR
 from gguf_files import write_llama
 
@@ -92,15 +93,13 @@ def test_whole_commands_write_the_same_bytes_on_every_level_with_any_number_of_t
 
 def test_a_level_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.LEVEL_VARIABLE, "x86-64-v9")
-    with pytest.raises(DeviceError, match="PQWEIGHTS_LEVEL=x86-64-v9: expected a level that this processor has"):
+    with raises(DeviceError, "PQWEIGHTS_LEVEL=x86-64-v9"):
         native.level.__wrapped__()
 
 
 def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "sources_digest", lambda: "of other sources")
-    with pytest.raises(
-        MissingDependencyError, match="was compiled from other sources than those beside it: make kernels LEVELS="
-    ):
+    with raises(MissingDependencyError, "make kernels LEVELS="):
         native.functions.__wrapped__()
 
 
@@ -116,7 +115,7 @@ def test_without_kernels_the_reference_computes_and_says_so_once(monkeypatch: py
     monkeypatch.setattr(native, "level", lambda: None)
     monkeypatch.setattr(kernels, "_said", threading.Lock())
     kernels.load_backend.cache_clear()
-    with pytest.warns(PqweightsWarning, match="no compiled kernels for this processor: the reference computes, slowly"):
+    with pytest.warns(PqweightsWarning, match="slowly"):
         assert load_backend("cpu") is reference
     kernels.load_backend.cache_clear()  # as for two threads that ask at once
     assert load_backend("cpu") is reference  # warnings are errors
@@ -126,7 +125,7 @@ def test_without_kernels_the_reference_computes_and_says_so_once(monkeypatch: py
 def test_without_kernels_what_has_no_reference_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "level", lambda: None)
     monkeypatch.delenv(native.LEVEL_VARIABLE, raising=False)
-    with pytest.raises(MissingDependencyError, match="the kernels are not compiled for this processor"):
+    with raises(MissingDependencyError, "kernels"):
         native.functions.__wrapped__()
 
 
@@ -159,18 +158,18 @@ def test_arrays_that_do_not_fit_are_refused(values: Any, written: bool) -> None:
 def test_arguments_of_other_types_are_refused() -> None:
     values = np.zeros(128, np.float32)
     written = native.array(values, np.float32, 128, written=True)
-    for arguments, problem in [
-        ((written,), "rotate: expected 2 arguments, found 1"),
-        ((native.array(values, np.float32, 128), 1), "rotate: expected memory of type 'w f4'"),
-        ((native.array(values.view(np.int32), np.int32, 128, written=True), 1), "rotate: expected memory"),
-        ((values.ctypes.data, 1), "rotate: expected memory of type 'w f4'"),
-        ((written, 1.5), "rotate: "),
+    for arguments, *named in [
+        ((written,), 2, 1),
+        ((native.array(values, np.float32, 128), 1), "'w f4'"),
+        ((native.array(values.view(np.int32), np.int32, 128, written=True), 1), "'w f4'"),
+        ((values.ctypes.data, 1), "'w f4'"),
+        ((written, 1.5),),
     ]:
-        with pytest.raises(TypeError, match=problem):
+        with raises(TypeError, "rotate", *named):
             native.call("rotate", *arguments)
-    with pytest.raises(TypeError, match="there is no kernel 'rotated'"):
+    with raises(TypeError, "'rotated'"):
         native.call("rotated", written, 1)
-    with pytest.raises(TypeError, match="rotate: expected one thread"):
+    with raises(TypeError, "rotate", "thread"):
         native.call("rotate", written, 1, threads=2)
 
 
