@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -284,10 +285,10 @@ def find_manifest(result: Path | Storage) -> Manifest | None:
 def _top_level(folder: Path) -> Storage:
     """List the files of a folder without those in folders inside of it. Raises MasterError if it is not a folder."""
     if not folder.exists():
-        hint = (
-            " on this machine: this command takes no address; copy it to a folder first" if ":/" in str(folder) else ""
-        )
-        raise MasterError(f"{folder}: no such folder{hint}")
+        address = re.sub(r"^(\w+):/", r"\1://", str(folder))  # a Path has one slash less
+        is_address = address != str(folder)
+        hint = " on this machine: this command takes no address; copy it to a folder first" if is_address else ""
+        raise MasterError(f"{address}: no such folder{hint}")
     if not folder.is_dir():
         what = ONLY_GGUF_READERS if is_gguf(folder) else "a file"
         raise MasterError(f"{folder}: expected a folder, found {what}")

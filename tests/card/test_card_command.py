@@ -50,3 +50,4 @@ def test_invalid_options_and_foreign_cards_are_refused(master: Path, tmp_path: P
     assert "org/other" in result.stderr and "org/base" in result.stderr
     (tmp_path / "empty").mkdir()
     assert invoke("card", tmp_path / "empty").exit_code == 1
+    assert "s3://bucket/folder: " in invoke("card", "s3://bucket/folder").stderr
