@@ -1,4 +1,8 @@
-"""The block formats of GGUF, and weights as their blocks, with nearly the least squared error.
+"""The block formats of GGUF, and weights as their blocks, with nearly the least error.
+
+The error is the sum of the squared errors of weights, each times the importance of the weight's column. Without
+importances it is each times the weight's magnitude plus two root mean squares of its block: if all counted alike, the
+largest weights would be clipped, which costs models more. In blocks of short floats all count alike.
 
 Format: https://github.com/ggml-org/llama.cpp (ggml/src/ggml-common.h, the structures block_q1_0 to block_iq4_xs).
 native/gguf_affine.cpp has the encoders of blocks of scales and offsets, native/gguf_grids.cpp those of grid points,
@@ -15,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.kernels import native
-from pqweights.kernels.gguf_gain import with_gain
 from pqweights.kernels.gguf_grids import UNITS, grid_of
 from pqweights.kernels.gguf_searches import SEARCHES, Points
 from pqweights.kernels.groups import BEST, FloatRule, Groups, normalized_importance
@@ -31,7 +34,7 @@ INTEGER_TYPES = {"Q4_0": ("INT4", False), "Q4_1": ("INT4", True), "Q8_0": ("INT8
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRule:
-    """One block format, whose scales are chosen by least squares. `Groups.codes` are the bytes of the blocks.
+    """One block format, whose scales are those of nearly the least error. `Groups.codes` are the bytes of the blocks.
 
     kind: what GGUF calls it
     number: ggml's number of it
@@ -66,8 +69,8 @@ class BlockRule:
         return columns // self.group_size * self.block_bytes
 
     def quantize(self, values: Floats) -> Groups:
-        """Quantize whole blocks of weights."""
-        return with_gain(self.kind, encode_blocks(self.kind, values.reshape(-1, self.group_size), None))
+        """Quantize whole blocks of weights, in whose error large weights count more: see encode_blocks."""
+        return encode_blocks(self.kind, values.reshape(-1, self.group_size), None)
 
     def quantize_weighted(self, values: Floats, importance: Floats) -> Groups:
         """Quantize whole rows, given the mean square of each input: values [rows * K], importance [K]."""
@@ -85,31 +88,31 @@ class BlockRule:
 BLOCK_TYPES = {
     rule.kind: rule
     for rule in (
-        BlockRule(kind="Q8_0", number=8, bits=8, group_size=32, block_bytes=34, distortion=2.1e-5),
-        BlockRule(kind="Q6_K", number=14, bits=6, group_size=256, block_bytes=210, distortion=2.74e-4),
-        BlockRule(kind="Q5_K", number=13, bits=5, group_size=256, block_bytes=176, distortion=1.17e-3),
-        BlockRule(kind="Q5_1", number=7, bits=5, group_size=32, block_bytes=24, distortion=1.11e-3),
-        BlockRule(kind="Q5_0", number=6, bits=5, group_size=32, block_bytes=22, distortion=1.6e-3),
-        BlockRule(kind="Q4_1", number=3, bits=4, group_size=32, block_bytes=20, distortion=4.75e-3),
-        BlockRule(kind="Q4_K", number=12, bits=4, group_size=256, block_bytes=144, distortion=4.83e-3),
-        BlockRule(kind="Q4_0", number=2, bits=4, group_size=32, block_bytes=18, distortion=6.54e-3),
-        BlockRule(kind="IQ4_NL", number=20, bits=4, group_size=32, block_bytes=18, distortion=5.41e-3),
+        BlockRule(kind="Q8_0", number=8, bits=8, group_size=32, block_bytes=34, distortion=2.15e-5),
+        BlockRule(kind="Q6_K", number=14, bits=6, group_size=256, block_bytes=210, distortion=2.72e-4),
+        BlockRule(kind="Q5_K", number=13, bits=5, group_size=256, block_bytes=176, distortion=1.16e-3),
+        BlockRule(kind="Q5_1", number=7, bits=5, group_size=32, block_bytes=24, distortion=1.12e-3),
+        BlockRule(kind="Q5_0", number=6, bits=5, group_size=32, block_bytes=22, distortion=1.61e-3),
+        BlockRule(kind="Q4_1", number=3, bits=4, group_size=32, block_bytes=20, distortion=4.79e-3),
+        BlockRule(kind="Q4_K", number=12, bits=4, group_size=256, block_bytes=144, distortion=4.82e-3),
+        BlockRule(kind="Q4_0", number=2, bits=4, group_size=32, block_bytes=18, distortion=6.59e-3),
+        BlockRule(kind="IQ4_NL", number=20, bits=4, group_size=32, block_bytes=18, distortion=5.4e-3),
         BlockRule(kind="NVFP4", number=40, bits=4, group_size=64, block_bytes=36, distortion=7.9e-3),
         BlockRule(kind="MXFP4", number=39, bits=4, group_size=32, block_bytes=17, distortion=1.24e-2),
         BlockRule(kind="IQ4_XS", number=23, bits=4, group_size=256, block_bytes=136, distortion=5.47e-3),
-        BlockRule(kind="Q3_K", number=11, bits=3, group_size=256, block_bytes=110, distortion=2.06e-2),
-        BlockRule(kind="IQ3_S", number=21, bits=3, group_size=256, block_bytes=110, distortion=1.66e-2),
-        BlockRule(kind="IQ3_XXS", number=18, bits=3, group_size=256, block_bytes=98, distortion=3.12e-2),
-        BlockRule(kind="Q2_K", number=10, bits=2, group_size=256, block_bytes=84, distortion=6.69e-2),
-        BlockRule(kind="IQ2_S", number=22, bits=2, group_size=256, block_bytes=82, distortion=5.67e-2),
-        BlockRule(kind="IQ2_XS", number=17, bits=2, group_size=256, block_bytes=74, distortion=8.1e-2),
-        BlockRule(kind="Q2_0", number=42, bits=2, group_size=64, block_bytes=18, distortion=0.123),
-        BlockRule(kind="TQ2_0", number=35, bits=2, group_size=256, block_bytes=66, distortion=0.188),
-        BlockRule(kind="IQ2_XXS", number=16, bits=2, group_size=256, block_bytes=66, distortion=0.107),
-        BlockRule(kind="IQ1_M", number=29, bits=1, group_size=256, block_bytes=56, distortion=0.17),
-        BlockRule(kind="TQ1_0", number=34, bits=1, group_size=256, block_bytes=54, distortion=0.188),
-        BlockRule(kind="IQ1_S", number=19, bits=1, group_size=256, block_bytes=50, distortion=0.197),
-        BlockRule(kind="Q1_0", number=41, bits=1, group_size=128, block_bytes=18, distortion=0.36),
+        BlockRule(kind="Q3_K", number=11, bits=3, group_size=256, block_bytes=110, distortion=2.08e-2),
+        BlockRule(kind="IQ3_S", number=21, bits=3, group_size=256, block_bytes=110, distortion=1.7e-2),
+        BlockRule(kind="IQ3_XXS", number=18, bits=3, group_size=256, block_bytes=98, distortion=3.14e-2),
+        BlockRule(kind="Q2_K", number=10, bits=2, group_size=256, block_bytes=84, distortion=6.83e-2),
+        BlockRule(kind="IQ2_S", number=22, bits=2, group_size=256, block_bytes=82, distortion=5.79e-2),
+        BlockRule(kind="IQ2_XS", number=17, bits=2, group_size=256, block_bytes=74, distortion=8.21e-2),
+        BlockRule(kind="Q2_0", number=42, bits=2, group_size=64, block_bytes=18, distortion=0.125),
+        BlockRule(kind="TQ2_0", number=35, bits=2, group_size=256, block_bytes=66, distortion=0.192),
+        BlockRule(kind="IQ2_XXS", number=16, bits=2, group_size=256, block_bytes=66, distortion=0.109),
+        BlockRule(kind="IQ1_M", number=29, bits=1, group_size=256, block_bytes=56, distortion=0.174),
+        BlockRule(kind="TQ1_0", number=34, bits=1, group_size=256, block_bytes=54, distortion=0.192),
+        BlockRule(kind="IQ1_S", number=19, bits=1, group_size=256, block_bytes=50, distortion=0.202),
+        BlockRule(kind="Q1_0", number=41, bits=1, group_size=128, block_bytes=18, distortion=0.375),
     )
 }
 
@@ -120,8 +123,9 @@ def encode_blocks(type_name: str, values: Floats, importance: Floats | None) -> 
     Codes of the groups are the bytes of the blocks, u8 [blocks, block bytes], with scales and offsets in them. Squares
     are summed whatever the importance, and are not finite where the weights are not.
 
-    importance: f32 [columns], the second moments of the inputs at any scale, by which squared errors count; None: all
-    the same. A block's bytes depend on nothing but its weights and the importance of all columns.
+    importance: f32 [columns], the second moments of the inputs at any scale, by which squared errors count. None: that
+    of a weight counts by its magnitude plus two root mean squares of its block, and all alike in MXFP4 and NVFP4.
+    A block's bytes depend on nothing but its weights and the importance of all columns.
     Raises ValueError if blocks do not divide the columns, or importance does not fit or is negative or not finite.
     """
     block = BLOCK_TYPES[type_name]

@@ -115,8 +115,8 @@ SEARCHES = {
     "Q4_0": _symmetric(
         7, (*_between(6, 7.25, 5), -6.75, -7, -7.25, *_between(-7.75, -10.5, 8), *_between(7.75, 9.5, 5), 12, -14, 18)
     ),
-    "IQ4_NL": _symmetric(113, (*_between(-118, -170, 14), *_between(105, 152, 14), -190, -240, 175, 220)),
-    "IQ4_XS": _symmetric(113, (*_between(-118, -170, 8), *_between(105, 150, 8), -200, -260, 190, 250), _LARGEST),
+    "IQ4_NL": _symmetric(113, (*_between(-108, -155, 14), *_between(96, 140, 14), -180, -230, 160, 200)),
+    "IQ4_XS": _symmetric(113, (*_between(-108, -155, 8), *_between(97, 138, 8), -185, -240, 170, 210), _LARGEST),
     "Q3_K": _symmetric(3, (2.75, 3, -3, 3.25, *_between(-3.5, -6, 8), *_between(3.5, 5, 5), 6, -7.5, 10), _LARGEST),
     "IQ3_S": _of_grid(_OF_THREE_BITS, 31),
     "IQ3_XXS": _of_grid(_OF_THREE_BITS, 31),

@@ -26,15 +26,15 @@ KINDS = {"affine": 0, "symmetric": 1, "asymmetric": 2}
 # The most weights of a group in fit_groups, whose kernel has no more room.
 MOST_WEIGHTS = 256
 # What weights are multiplied by before they are rounded to floats of 4 bits: 1 and the relative squared error that
-# Gaussian weights have then. Codes of least squared error are too small by that share (gguf_gain.py), and a scale in
-# E8M0 cannot be enlarged afterwards.
+# Gaussian weights have then. Codes of least squared error are orthogonal to their error, hence too small by the
+# relative error, and a scale in E8M0 cannot be enlarged afterwards.
 FLOAT_GAINS = {"mxfp4": 1.0124, "nvfp4": 1.0066}
 # Of the largest weight of a row of FP8, the shares that are tried as its largest number; others differ from these by
 # about a power of two, which changes no error but of weights that saturate.
 FP8_SHARES = tuple(np.float32(16 - step) / 16 for step in range(8))
 # Codes of so few bits, chosen by importances, lose so much of the size of the weights that models notice.
 MOST_BITS_ENLARGED = 3
-# Nothing is enlarged more, here or in blocks of GGUF.
+# Nothing is enlarged more.
 LARGEST_GAIN = 1.5
 # What the codes of each kind of floats are, by the names that weights of sources have as dtypes. E5M2 and codes with
 # a table of numbers of their own are only read.
@@ -136,7 +136,8 @@ class GroupRule:
     def quantize_weighted(self, values: Floats, importance: Floats) -> Groups:
         """Finite weights [rows * K] as integers, by how much each column counts: [K], not negative.
 
-        Codes of few bits get the size of the weights back (see kernels/gguf_gain.py), in that measure.
+        Codes of few bits get the size of the weights back, in that measure: codes of least squared error are orthogonal
+        to their error, hence too small by the relative error.
         """
         start, factors = self.quantize(values), normalized_importance(importance, len(importance))
         if factors is None or not np.isfinite(start.errors).all():

@@ -10,6 +10,10 @@
 
 namespace {
 
+// The importance of weights that all count alike: one that is not Alike is a vector.
+struct Alike {};
+INLINE Floats operator*(Alike, Floats x) { return x; }
+
 // Of FLOAT_MODES in groups.py; the rest is NVFP4.
 enum Mode : int64_t { MXFP4 = 4, MXFP8 };
 

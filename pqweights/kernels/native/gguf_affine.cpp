@@ -1,4 +1,5 @@
-// GGUF's blocks of scales and offsets (Q4_K, Q5_K, Q2_K, Q4_1, Q5_1) with nearly the least squared error.
+// GGUF's blocks of scales and offsets (Q4_K, Q5_K, Q2_K, Q4_1, Q5_1) with nearly the least error
+// (gguf_blocks.hpp).
 //
 // A part's scale is d times a whole number, its level, and its offset is dmin times another; d and dmin, in F16, are
 // the block's, and a weight is scale * code - offset.
@@ -75,19 +76,17 @@ INLINE Floats stored(Floats x, const Scaling& scaling) {
 }
 INLINE Pair stored(Pair p, const Scaling& scaling) { return {stored(p.scale, scaling), stored(p.offset, scaling)}; }
 
-template <class S, bool weighted>
-struct AffineBlocks : Blocks<S, weighted> {
-    using Base = Blocks<S, weighted>;
+template <class S>
+struct AffineBlocks : Blocks<S> {
+    using Base = Blocks<S>;
     using Base::PARTS, Base::weights, Base::scaling, Base::over_part;
     static constexpr bool ALONE = PARTS == 1;
 
     // A part: the scale that is best for its codes, with the sums over these; the total of the importance.
     struct Part {
-        Floats importance, scale, offset;
+        Floats total, scale, offset;
         CodeSums sums;
         Pair levels, best_levels;
-
-        INLINE Floats total() const { return weighted ? importance : splat(float(S::PART_SIZE)); }
     };
     Part parts[PARTS];
     const AffineLimits limits;
@@ -126,12 +125,12 @@ struct AffineBlocks : Blocks<S, weighted> {
 
     // The best scale and offset of a part, by least squares.
     Pair fit(int part, const Job& job) {
-        Floats smallest = splat(INFINITE), largest = -smallest, importance{};
+        Floats smallest = splat(INFINITE), largest = -smallest, total{};
         over_part(part, [&](Floats w, auto factor) ALWAYS {
             smallest = minimum(w, smallest), largest = maximum(w, largest);
-            if constexpr (weighted) importance += factor;
+            total += factor;
         });
-        parts[part].importance = importance;
+        parts[part].total = total;
         smallest = allowed(smallest);
         Floats center = (largest + smallest) * 0.5f;
         Fit best = {splat(INFINITE), maximum((largest - smallest) / limits.last_code, splat(TINY)), smallest};
@@ -147,7 +146,6 @@ struct AffineBlocks : Blocks<S, weighted> {
                 for (int first = 0; first < CHAINS; first += TOGETHER) {
                     Moments sums[TOGETHER];
                     evaluate(part, chains + first, sums);
-                    const Floats total = parts[part].total();
                     each<TOGETHER>([&](auto i) ALWAYS { improve(chains[first + i], sums[i], total, best); });
                 }
             }
@@ -226,7 +224,7 @@ struct AffineBlocks : Blocks<S, weighted> {
             sums.w += fw, sums.c += fc, sums.cc += fc * code, sums.cw += fw * code;
         });
         parts[part].sums = sums;
-        auto [spread, slope] = code_line(sums, sums.c / parts[part].total());
+        auto [spread, slope] = code_line(sums, sums.c / parts[part].total);
         parts[part].scale = choose<Floats>((spread > sums.cc * 1e-5f) & (slope > 0.0f), slope, pair.scale);
     }
 
@@ -243,15 +241,15 @@ struct AffineBlocks : Blocks<S, weighted> {
             Pair levels[2];
             each<2>([&](auto i) ALWAYS {
                 Floats own = i ? minimum(below + 1.0f, splat(limits.last_level)) : below, scale = own * pair.scale;
-                levels[i] = {own, level((scale * sums.c - sums.w) / part.total() * offset_inverse)};
+                levels[i] = {own, level((scale * sums.c - sums.w) / part.total * offset_inverse)};
                 Floats offset = levels[i].offset * pair.offset;
-                errors[i] = offset * ((sums.w + sums.w) + part.total() * offset - (scale + scale) * sums.c) +
+                errors[i] = offset * ((sums.w + sums.w) + part.total * offset - (scale + scale) * sums.c) +
                             scale * (scale * sums.cc - (sums.cw + sums.cw));
             });
             Truths upper = errors[1] < errors[0];
             part.levels = levels[0];
             part.levels.replace(upper, levels[1]);
-            normal.add(part.levels, sums, part.total());
+            normal.add(part.levels, sums, part.total);
             total_error += choose<Floats>(upper, errors[1], errors[0]);
         }
         return total_error;
@@ -295,7 +293,7 @@ struct AffineBlocks : Blocks<S, weighted> {
             for (int part = 0; part < PARTS; part++) {
                 error += search_levels(part, pair, slant);
                 sum_up(part, parts[part].levels * pair);
-                normal.add(parts[part].levels, parts[part].sums, parts[part].total());
+                normal.add(parts[part].levels, parts[part].sums, parts[part].total);
             }
             Truths better = error < least;
             least = choose<Floats>(better, error, least);
@@ -351,7 +349,7 @@ struct AffineBlocks : Blocks<S, weighted> {
 
     INLINE void find_candidates(Pair pair, Pair (&candidates)[4]) const {
         auto [scale, offset] = pair;
-        Floats inverse = inverse_of(scale), total = parts[0].total();
+        Floats inverse = inverse_of(scale), total = parts[0].total;
         Moments sums;
         over_part(0, [&](Floats w, auto factor) ALWAYS {
             sums.add((w + offset) * inverse, code_of(w, inverse, offset), factor);

@@ -1,6 +1,10 @@
 // Blocks of GGUF, sixteen at a time: loading them, rounding their numbers to F16, and writing their bytes.
 //
 // Each lane has a block: weight j of the sixteen is in the j-th vector, in the scale of the work (group_fitting.hpp).
+//
+// The error that encoders minimise is the sum of squared errors, each times the importance of its weight. If columns
+// have no importance, that of a weight is its magnitude plus EVENNESS root mean squares of its block. If all counted
+// alike, the largest weights would be clipped, which costs models more.
 #pragma once
 
 #include "gguf_formats.hpp"
@@ -11,7 +15,7 @@ namespace {
 // What the kernels are called with.
 struct Job {
     const float* values;      // [blocks, size of a block]
-    const float* importance;  // [row_blocks, size of a block], positive, the same for each row; null: all count alike
+    const float* importance;  // [row_blocks, size of a block], positive, the same for each row; null: by magnitude
     const float* starts;      // where the searches for the scales of parts begin
     int64_t start_count;
     const float* factors;  // candidates of d, or pairs of d and dmin, in units that the largest scale and offset give
@@ -25,6 +29,7 @@ struct Job {
 INLINE Floats inverse_of(Floats scale) { return choose<Floats>(scale == 0.0f, Floats{}, 1.0f / scale); }
 
 constexpr float TINY = 0x1p-100f, INFINITE = __builtin_inff();  // what divisors are at least; no error so far
+constexpr float EVENNESS = 2.0f;  // in root mean squares of a block
 constexpr float LARGEST_HALF = 65504.0f, LEAST_HALF = 0x1p-24f;
 
 struct Neighbours {
@@ -45,16 +50,23 @@ INLINE Neighbours half_neighbours(Floats x, const Scaling& scaling) {
     return {signed_like_x(nearest), signed_like_x(other)};
 }
 
-// Weights of blocks, and their columns' importance if that is `weighted`.
-template <int size, bool weighted>
+// Weights of blocks, and their importance, by which squared errors count.
+template <int size>
 struct Weights {
-    Floats weights[size], importance[weighted ? size : 1];
-
-    INLINE auto factor(int j) const {
-        if constexpr (weighted) return importance[j];
-        else return Alike{};
-    }
+    Floats weights[size], importance[size];
 };
+
+// Replace weights by their importance; in a block of zeros all are 1.
+[[gnu::noinline]] void weigh_by_magnitude(int64_t size, Floats* weights) {
+    Floats most{}, squares{};
+    for (int64_t j = 0; j < size; j++) most = maximum(magnitude(weights[j]), most);
+    scale_groups(weights, size, scaling_of(most, -126, 126).down);
+    for (int64_t j = 0; j < size; j++) squares += weights[j] * weights[j];
+    Floats least = square_root(squares / splat(float(size))) * EVENNESS;
+    for (int64_t j = 0; j < size; j++) {
+        weights[j] = choose<Floats>(most == 0.0f, splat(1.0f), magnitude(weights[j]) + least);
+    }
+}
 
 // Sixteen blocks of a size, transposed: a function of its own, because it would be the largest part of each encoder.
 [[gnu::noinline]] void load_blocks(const float* values, int64_t size, Floats* weights) {
@@ -62,12 +74,11 @@ struct Weights {
 }
 
 // The blocks.
-template <class S, bool weighted>
-struct Blocks : Weights<SIZE<S>, weighted> {
-    using Base = Weights<SIZE<S>, weighted>;
-    using Base::weights, Base::factor;
+template <class S>
+struct Blocks : Weights<SIZE<S>> {
+    using Base = Weights<SIZE<S>>;
+    using Base::weights, Base::importance;
     static constexpr int PARTS = S::PARTS, PART_SIZE = S::PART_SIZE, SIZE_OF_BLOCK = SIZE<S>;
-    static constexpr bool WEIGHTED = weighted;
     Scaling scaling;
     Doubles energy, error;  // sums of squares
     Fields fields[LANES];
@@ -75,7 +86,7 @@ struct Blocks : Weights<SIZE<S>, weighted> {
     // body(weight, its importance) for each weight of a part.
     template <class Body>
     INLINE void over_part(int part, Body body) const {
-        for (int j = part * PART_SIZE; j < (part + 1) * PART_SIZE; j++) body(weights[j], factor(j));
+        for (int j = part * PART_SIZE; j < (part + 1) * PART_SIZE; j++) body(weights[j], importance[j]);
     }
 
     // Write the codes of a part: encode(weight) gives a code, and the error, which is added up.
@@ -119,7 +130,7 @@ template <class Encoder>
     alignas(64) float rows[LANES * size];
     for (int64_t first = 0; first < job.blocks; first += LANES) {
         const int count = job.blocks - first < LANES ? int(job.blocks - first) : LANES;
-        if constexpr (Encoder::WEIGHTED) {
+        if (job.importance) {
             for (int lane = 0; lane < LANES; lane++) {
                 const float* from = job.importance + (first + lane) % job.row_blocks * size;
                 std::memcpy(rows + lane * size, from, size * sizeof(float));
@@ -131,6 +142,10 @@ template <class Encoder>
             std::memset(rows, 0, sizeof rows);
             std::memcpy(rows, values, count * size * sizeof(float));
             values = rows;
+        }
+        if (!job.importance) {
+            load_blocks(values, size, sixteen.importance);
+            weigh_by_magnitude(size, sixteen.importance);
         }
         sixteen.energy = sixteen.error = Doubles{};
         sixteen.encode(values, job);
@@ -145,21 +160,17 @@ template <class Encoder>
 }
 
 // Encode in the format of this number. more: what an encoder is made of beside the limits of the format.
-template <template <class, bool> class Encoder, class... Formats, class... More>
+template <template <class> class Encoder, class... Formats, class... More>
 void encode_type(int64_t type, const Job& job, const More&... more) {
     auto encode = [&]<class Format>(Format*) {
         if (type != Format::TYPE) return;
-        auto run = [&]<bool weighted>(std::bool_constant<weighted>) {
-            Encoder<typename Format::Of, weighted> sixteen(Format::LIMITS, more...);
-            auto pack = [](const Fields& from, uint8_t* to) {
-                Format block;
-                block.pack(from);
-                std::memcpy(to, &block, sizeof block);
-            };
-            encode_blocks(sixteen, job, pack, sizeof(Format));
+        Encoder<typename Format::Of> sixteen(Format::LIMITS, more...);
+        auto pack = [](const Fields& from, uint8_t* to) {
+            Format block;
+            block.pack(from);
+            std::memcpy(to, &block, sizeof block);
         };
-        if (job.importance) run(std::true_type{});
-        else run(std::false_type{});
+        encode_blocks(sixteen, job, pack, sizeof(Format));
     };
     (encode((Formats*)nullptr), ...);
 }

@@ -1,5 +1,5 @@
-// GGUF's blocks of grid points (IQ3_S, IQ3_XXS, IQ2_S, IQ2_XS, IQ2_XXS, IQ1_M, IQ1_S) with nearly the least squared
-// error.
+// GGUF's blocks of grid points (IQ3_S, IQ3_XXS, IQ2_S, IQ2_XS, IQ2_XXS, IQ1_M, IQ1_S) with nearly the least error
+// (gguf_blocks.hpp).
 //
 // Four or eight weights together are a point of a grid, whose coordinates are magnitudes with signs beside them, or
 // have signs and are all shifted by the same amount. A part's scale is d times an odd number, its factor.
@@ -67,21 +67,21 @@ struct PointSums {
 };
 
 // The search for points in blocks, which is the same for all formats with points of a kind.
-template <int kind, bool weighted>
+template <int kind>
 struct Search {
     static constexpr bool HAS_SHIFT = kind == SHIFTED;
     static constexpr int POINT = kind == OF_FOUR ? 4 : 8, POINTS = 256 / POINT, HALF = POINT / 2;
     static constexpr int DIGIT = POINT == 8 ? 2 : 3, DIGITS = POINT == 8 ? 3 : 8, HALF_BITS = HALF * DIGIT;
     static constexpr int HALVES = 1 << HALF_BITS;
 
-    const Weights<256, weighted>& of;
+    const Weights<256>& of;
     const Grid& grid;
     const Table<LANES> levels;
     const int run;  // points that share a shift, or are looked for together
     // What is found: the digits of points, and the signs of eight weights, or whether the shift of a point has one.
     Unsigned codes[POINTS], signs[256 / 8];
 
-    Search(const GridLimits& limits, const Grid& grid, const Weights<256, weighted>& of)
+    Search(const GridLimits& limits, const Grid& grid, const Weights<256>& of)
         : of(of), grid(grid), levels(grid.levels), run(HAS_SHIFT ? limits.shift_run / POINT : 2) {}
 
     // Which point is looked for, and by how much its coordinates are raised.
@@ -134,7 +134,7 @@ struct Search {
             Floats t = of.weights[at + i] * inverse - shift;
             each<DIGITS>([&](auto digit) ALWAYS {
                 Floats left = t - grid.levels[digit];
-                own[i][digit] = of.factor(at + i) * (left * left);
+                own[i][digit] = of.importance[at + i] * (left * left);
             });
         });
         Floats pairs[HALF / 2][DIGITS * DIGITS];
@@ -170,7 +170,7 @@ struct Search {
     // Add the products with a point.
     INLINE void add(PointSums& sums, int point, Unsigned code, float shift) const {
         over_point(point, code, shift, [&](int j, Floats v) ALWAYS {
-            Floats weighted_value = of.factor(j) * v;
+            Floats weighted_value = of.importance[j] * v;
             sums.vv += weighted_value * v, sums.wv += weighted_value * of.weights[j];
         });
     }
@@ -219,11 +219,11 @@ struct Search {
     }
 };
 
-template <class S, bool weighted>
-struct GridBlocks : Blocks<S, weighted> {
-    using Base = Blocks<S, weighted>;
-    using Base::PARTS, Base::PART_SIZE, Base::weights, Base::scaling, Base::over_part, Base::factor;
-    using Finder = Search<S::KIND, weighted>;
+template <class S>
+struct GridBlocks : Blocks<S> {
+    using Base = Blocks<S>;
+    using Base::PARTS, Base::PART_SIZE, Base::weights, Base::scaling, Base::over_part, Base::importance;
+    using Finder = Search<S::KIND>;
     static constexpr int PART_POINTS = PART_SIZE / Finder::POINT;
 
     const GridLimits limits;
@@ -260,7 +260,7 @@ struct GridBlocks : Blocks<S, weighted> {
         for (int part = 0; part < PARTS; part++) {
             Floats energy{}, total{};
             over_part(part, [&](Floats w, auto factor) ALWAYS {
-                energy += factor * (w * w), total += factor * splat(1.0f);
+                energy += factor * (w * w), total += factor;
             });
             mean[part] = square_root(energy / total);
         }
@@ -276,7 +276,7 @@ struct GridBlocks : Blocks<S, weighted> {
         Truths odd{};
         Floats least = splat(INFINITE);
         each<8>([&](auto i) ALWAYS {
-            Floats w = weights[first + i], size = magnitude(w), cost = factor(first + i) * size;
+            Floats w = weights[first + i], size = magnitude(w), cost = importance[first + i] * size;
             Truths minus = w < 0.0f, cheaper = cost < least;
             negative |= Unsigned(minus) & (1u << i);
             odd ^= minus;

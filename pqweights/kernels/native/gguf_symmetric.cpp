@@ -1,5 +1,5 @@
 // GGUF's blocks without offsets (Q8_0, Q5_0, Q4_0, IQ4_NL, Q6_K, Q3_K, IQ4_XS, TQ2_0, TQ1_0, Q2_0, Q1_0) with nearly the
-// least squared error.
+// least error (gguf_blocks.hpp).
 //
 // A block has parts with a scale each: either one part, and its scale is the F16 number d, or 8 or 16, and their scales
 // are d times whole numbers.
@@ -84,9 +84,9 @@ struct SignCodes {
     INLINE std::pair<Ints, Floats> index_and_value(Floats t) const { return {(t < 0.0f) + 1, value(t)}; }
 };
 
-template <class S, bool weighted>
-struct SymmetricBlocks : Blocks<S, weighted> {
-    using Base = Blocks<S, weighted>;
+template <class S>
+struct SymmetricBlocks : Blocks<S> {
+    using Base = Blocks<S>;
     using Base::PARTS, Base::PART_SIZE, Base::weights, Base::scaling, Base::over_part;
 
     // A part: its weight of largest magnitude, the scale around which factors are tried, the best factor so far.

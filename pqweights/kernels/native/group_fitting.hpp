@@ -15,10 +15,6 @@
 
 namespace {
 
-// The importance of weights that all count alike: one that is not Alike is a vector.
-struct Alike {};
-INLINE Floats operator*(Alike, Floats x) { return x; }
-
 // --- loading ---
 
 // The first `count` weights, at most sixteen, of `groups` groups: in vector k weight k of each. Those that are missing
@@ -161,9 +157,8 @@ struct Fit {
 struct Moments {
     Floats ee{}, er{}, rr{}, e{}, r{};
 
-    // factor: the importance, or Alike.
-    template <class Factor>
-    INLINE void add(Floats t, Floats code, Factor factor) {
+    // factor: the importance.
+    INLINE void add(Floats t, Floats code, Floats factor) {
         Floats left = t - code, weighted = factor * left, weighted_code = factor * code;
         ee += weighted * left;
         er += weighted * code;
