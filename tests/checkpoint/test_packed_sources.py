@@ -199,16 +199,16 @@ def test_gptq_scales_of_no_groups_are_refused(tmp_path: Path) -> None:
 # --- all of them ---
 
 
-def assert_masters_hold(source: Path, folder: Path, name: str = UP) -> None:
+def assert_masters_hold(source: Path, folder: Path) -> None:
     """Quantize, verify and export a source to BF16, and compare with its values."""
     shown = " ".join(done("plan", source).stdout.split())
-    bits, called = PACKED_DTYPES[tensor_of(source, name).dtype]
+    bits, called = PACKED_DTYPES[tensor_of(source, UP).dtype]
     assert f"1 weight already quantized to {bits} bits by {called}: " in shown
     for recipe, most in (("q5", 5e-3), ("t4", 2e-2)):
         quantize(source, folder / recipe, load_recipe(recipe), threads=1)
         assert verify(folder / recipe, threads=1).ok
         export(folder / recipe, folder / f"{recipe}-bf16", "bf16", threads=1)
-        original, result = (values(tensor_of(at, name), "F32") for at in (source, folder / f"{recipe}-bf16"))
+        original, result = (values(tensor_of(at, UP), "F32") for at in (source, folder / f"{recipe}-bf16"))
         assert (result - original).square().sum() < most * original.square().sum()
 
 

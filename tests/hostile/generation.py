@@ -38,14 +38,14 @@ def caching(name: str, spec: str, *fragments: str, **changed: Any) -> Case:
     return generating(f"kv-cache-{name}", *fragments, command=f"{GENERATE} --kv-cache {spec}", **changed)
 
 
-def with_file(name: str, content: Content, *fragments: str, file: str = "generation_config.json") -> Case:
-    """An undamaged model with one more file, or another content of one."""
-    return Case(f"generate-{name}", {GENERATE: fragments}, {**GOOD_MODEL, f"model/{file}": content})
+def with_file(name: str, content: Content, *fragments: str) -> Case:
+    """An undamaged model with these settings of generation."""
+    return Case(f"generate-{name}", {GENERATE: fragments}, {**GOOD_MODEL, "model/generation_config.json": content})
 
 
-def with_template(name: str, template: str, *fragments: str, command: str = GENERATE) -> Case:
+def with_template(name: str, template: str, *fragments: str) -> Case:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
-    return Case(f"generate-{name}", {command: fragments}, {**GOOD_MODEL, "model/tokenizer_config.json": settings})
+    return Case(f"generate-{name}", {GENERATE: fragments}, {**GOOD_MODEL, "model/tokenizer_config.json": settings})
 
 
 def make_cut_master(folder: Path) -> None:

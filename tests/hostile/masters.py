@@ -51,14 +51,13 @@ def run_quantize(source: Path, out: Path, bits: int = 5) -> None:
     quantize(source, out, choose_recipe("q5", Options(bits=bits)), threads=1, max_shard_bytes=300)
 
 
-def made_of(weights: dict[str, Stored], recipe: str = "q5", codec: str | None = None, **options: Any) -> Make:
+def made_of(weights: dict[str, Stored], recipe: str = "q5", **options: Any) -> Make:
     """A function that makes an undamaged master of some weights, a kept vector and a tokenizer."""
 
     def make(folder: Path) -> None:
         files: dict[str, Content] = {FILE: stored({**weights, NORM: VECTOR}), CONFIG: {"model_type": "llama"}}
         write(folder, {**files, "src/tokenizer.json": {"tokens": []}})
-        chosen = choose_recipe(recipe, Options(codec=codec))
-        quantize(folder / "src", folder / "master", chosen, threads=1, **options)
+        quantize(folder / "src", folder / "master", load_recipe(recipe), threads=1, **options)
         shutil.rmtree(folder / "src")
 
     return remembered(make)

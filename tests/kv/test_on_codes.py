@@ -69,9 +69,9 @@ def check_alike(
     assert_near(found, expected, f"attention on codes{differs}")
 
 
-def check_falls_back(net: Any, spec: str, count: int = PROMPT) -> None:
+def check_falls_back(net: Any, spec: str) -> None:
     """Predictions are those of restored keys and values, to the bit."""
-    before, after = caches(net, spec, ids(count))
+    before, after = caches(net, spec, ids(PROMPT))
     following = ids(NEXT, 1, seed=9)
     assert torch.equal(one_by_one(net, after, following), one_by_one(net, before, following))
 

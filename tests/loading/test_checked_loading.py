@@ -97,16 +97,10 @@ def test_weight_file_of_another_size_is_refused(change, load, master):
         load(master)
 
 
-def test_missing_weight_file_is_refused(master):
-    name = shard(master).name
-    shard(master).unlink()
+@pytest.mark.parametrize("name", ["model-00001-of-00001.safetensors", "model.safetensors.index.json"])
+def test_missing_files_are_refused(name, master):
+    (master / name).unlink()
     with raises(MasterError, name):
-        pqweights.load_model(master)
-
-
-def test_missing_index_is_refused(master):
-    (master / "model.safetensors.index.json").unlink()
-    with raises(MasterError, "model.safetensors.index.json"):
         pqweights.load_model(master)
 
 

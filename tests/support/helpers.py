@@ -158,7 +158,7 @@ def master_weights(folder: Path) -> dict[str, Array]:
     return result
 
 
-def small_checkpoint(folder: Path, config: dict[str, Any] | None = None) -> Path:
+def small_checkpoint(folder: Path) -> Path:
     """Two shards, ten tensors of every kind that the driver distinguishes, about 170 kB of BF16, and companions."""
     constant = np.full((64, 128), 0.0125, dtype=np.float32)  # every block is a Walsh function: rescued
     first = {
@@ -181,7 +181,7 @@ def small_checkpoint(folder: Path, config: dict[str, Any] | None = None) -> Path
         folder,
         first,
         second,
-        config=config if config is not None else {"model_type": "llama", "torch_dtype": "bfloat16"},
+        config={"model_type": "llama", "torch_dtype": "bfloat16"},
         companions={
             "tokenizer.json": b'{"tokens": []}\n',
             "code/modeling.py": b"pass\n",

@@ -173,15 +173,12 @@ def the_line(stderr: str) -> str:
 
 
 @contextmanager
-def stalled(
-    hub: LoopbackHub, home: Path, command: Sequence[str | Path], *, shard: int = 2, at: int, after: int = 1
-) -> Iterator[subprocess.Popen[str]]:
-    """Run a command in a process of its own until the reply to a request for a shard stalls; it is killed in the end.
+def stalled(hub: LoopbackHub, home: Path, command: Sequence[str | Path], *, at: int) -> Iterator[subprocess.Popen[str]]:
+    """Run a command in a process of its own until the second reply with shard 2 stalls; it is killed in the end.
 
     at: after how many bytes the reply stalls
-    after: how many requests for the shard pass before
     """
-    hub.inject(Fault(Stall(100, at=at), "GET", rf"resolve/.*-0000{shard}-of", after=after))
+    hub.inject(Fault(Stall(100, at=at), "GET", "resolve/.*-00002-of", after=1))
     process = subprocess.Popen(
         [sys.executable, str(RUN), *map(str, command), "--quiet"],
         env=hub.environment(home),

@@ -121,12 +121,12 @@ def speaker(
     return _llama(folder, head, template=template, generation=generation, **changed)
 
 
-def babbler(folder: Path, *, template: str | None = None, generation: dict[str, Any] | None = None) -> Path:
+def babbler(folder: Path, *, generation: dict[str, Any] | None = None) -> Path:
     """A model with random weights, all of which change what it says."""
     random = np.random.default_rng(5)
     head = random.standard_normal((VOCABULARY, HIDDEN))
     head[END] = 0
-    return _llama(folder, head, template=template, generation=generation, random=random)
+    return _llama(folder, head, template=None, generation=generation, random=random)
 
 
 def _llama(

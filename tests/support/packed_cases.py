@@ -65,7 +65,7 @@ def settings_of(*groups: dict[str, Any], layout: str | None = None) -> dict[str,
     }
 
 
-def compress(shape: tuple[int, ...], group: dict[str, Any], dtype: Any = None) -> tuple[dict[str, Any], Any]:
+def compress(shape: tuple[int, ...], group: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Random codes in a format of the library, by local names, and the weight that the library decodes."""
     from compressed_tensors import compressors
     from compressed_tensors.quantization import QuantizationScheme
@@ -73,7 +73,7 @@ def compress(shape: tuple[int, ...], group: dict[str, Any], dtype: Any = None) -
     generator = torch.Generator().manual_seed(3)
     quantization = QuantizationScheme(**group)
     weights, (rows, columns) = group["weights"], shape
-    weight = torch.randn(shape, generator=generator).to(dtype or torch.bfloat16)
+    weight = torch.randn(shape, generator=generator).to(torch.bfloat16)
     size = weights.get("group_size", columns)
     scale = torch.rand(rows, columns // size, generator=generator) / 2 ** weights["num_bits"] + 0.01
     state = {"weight": weight, "weight_scale": scale.to(weight.dtype)}
@@ -130,15 +130,15 @@ def words_of(codes: np.ndarray[Any, Any], bits: int) -> Any:
 
 
 def gptq(
-    bits: int, version: str, *, group: int = 32, order: bool = False, shape: tuple[int, int] = (64, 96)
+    bits: int, version: str, *, order: bool = False, shape: tuple[int, int] = (64, 96)
 ) -> tuple[dict[str, Any], dict[str, Any], Any]:
     """The tensors and the configuration of a GPTQ source, and its weight in float32 [N, K]."""
     (rows, columns), generator = shape, np.random.default_rng(bits)
-    groups = columns // group
+    groups = columns // 32
     codes = generator.integers(0, 1 << bits, (columns, rows))
     zeros = generator.integers(0, 1 << bits, (groups, rows))
     scales = generator.random((groups, rows)).astype(np.float16)
-    group_of = np.arange(columns) // group
+    group_of = np.arange(columns) // 32
     if order:
         generator.shuffle(group_of)
     stored_zeros = (zeros - (version == "gptq")) % (1 << bits)
@@ -148,15 +148,15 @@ def gptq(
         "scales": scales,
         "g_idx": group_of.astype(np.int32),
     }
-    settings = {"quant_method": "gptq", "bits": bits, "group_size": group, "checkpoint_format": version}
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": 32, "checkpoint_format": version}
     weight = (codes - zeros[group_of]).astype(np.float32) * scales.astype(np.float32)[group_of]
     return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in tensors.items()}, settings, weight.T
 
 
-def awq(shape: tuple[int, int] = (64, 96), group: int = 32) -> tuple[dict[str, Any], dict[str, Any], Any]:
+def awq(shape: tuple[int, int] = (64, 96)) -> tuple[dict[str, Any], dict[str, Any], Any]:
     """The tensors and the configuration of an AWQ source, and its weight in float32 [N, K]."""
     (rows, columns), generator = shape, np.random.default_rng(7)
-    groups = columns // group
+    groups = columns // 32
     codes, zeros = (generator.integers(0, 16, (lines, rows)) for lines in (columns, groups))
     scales = generator.random((groups, rows)).astype(np.float16)
 
@@ -164,8 +164,8 @@ def awq(shape: tuple[int, int] = (64, 96), group: int = 32) -> tuple[dict[str, A
         return words_of(numbers.reshape(len(numbers), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(numbers.shape), 4)
 
     tensors = {"qweight": words(codes), "qzeros": words(zeros), "scales": scales}
-    settings = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
-    weight = (codes - zeros.repeat(group, 0)).astype(np.float32) * scales.astype(np.float32).repeat(group, 0)
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    weight = (codes - zeros.repeat(32, 0)).astype(np.float32) * scales.astype(np.float32).repeat(32, 0)
     return {name: torch.from_numpy(a) for name, a in tensors.items()}, settings, weight.T
 
 
@@ -199,7 +199,7 @@ def mlx(mode: str, bits: int, group: int, shape: tuple[int, int] = (40, 384), dt
             torch.from_numpy(np.array(part)) if mode != "affine" else torch.from_numpy(np.array(exact[name])).to(kind)
         )
 
-    settings = {"group_size": group, "bits": bits, **({} if mode == "affine" else {"mode": mode})}
+    settings = {"group_size": 32, "bits": bits, **({} if mode == "affine" else {"mode": mode})}
     return {name: tensor(name, part) for name, part in made.items()}, {"quantization": settings}, np.array(decoded)
 
 

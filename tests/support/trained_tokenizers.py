@@ -73,7 +73,7 @@ def byte_level(*expressions: str, whole_words: bool = False, digits: bool = Fals
     return tokenizer
 
 
-def sentencepiece(*, prefix: str = "always", gemma: bool = False, starts: bool = True) -> Tokenizer:
+def sentencepiece(*, prefix: str = "always", gemma: bool = False) -> Tokenizer:
     """A BPE tokenizer of characters with tokens for bytes, as those that are made from SentencePiece models.
 
     prefix: the scheme of Metaspace by which a space is put before the text
@@ -111,7 +111,7 @@ def sentencepiece(*, prefix: str = "always", gemma: bool = False, starts: bool =
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens(["<unk>", BEGIN, END])
-    _finish(tokenizer, starts=starts)
+    _finish(tokenizer, starts=True)
     return tokenizer
 
 
