@@ -36,7 +36,7 @@ from harness import Document, argument_parser, keep_rates, machine, measured_wit
 
 import pqweights
 from pqweights.calibrate.sampled_inputs import inputs_of
-from pqweights.checkpoint.gguf.mixes import MIXES
+from pqweights.checkpoint.gguf.mixes import MIXES, OUTPUTS
 from pqweights.checkpoint.gguf.model import gguf_model
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.views import View
@@ -353,8 +353,8 @@ def main() -> None:
 
 def codecs_of(row: Document) -> list[str]:
     """The types of blocks of a file of ours, by the names of digests.CODECS."""
-    mix = MIXES[row["type"]]
-    types = {mix.type, mix.output, *(kind for _, _, kind in mix.others)} if row["what"] in OURS else set()
+    most, others = MIXES[row["type"]]
+    types = {most, OUTPUTS[row["type"]], *(kind for _, _, kind in others)} if row["what"] in OURS else set()
     return [f"gguf {kind}" for kind in BLOCK_TYPES if kind in types]
 
 

@@ -20,7 +20,7 @@ from pqweights.convert.needs import result_need
 from pqweights.convert.plan import Plan
 from pqweights.convert.records import TensorRecord
 from pqweights.convert.report import RewriteReport
-from pqweights.convert.run import Run, ShardMark, open_run
+from pqweights.convert.run import Mark, Run, open_run
 from pqweights.convert.shard import make_shards
 from pqweights.errors import ClusterError, MasterError, OutputError, SourceChangedError, SourceError, SourceReadError
 from pqweights.planning.layout import ShardPlan
@@ -57,19 +57,19 @@ def convert(plan: Plan, store: Store, options: Options = Options()) -> RewriteRe
         plan.check_sources()
         options.check()
         run.publish()
-        records = tuple(record for shard in plan.shards for record in marks[shard.file].records)
+        records = tuple(record for shard in plan.shards for record in marks[shard.file][0])
         run.complete(stated(plan, run, records).to_pieces())
     return _report(plan, records, already_done=False, resumed=resumed)
 
 
-def _take_up(plan: Plan, marks: Mapping[str, ShardMark]) -> int:
+def _take_up(plan: Plan, marks: Mapping[str, Mark]) -> int:
     """Take up the shards that an interrupted run has finished, and return how many tensors they hold."""
     plans = {planned.name: planned for planned in plan.tensors}
-    for mark in marks.values():
-        plan.checkpoint.restore_fingerprints(dict(mark.fingerprints))
-        for record in mark.records:
+    for records, fingerprints in marks.values():
+        plan.checkpoint.restore_fingerprints(fingerprints)
+        for record in records:
             plan.accept(plans[record.name], record)
-    return sum(len(mark.records) for mark in marks.values())
+    return sum(len(records) for records, _ in marks.values())
 
 
 def _together(shards: list[ShardPlan], store: Store) -> list[list[ShardPlan]]:

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -52,35 +52,28 @@ MARK_SUFFIX = ".json"
 REQUESTS_AT_ONCE = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardMark:
-    """What is known of a finished shard.
+# What is known of a finished shard: what was measured of its tensors, in the order of the plan, and the fingerprints of
+# files of the source that were fetched and are no longer needed, by name.
+Mark = tuple[tuple[TensorRecord, ...], Mapping[str, str]]
 
-    records: what was measured of its tensors, in the order of the plan
-    fingerprints: those of files of the source that were fetched and are no longer needed, by name
-    """
 
-    records: tuple[TensorRecord, ...]
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
+def mark_json(mark: Mark) -> bytes:
+    """Return the content of the file of a mark."""
+    records, fingerprints = mark
+    stated = [vars(record) | {KEY: record.digests} for record in records]
+    for entry in stated:
+        del entry["digests"]
+    return json.dumps({"tensors": stated, "fingerprints": dict(fingerprints)}).encode()
 
-    def to_json(self) -> bytes:
-        """Return the content of the mark."""
-        records = []
-        for record in self.records:
-            stated = vars(record) | {KEY: record.digests}
-            del stated["digests"]
-            records.append(stated)
-        return json.dumps({"tensors": records, "fingerprints": dict(self.fingerprints)}).encode()
 
-    @staticmethod
-    def parse(content: bytes) -> ShardMark | None:
-        """Read a mark; None if it is not whole, so that the shard is made again."""
-        try:
-            stated = json.loads(content)
-            records = [TensorRecord(digests=record.pop(KEY), **record) for record in stated["tensors"]]
-            return ShardMark(records=tuple(records), fingerprints=dict(stated["fingerprints"]))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return None
+def parse_mark(content: bytes) -> Mark | None:
+    """Read a mark; None if it is not whole, so that the shard is made again."""
+    try:
+        stated = json.loads(content)
+        records = tuple(TensorRecord(digests=record.pop(KEY), **record) for record in stated["tensors"])
+        return records, dict(stated["fingerprints"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
 
 
 def unlocked() -> None:
@@ -103,7 +96,7 @@ class Run:
     store: Store
     key: str
     shards: Mapping[str, int]
-    marks: Mapping[str, ShardMark]
+    marks: Mapping[str, Mark]
     journal: Journal
     check_lock: CheckLock = unlocked
     follows: bool = False
@@ -139,14 +132,14 @@ class Run:
         path, shown = self.new_path(shard.file), self.folder / shard.file
         return ShardFile(path, shard.header, shard.stored, shard.file_bytes, shown=shown, waiting=waiting)
 
-    def add(self, shard: str, path: Path, mark: ShardMark, stop: Stop) -> None:
+    def add(self, shard: str, path: Path, mark: Mark, stop: Stop) -> None:
         """Take over the complete file of a shard, then mark it. stop: see Store.put"""
         self.check_lock()
         try:
             self.store.put(self.name(shard), path, stop)
         finally:
             path.unlink(missing_ok=True)
-        self.store.write(self.name(shard) + MARK_SUFFIX, [mark.to_json()])
+        self.store.write(self.name(shard) + MARK_SUFFIX, [mark_json(mark)])
         self.send([shard], stop)
 
     def send(self, shards: Iterable[str], stop: Stop = lambda: False) -> None:
@@ -157,7 +150,7 @@ class Run:
                     sending.send(shard, path, stop)
                     path.unlink()
 
-    def finished(self) -> dict[str, ShardMark]:
+    def finished(self) -> dict[str, Mark]:
         """Return the mark of every shard that is complete, by name."""
         complete = [shard for shard, (_, is_complete) in self._states().items() if is_complete]
         with ThreadPoolExecutor(REQUESTS_AT_ONCE, "pqweights-marks") as pool:
@@ -226,8 +219,8 @@ class Run:
             states[shard] = is_waiting, shard in marked and state is not None and state.byte_count == size
         return states
 
-    def _mark(self, shard: str) -> ShardMark | None:
-        return ShardMark.parse(self.store.read(self.name(shard) + MARK_SUFFIX) or b"")
+    def _mark(self, shard: str) -> Mark | None:
+        return parse_mark(self.store.read(self.name(shard) + MARK_SUFFIX) or b"")
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """The shards of a plan, made by the threads of one process: chunk by chunk, into files that the store takes over.
 
 A bounded number of chunks is under way at a time, so memory grows neither with the checkpoint nor with its largest
-tensor. A thread reads, computes, hashes and writes its chunks. Errors are added up in the order of the chunks, by any
-thread, and tensors finished in that of the plan, so nothing depends on the number of threads.
+tensor. A thread reads, computes, hashes and writes its chunks. Errors are added up in the order of the chunks, and
+tensors finished in that of the plan, so nothing depends on the number of threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pqweights.common.threads import Progress
 from pqweights.convert.jobs import Job
 from pqweights.convert.plan import Plan
 from pqweights.convert.records import TensorRecord
-from pqweights.convert.run import Run, ShardMark
+from pqweights.convert.run import Mark, Run
 from pqweights.planning.layout import ShardPlan, in_groups, in_making_order, indices_together
 
 # Beside the threads that compute: those that wait for the disk meanwhile.
@@ -35,6 +35,13 @@ WAITING_THREADS = 2
 BATCH_CHUNKS, BYTES_LEFT_PER_CHUNK = 4, 1 << 25
 # Progress is told at most this often.
 PROGRESS_SECONDS = 0.1
+
+# Jobs that read the same chunks of the same tensor, for one file or for several: the index in the plan, the job and the
+# file of each.
+Parts = Sequence[tuple[int, Job, ShardFile]]
+# For each chunk, what `write` of each job returned.
+Results = list[list[Any]]
+Batch = tuple[range, Future[Results]]
 
 
 def make_shards(
@@ -46,7 +53,7 @@ def make_shards(
     progress: Progress,
     fetched: Path | None = None,
     made: Container[str] = (),
-) -> dict[str, ShardMark]:
+) -> dict[str, Mark]:
     """Make shards, those of a group together, and return their marks by name.
 
     threads: how many compute
@@ -59,7 +66,7 @@ def make_shards(
     """
     storage, tell = plan.checkpoint.storage, _telling(plan, made, progress)
     needed, first_uses, last_uses = _uses_of_files(plan, in_making_order(shards))
-    marks: dict[str, ShardMark] = {}
+    marks: dict[str, Mark] = {}
     with (
         contextlib.closing(Workers(threads)) as workers,
         # It ends before the threads do: none then waits for a file that is still to come.
@@ -69,24 +76,22 @@ def make_shards(
             records, fingerprints = dict[int, TensorRecord](), dict[str, str]()
             with _files_of(group, run, workers) as files:
                 with contextlib.closing(_under_way(plan, group, files, first_uses, workers)) as under_way:
-                    for tensor, chunks in under_way:
+                    for parts, batch in under_way:
                         workers.check_sent()
-                        if chunks is not None:
-                            chunks.result()
-                            if tensor.collected < tensor.chunks:
-                                tell(tensor.index, tensor.collected / tensor.chunks)
+                        if batch is not None:
+                            chunks, results = batch
+                            _collect(parts, results.result())
+                            if chunks.stop < (total := parts[0][1].chunks):
+                                tell(parts[0][0], chunks.stop / total)
                             continue
-                        for index, job, file in tensor.parts:
+                        for index, job, file in parts:
                             records[index] = _finished(plan, workers, index, job, file)
                             tell(index, 1)
                             fingerprints |= _released(plan.checkpoint, last_uses.pop(index, ()))
                 for file in files:
                     file.finish()
                 _check_sources(plan, group, workers)
-            of_group = {
-                shard.file: ShardMark(records=tuple(records[p] for p in shard.tensors), fingerprints=fingerprints)
-                for shard in group
-            }
+            of_group = {shard.file: (tuple(records[index] for index in shard.tensors), fingerprints) for shard in group}
             paths = {name: file.path for name, file in zip(of_group, files, strict=True)}
             workers.send(partial(_hand_over, run, paths, of_group))
             marks |= of_group
@@ -100,76 +105,53 @@ def _under_way(
     files: Sequence[ShardFile],
     first_uses: Container[int],
     workers: Workers,
-) -> Generator[tuple[_Pass, Future[None] | None]]:
+) -> Generator[tuple[Parts, Batch | None]]:
     """Give the chunks of the tensors of a group to the threads, and yield what is to be waited for, the oldest first.
 
-    Each batch of chunks is a pass and its future; after the last batch of a tensor comes the pass alone.
+    After the last batch of a tensor it comes without one.
 
     first_uses: the tensors that may have to wait until earlier ones have let go of files
     """
-    under_way: deque[tuple[_Pass, Future[None] | None]] = deque()
+    under_way: deque[tuple[Parts, Batch | None]] = deque()
     left = sum(map(plan.source_bytes_of, in_making_order(group)))
     try:
         for indices in indices_together(group):
             if any(index in first_uses for index in indices):
                 while under_way:
                     yield under_way.popleft()
-            parts = []
+            made = []
             for index, file in zip(indices, files, strict=True):
                 planned = plan.tensors[index]
                 file.begin(of.name for of in planned.stored)
-                parts.append((index, plan.encode(planned, plan.checkpoint.tensors[index]), file))
-            for tensor in _reading_alike(parts):
-                for batch in workers.batches(tensor.chunks, left):
-                    under_way.append((tensor, workers.pool.submit(tensor.make, batch, workers)))
+                made.append((index, plan.encode(planned, plan.checkpoint.tensors[index]), file))
+            for parts in _reading_alike(made):
+                for batch in workers.batches(parts, left):
+                    under_way.append((parts, batch))
                     while len(under_way) > workers.most_batches:
                         yield under_way.popleft()
-                under_way.append((tensor, None))
+                under_way.append((parts, None))
             left -= sum(map(plan.source_bytes_of, indices))
         while under_way:
             yield under_way.popleft()
     finally:
-        for _, chunks in under_way:
-            if chunks is not None:
-                chunks.cancel()
+        for _, left_over in under_way:
+            if left_over is not None:
+                left_over[1].cancel()
 
 
-class _Pass:
-    """A pass over a tensor, for one file or for several whose jobs read the same.
-
-    index: of the first of them in the plan
-    parts: the place, the job and the file of each
-    collected: how many chunks were collected
-    """
-
-    def __init__(self, parts: Sequence[tuple[int, Job, ShardFile]]) -> None:
-        self.index, self.parts, self.chunks, self.collected = parts[0][0], parts, parts[0][1].chunks, 0
-        self._results: dict[int, list[Any]] = {}  # by chunk
-        self._collecting = threading.Lock()
-
-    def make(self, batch: range, workers: Workers) -> None:
-        """Make some chunks, each read once and written for all, and collect those whose turn it is, also of others."""
-        _, job, file = self.parts[0]
-        with workers.computing():
-            for chunk in batch:
-                values, results = job.read(chunk, file), []
-                for _, own, to in self.parts:
-                    results.append(own.write(chunk, values, to))
-                with self._collecting:
-                    self._results[chunk] = results
-                    while self.collected in self._results:
-                        for (_, own, _), result in zip(self.parts, self._results.pop(self.collected), strict=True):
-                            own.collect(result)
-                        self.collected += 1
+def _collect(parts: Parts, results: Results) -> None:
+    """Have the jobs collect the results of chunks."""
+    for of_chunk in results:
+        for (_, job, _), result in zip(parts, of_chunk, strict=True):
+            job.collect(result)
 
 
-def _reading_alike(parts: Iterable[tuple[int, Job, ShardFile]]) -> Iterator[_Pass]:
-    """Yield passes, one for all jobs that read the same chunks of the same tensor."""
+def _reading_alike(made: Parts) -> Iterable[Parts]:
+    """Return jobs in groups that read alike."""
     alike: dict[object, list[tuple[int, Job, ShardFile]]] = {}
-    for part in parts:
-        index, job, _ = part
-        alike.setdefault(index if job.reads is None else job.reads, []).append(part)
-    return map(_Pass, alike.values())
+    for index, job, file in made:
+        alike.setdefault(index if job.reads is None else job.reads, []).append((index, job, file))
+    return alike.values()
 
 
 def _finished(plan: Plan, workers: Workers, index: int, job: Job, file: ShardFile) -> TensorRecord:
@@ -178,9 +160,9 @@ def _finished(plan: Plan, workers: Workers, index: int, job: Job, file: ShardFil
     while not isinstance(outcome := job.finish(), TensorRecord):
         job = outcome
         file.begin(stored)
-        again = _Pass([(index, job, file)])
-        for chunks in [workers.pool.submit(again.make, batch, workers) for batch in workers.batches(again.chunks)]:
-            chunks.result()
+        parts = [(index, job, file)]
+        for _, results in list(workers.batches(parts)):
+            _collect(parts, results.result())
     record = replace(outcome, digests=file.finish_tensors(stored))
     plan.accept(plan.tensors[index], record)
     return record
@@ -209,9 +191,7 @@ def _files_of(group: Sequence[ShardPlan], run: Run, workers: Workers) -> Iterato
             file.path.unlink(missing_ok=True)
 
 
-def _hand_over(
-    run: Run, paths: Mapping[str, Path], marks: Mapping[str, ShardMark], is_ending: Callable[[], bool]
-) -> None:
+def _hand_over(run: Run, paths: Mapping[str, Path], marks: Mapping[str, Mark], is_ending: Callable[[], bool]) -> None:
     """Hand the complete files of shards to the store."""
     for shard, path in paths.items():
         run.add(shard, path, marks[shard], is_ending)
@@ -233,17 +213,26 @@ class Workers:
         self._ending = threading.Event()
         self._given_up: list[ShardFile] = []
 
-    def batches(self, chunks: int, bytes_left: int = 0) -> Iterator[range]:
-        """Yield the chunks that a thread makes one after the other. bytes_left: of the source, for all threads"""
+    def batches(self, parts: Parts, bytes_left: int = 0) -> Iterator[Batch]:
+        """Give batches of chunks to the threads, one by one. bytes_left: of the source, for all threads"""
         step = max(1, min(BATCH_CHUNKS, bytes_left // (self._threads * BYTES_LEFT_PER_CHUNK)))
-        return (range(begin, min(begin + step, chunks)) for begin in range(0, chunks, step))
+        chunks = parts[0][1].chunks
+        for begin in range(0, chunks, step):
+            batch = range(begin, min(begin + step, chunks))
+            yield batch, self.pool.submit(self._make, parts, batch)
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Wait for a turn to compute, and have it."""
+    def _make(self, parts: Parts, batch: range) -> Results:
+        """Make some chunks one after the other, each read once and written for all jobs."""
+        _, job, file = parts[0]
+        results = []
         self._thread.computes = True
         with self._turns:
-            yield
+            for chunk in batch:
+                values, of_chunk = job.read(chunk, file), []
+                for _, own, to in parts:
+                    of_chunk.append(own.write(chunk, values, to))
+                results.append(of_chunk)
+        return results
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

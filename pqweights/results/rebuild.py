@@ -19,7 +19,7 @@ from pqweights.convert.convert import stated
 from pqweights.convert.manifest import Manifest, shards_of
 from pqweights.convert.plan import MASTER, Plan
 from pqweights.convert.report import RewriteReport
-from pqweights.convert.run import Run, ShardMark
+from pqweights.convert.run import Mark, Run
 from pqweights.convert.shard import make_shards
 from pqweights.errors import MasterError, OptionError
 from pqweights.formats.native import Native
@@ -121,8 +121,8 @@ def _export_options(manifest: Manifest, given: Options) -> Options:
         size: dict[str, Any] = {key: made_by[key] for key in ("target_size", "target_bpw", "max_kl") if key in made_by}
         options |= dict.fromkeys(size) | {"recipe": _recipe({"target": name, "rules": made_by["rules"], **size})}
     if name == gguf.NAME:
-        types = read_types(get_target(name).with_recipe(Options(**options | unstated)))
-        base = str(made_by["name"]).removesuffix(gguf.names_together("", *types))
+        mixes, _ = read_types(get_target(name).with_recipe(Options(**options | unstated)))
+        base = str(made_by["name"]).removesuffix(gguf.names_together("", mixes))
         named = manifest.model.get("id") if manifest.is_of_master else manifest.origin and manifest.origin.id
         is_usual = base in (gguf.UNKNOWN, str(named).rpartition("/")[2])  # the source has it, too, perhaps with a slash
         options["name"] = None if is_usual else base
@@ -212,7 +212,7 @@ def made_again(plan: Plan, store: Store, options: Options) -> Manifest:
     shards = plan.shards
     marks = make_shards(plan, run, shards, threads=options.thread_count, progress=options.progress)
     plan.finish_checks()
-    records = tuple(record for shard in shards for record in marks[shard.file].records)
+    records = tuple(record for shard in shards for record in marks[shard.file][0])
     manifest = stated(plan, run, records)
     options.check()
     return manifest
@@ -235,7 +235,7 @@ class _Unkept(Run):
         path = self.folder / Path(shard.file).name  # columns are gathered beside it
         return _Hashed(path, b"", shard.stored, shard.file_bytes, shown=path, waiting=waiting)
 
-    def add(self, shard: str, path: Path, mark: ShardMark, stop: Stop) -> None:
+    def add(self, shard: str, path: Path, mark: Mark, stop: Stop) -> None:
         """Keep nothing: the mark says what was made."""
 
 

@@ -19,9 +19,9 @@ from pqweights.checkpoint.gguf.mixes import (
     EMBEDDING,
     MIXES,
     OUTPUT,
+    OUTPUTS,
     WANT_IMPORTANCE,
-    Mix,
-    find_mix,
+    file_type,
     role_of,
 )
 from pqweights.checkpoint.gguf.model import (
@@ -47,15 +47,14 @@ from pqweights.models.diffusion import CLASS, COMFYUI, DIFFUSERS
 from pqweights.planning.layout import GgufFiles, ShardPlan, TensorPlan, cuts_together
 from pqweights.planning.recipe import Recipe
 from pqweights.storage.addresses import is_repository_id
+from pqweights.targets.assignment import describe
 from pqweights.targets.gguf_types import (
     PLAIN_BITS,
     TOWER_TYPE,
     check_types,
     chosen_types,
     decision_of,
-    label,
     read_types,
-    stated_types,
     tower_type,
 )
 from pqweights.targets.integers import Assignment
@@ -93,7 +92,7 @@ OLLAMA_NAMES = {"repetition_penalty": "repeat_penalty"}
 
 
 def _container(
-    mixes: Sequence[Mix],
+    mixes: Mapping[str, str],
     recipe: Recipe,
     base_name: str,
     model: GgufModel,
@@ -102,6 +101,7 @@ def _container(
 ) -> GgufFiles:
     """Return the files with their headers: those of each type are cut at the same tensors, then that of a tower.
 
+    mixes: see read_types
     base_name: what names of files begin with
     """
     count = len(model.tensors)
@@ -109,8 +109,7 @@ def _container(
     by_type = [tensors[first : first + count] for first in firsts]
     runs = cuts_together(by_type, max_shard_bytes)
     files = []
-    for mix, first in zip(mixes, firsts, strict=True):
-        stem = f"{base_name}-{label(mix, recipe)}"
+    for (label, mix), first in zip(mixes.items(), firsts, strict=True):
         # Types that are chosen one by one have no mix to name.
         metadata = model.metadata | _about_types(mix if recipe.goal is None else None)
         for number, run in enumerate(runs):
@@ -118,15 +117,15 @@ def _container(
             header = encode_header(
                 metadata, _listed(tensors[i] for i in held), number=number, parts=len(runs), tensors_of_all=count
             )
-            name = gguf_name(stem, number, len(runs))
+            name = gguf_name(f"{base_name}-{label}", number, len(runs))
             files.append(ShardPlan(file=name, tensors=held, header=header, group=number))
     if model.tower:
-        about = model.tower_metadata | _about_types(find_mix(TOWER_TYPE))
+        about = model.tower_metadata | _about_types(TOWER_TYPE)
         of_tower = range(count * len(mixes), len(tensors))
         header = encode_header(about, _listed(tensors[index] for index in of_tower))
         name = gguf_name(f"{TOWER_PREFIX}{base_name}-{TOWER_TYPE}", 0, 1)
         files.append(ShardPlan(file=name, tensors=of_tower, header=header, group=len(runs)))
-    return GgufFiles(name=names_together(base_name, mixes, recipe), alignment=ALIGNMENT, files=tuple(files))
+    return GgufFiles(name=names_together(base_name, mixes), alignment=ALIGNMENT, files=tuple(files))
 
 
 def _small_files(checkpoint: Checkpoint, has_tower: bool, shards: Sequence[ShardPlan]) -> SmallFiles:
@@ -157,14 +156,14 @@ def _listed(tensors: Iterable[TensorPlan]) -> dict[str, Any]:
     }
 
 
-def _about_types(mix: Mix | None) -> dict[str, Any]:
+def _about_types(mix: str | None) -> dict[str, Any]:
     """Return the metadata that name the mix, if there is one, and the version of the block formats."""
     import gguf
 
     writer = gguf.GGUFWriter(None, "")
     writer.kv_data[0].clear()
     if mix is not None:
-        writer.add_file_type(mix.file_type)
+        writer.add_file_type(file_type(mix))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     return dict(writer.kv_data[0])
 
@@ -253,9 +252,9 @@ def _load_one_of(together: str, files: Sequence[str], tower: str | None, model: 
     return ["With llama.cpp, one of:", shell(*run), "LM Studio opens them, too."]
 
 
-def names_together(base_name: str, mixes: Sequence[Mix], recipe: Recipe) -> str:
+def names_together(base_name: str, labels: Iterable[str]) -> str:
     """Return what files of some types are called together."""
-    return f"{base_name}-{'+'.join(label(mix, recipe) for mix in mixes)}"
+    return f"{base_name}-{'+'.join(labels)}"
 
 
 NAME = "gguf"
@@ -263,7 +262,7 @@ UNKNOWN = "model"  # what files are called if nothing names the model
 
 
 def _assign(
-    mixes: Sequence[Mix],
+    mixes: Mapping[str, str],
     recipe: Recipe,
     options: Options,
     imatrix: bool,
@@ -272,6 +271,7 @@ def _assign(
 ) -> Assignment:
     """Decide which types tensors get; names and shapes are those of llama.cpp, or of an image or video model.
 
+    mixes: see read_types
     imatrix: whether errors are weighed by importances
 
     Raises MissingDependencyError without gguf, ExportError if llama.cpp cannot take the model or its tokenizer, or if
@@ -279,7 +279,7 @@ def _assign(
     """
     diffusion, name = diffusion_family(checkpoint), options.name or called
     base_name = (name or UNKNOWN).rpartition("/")[2]
-    stated: dict[str, Any] = {"name": names_together(base_name, mixes, recipe)}
+    stated: dict[str, Any] = {"name": names_together(base_name, mixes)}
     if diffusion is not None:
         model = diffusion_model(checkpoint, diffusion, name=name)
         stated |= {"runs_in": list(diffusion.programs), "class": diffusion.class_name}
@@ -293,12 +293,12 @@ def _assign(
                 )
             model = replace(model, notes=(*model.notes, WITHOUT_TOKENIZER))
     tensors, types, warnings = list[LogicalTensor](), dict[str, tuple[str, str]](), list[str]()
-    for mix in mixes:
-        chosen = chosen_types(mix, recipe, model, checkpoint, imatrix=imatrix)
+    for label, mix in mixes.items():
+        chosen = chosen_types(mix, recipe, model, checkpoint, pure=options.pure, imatrix=imatrix)
         if diffusion is not None:
             check_types(chosen)
         # Several files have tensors of the same names, which a result tells apart.
-        of_type = "" if len(mixes) == 1 else label(mix, recipe) + TYPE_END
+        of_type = "" if len(mixes) == 1 else label + TYPE_END
         tensors += [RenamedTensor.of(of_type + t.name, t) for t in model.tensors] if of_type else model.tensors
         types |= {of_type + name: of for name, of in chosen.items()}
         warnings += [] if imatrix else _wanting(chosen)
@@ -342,8 +342,10 @@ def read_options(options: Options) -> ExportSettings:
         raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibrate` or `imatrix` as well")
     mixes, recipe = read_types(options)
     weighed = informed and rounding != PLAIN
+    stated: dict[str, Any] = {} if recipe.goal is not None else {"type": ",".join(mixes.values())}
+    stated |= {"pure": True} if options.pure else {}
     return ExportSettings(
-        stated={"target": NAME, **stated_types(mixes, recipe)},
+        stated={"target": NAME, **stated, **describe(recipe)},
         assign=partial(_assign, mixes, recipe, options, weighed),
         recipe=recipe,
         rounding=IMPORTANCE if weighed else PLAIN,
@@ -362,11 +364,11 @@ PROPOSED = (
 )  # fmt: skip
 
 
-def _bits(mix: Mix) -> float:
+def _bits(mix: str) -> float:
     """Return about how many bits a mix has for each weight: most have its type, and a fifth that of the output."""
     of_most, of_output = (
         PLAIN_BITS[name] if name in PLAIN_BITS else BLOCK_TYPES[name].bits_per_weight
-        for name in (mix.type, mix.type if mix.pure else mix.output)
+        for name in (MIXES[mix][0], OUTPUTS[mix])
     )
     return (4 * of_most + max(of_most, of_output)) / 5
 
@@ -390,5 +392,5 @@ TARGET = ExportTarget(
     max_shard_bytes=MAX_SHARD_BYTES,
     library="gguf",
     unchecked=lambda checkpoint: None if diffusion_family(checkpoint) else "if llama.cpp has its tokenizer",
-    choices={name.lower(): (Options(type=name.lower()), _bits(mix)) for name, mix in MIXES.items() if name in PROPOSED},
+    choices={mix.lower(): (Options(type=mix.lower()), _bits(mix)) for mix in MIXES if mix in PROPOSED},
 )

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 from pqweights.checkpoint.gguf.diffusion import plain_type
 from pqweights.checkpoint.gguf.mixes import (
     INTEGERS,
+    MIXES,
     PLAIN_TYPES,
-    Mix,
     Shape,
     diffusion_type,
     find_mix,
     fitting_type,
     layers_with_values,
     may_be_quantized,
+    type_of,
 )
 from pqweights.checkpoint.gguf.model import ALIGNMENT, GgufModel, encode_header, tensor_info
 from pqweights.checkpoint.gguf.towers import PLAIN as PLAIN_IN_TOWERS
@@ -39,15 +38,16 @@ from pqweights.targets.assignment import (
     Candidate,
     Layers,
     chosen_within,
-    describe,
     recipe_of,
 )
 
 DEFAULT_TYPE = "q4_k_m"
 
 
-def read_types(options: Options) -> tuple[tuple[Mix, ...], Recipe]:
+def read_types(options: Options) -> tuple[dict[str, str], Recipe]:
     """Return the mix of each file, which decides about what no rule matches, and the rules and the size of all of them.
+
+    Mixes are listed by what the names of files call the types in them.
 
     Raises OptionError for an unknown type and for options that contradict each other.
     """
@@ -55,26 +55,16 @@ def read_types(options: Options) -> tuple[tuple[Mix, ...], Recipe]:
         raise OptionError("`format`: is another name of `type`; leave out one of the two")
     stated = options.format if options.type is None else options.type
     mixes = [find_mix(name.strip()) for name in (DEFAULT_TYPE if stated is None else stated).split(",")]
-    if len({mix.name for mix in mixes}) < len(mixes):
-        raise OptionError(f"`type` {stated}: expected different types")
     recipe = recipe_of(options, (*BLOCK_TYPES, *PLAIN_TYPES))
-    if recipe.goal is not None and (stated is not None or options.pure):
-        raise OptionError("`target_size`: chooses the types itself; leave out `type` and `pure`")
-    return tuple(replace(mix, pure=options.pure) for mix in mixes), recipe
-
-
-def label(mix: Mix, recipe: Recipe) -> str:
-    """Return what file names call the types of a file."""
     if recipe.goal is not None:
-        return "fit"
-    name = mix.type if mix.pure else mix.name
-    return f"{name}-mixed" if recipe.decides else name
-
-
-def stated_types(mixes: Sequence[Mix], recipe: Recipe) -> dict[str, Any]:
-    """Return what a manifest says of the choice; what is not said is the default."""
-    stated: dict[str, Any] = {} if recipe.goal is not None else {"type": ",".join(mix.name for mix in mixes)}
-    return stated | ({"pure": True} if mixes[0].pure else {}) | describe(recipe)
+        if stated is not None or options.pure:
+            raise OptionError("`target_size`: chooses the types itself; leave out `type` and `pure`")
+        return {"fit": mixes[0]}, recipe
+    end = "-mixed" if recipe.decides else ""
+    by_label = {(MIXES[mix][0] if options.pure else mix) + end: mix for mix in mixes}
+    if len(by_label) < len(mixes):
+        raise OptionError(f"`type` {stated}: expected different types")
+    return by_label, recipe
 
 
 # The bits of weights without blocks.
@@ -110,10 +100,11 @@ def tower_type(tensor: LogicalTensor) -> tuple[str, str]:
 
 
 def chosen_types(
-    mix: Mix, recipe: Recipe, model: GgufModel, checkpoint: Checkpoint, *, imatrix: bool
+    mix: str, recipe: Recipe, model: GgufModel, checkpoint: Checkpoint, *, pure: bool = False, imatrix: bool
 ) -> dict[str, tuple[str, str]]:
     """Return the type of every tensor, and why it has it, by its name in the file.
 
+    pure: whether all matrices get the type of the mix
     imatrix: whether errors are weighed by an importance matrix
 
     Raises RecipeError for a pattern that matches nothing, and for a size that cannot be met.
@@ -127,11 +118,11 @@ def chosen_types(
         if (plain := _plain(tensor, model)) is not None:
             result[tensor.name] = plain
             continue
-        reason = f"{mix.name} {'pure' if mix.pure else 'mix'}"
+        reason = f"{mix} {'pure' if pure else 'mix'}"
         if model.diffusion is None:
-            wanted = mix.type_of(tensor.name, tensor.shape, shape)
+            wanted = type_of(mix, tensor.name, tensor.shape, shape, pure=pure)
         else:
-            wanted = diffusion_type(mix, tensor.name)
+            wanted = diffusion_type(mix, tensor.name, pure=pure)
         weights.append(tensor)
         rule, why = recipe.rule_for(known, tensor)
         if rule is None:

@@ -22,10 +22,12 @@ from pqweights.checkpoint.gguf.mixes import (
     OUTPUT,
     WANT_IMPORTANCE,
     Shape,
+    file_type,
     find_mix,
     fitting_type,
     may_be_quantized,
     role_of,
+    type_of,
 )
 from pqweights.checkpoint.source import open_local
 from pqweights.errors import OptionError
@@ -136,20 +138,20 @@ def test_types_are_those_of_llama_cpp(name, imatrix, tmp_path):
     plain = {
         tensor.name: tuple(tensor.shape.tolist()[::-1]) for tensor in gguf.GGUFReader(folder / "plain.gguf").tensors
     }
-    for mix in MIXES.values():
-        if mix.type in ("F32", "F16", "BF16") or mix.name == "NVFP4":  # of which this llama.cpp makes no files
+    for mix, (most, _) in MIXES.items():
+        if most in ("F32", "F16", "BF16") or mix == "NVFP4":  # of which this llama.cpp makes no files
             continue
-        expected = {tensor: fitting_type(mix.type_of(tensor, size, shape), size[-1]) for tensor, size in plain.items()}
+        expected = {tensor: fitting_type(type_of(mix, tensor, size, shape), size[-1]) for tensor, size in plain.items()}
         inner = {kind for tensor, kind in expected.items() if role_of(tensor) not in (OUTPUT, EMBEDDING)}
         settings = library.llama_model_quantize_default_params()
-        settings.ftype = mix.file_type
+        settings.ftype = file_type(mix)
         if imatrix:
             data, kept = importances(library, folder / "plain.gguf")
             settings.imatrix = data
             assert kept
         types, wants_imatrix = without_quantizing(folder / "plain.gguf", settings)
-        assert types == expected, mix.name
-        assert wants_imatrix == (not imatrix and bool(inner & {*WANT_IMPORTANCE} or mix.name == "Q2_K_S")), mix.name
+        assert types == expected, mix
+        assert wants_imatrix == (not imatrix and bool(inner & {*WANT_IMPORTANCE} or mix == "Q2_K_S")), mix
 
 
 @pytest.mark.parametrize("name", ["lfm2 moe", "gemma4", "hy v4", "qwen3_5 moe", "qwen4 exp", "nemotron h moe"])
@@ -162,9 +164,9 @@ def test_types_in_layers_of_several_kinds_are_those_of_llama_cpp(name, tmp_path)
     gguf_cases.saved(dataclasses.replace(case, settings=case.settings | sizes), tmp_path)
     plain, out, library = write_gguf(tmp_path), tmp_path / "quantized.gguf", llama_library.library()[0]
     model = converted(tmp_path)
-    for mix in (MIXES[name] for name in ("Q4_K_M", "Q3_K_M")):
+    for mix in ("Q4_K_M", "Q3_K_M"):
         settings = library.llama_model_quantize_default_params()
-        settings.ftype = mix.file_type
+        settings.ftype = file_type(mix)
         assert library.llama_model_quantize(str(plain).encode(), str(out).encode(), ctypes.byref(settings)) == 0
         types = chosen_types(mix, NOTHING, model, open_local(tmp_path), imatrix=False)
         expected = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
@@ -176,24 +178,24 @@ def test_an_importance_matrix_widens_the_first_eighth_of_ffn_down():
     for name, wider in (("Q4_0", "Q4_1"), ("Q5_0", "Q5_1")):
         for imatrix in (False, True):
             model = Shape(layers=17, shared=2, experts=0, tied=False, large=False, imatrix=imatrix)
-            types = [MIXES[name].type_of(f"blk.{n}.ffn_down.weight", (256, 512), model) for n in range(17)]
+            types = [type_of(name, f"blk.{n}.ffn_down.weight", (256, 512), model) for n in range(17)]
             assert types == ([wider] * 2 if imatrix else [name] * 2) + [name] * 15
-            assert MIXES[name].type_of("blk.0.ffn_up.weight", (512, 256), model) == name
+            assert type_of(name, "blk.0.ffn_up.weight", (512, 256), model) == name
 
 
 def test_names_are_found_in_any_case_and_the_nearest_is_named():
-    assert find_mix("q4_k_m") is find_mix("Q4_K") is MIXES["Q4_K_M"]
+    assert find_mix("q4_k_m") == find_mix("Q4_K") == "Q4_K_M"
     assert set(ALIASES.values()) <= MIXES.keys()
     with raises(OptionError, "`type` q4km", "'Q4_K_M'"):
         find_mix("q4km")
 
 
 def test_every_type_of_a_mix_has_blocks_and_a_file_type():
-    for mix in MIXES.values():
-        assert mix.type in BLOCK_TYPES or mix.type in ("F32", "F16", "BF16")
-        assert all(wider in BLOCK_TYPES for _, _, wider in mix.others)
-        of_package = gguf.LlamaFileType.__members__.get("ALL_F32" if mix.name == "F32" else f"MOSTLY_{mix.name}")
-        assert mix.file_type == of_package or (of_package is None and mix.name == "Q2_0")
+    for mix, (most, others) in MIXES.items():
+        assert most in BLOCK_TYPES or most in ("F32", "F16", "BF16")
+        assert all(wider in BLOCK_TYPES for _, _, wider in others)
+        of_package = gguf.LlamaFileType.__members__.get("ALL_F32" if mix == "F32" else f"MOSTLY_{mix}")
+        assert file_type(mix) == of_package or (of_package is None and mix == "Q2_0")
 
 
 def test_what_llama_cpp_computes_in_float32_is_never_quantized():

@@ -13,7 +13,7 @@ import safetensors
 from helpers import folder_bytes, killed_runs, run_command
 
 from pqweights.convert.report import RewriteReport
-from pqweights.convert.run import Run, ShardMark
+from pqweights.convert.run import Run, parse_mark
 from pqweights.targets import master
 
 SHARD_BYTES = 20_000  # four output shards of the small checkpoint
@@ -55,8 +55,8 @@ def marks(out: Path) -> list[Path]:
 
 def finished(out: Path) -> set[str]:
     """The tensors of finished shards."""
-    parsed = [ShardMark.parse(path.read_bytes()) for path in marks(out)]
-    return {record.name for mark in parsed if mark is not None for record in mark.records}
+    parsed = [parse_mark(path.read_bytes()) for path in marks(out)]
+    return {record.name for mark in parsed if mark is not None for record in mark[0]}
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any], out: Path) -> tuple[RewriteReport, set[str]]:

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from helpers import folder_bytes, run_command
 
 from pqweights.convert.report import RewriteReport
-from pqweights.convert.run import ShardMark
+from pqweights.convert.run import parse_mark
 
 CHANGES = ("pipe_file", "put_file", "cp_file", "rm_file")
 READS = ("find", "info", "cat_file")
@@ -131,4 +131,4 @@ class Kill:
 def staged_tensors(address: str) -> set[str]:
     """The tensors of the shards that are marked as complete."""
     marks = (data for name, data in objects(address).items() if name.endswith(".safetensors.json"))
-    return {record.name for mark in map(ShardMark.parse, marks) if mark is not None for record in mark.records}
+    return {record.name for mark in map(parse_mark, marks) if mark is not None for record in mark[0]}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from pqweights.checkpoint.gguf.contents import FILE_TYPES
@@ -100,58 +99,6 @@ LAYERS: Mapping[str, Callable[[int, Shape], bool]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mix:
-    """A choice of types.
-
-    name: what users call it
-    type: the type of most tensors
-    others: a role, in which layers (a key of LAYERS), and the type; the first that holds decides
-    output: the type of the output
-    pure: whether all tensors get the one type
-    """
-
-    name: str
-    type: str
-    others: tuple[tuple[str, str, str], ...] = ()
-    output: str = "Q6_K"
-    pure: bool = False
-
-    @property
-    def file_type(self) -> int:
-        """The number that GGUF has for it."""
-        return next(number for number, name in FILE_TYPES.items() if name == self.name)
-
-    def type_of(self, name: str, shape: tuple[int, ...], model: Shape) -> str:
-        """Return the type that a tensor should get, before it is known whether its rows fit."""
-        if not may_be_quantized(name, shape):
-            return "F32"
-        if self.pure or self.type in PLAIN_TYPES:
-            return self.type
-        role = role_of(name)
-        if role == OUTPUT or (role == EMBEDDING and model.tied):
-            whole = shape[-1] % BLOCK_TYPES[self.type].group_size == 0
-            return self.output if whole else "Q8_0"
-        if self.name == "MXFP4_MOE":
-            return self.type if len(shape) > 2 else "Q8_0"
-        return self._in_layer(role, name, model)
-
-    def _in_layer(self, role: str | None, name: str, model: Shape) -> str:
-        block = _LAYER.match(name)
-        layer = int(block[1]) if block else 0
-        least = self.name.startswith(("IQ1", "IQ2"))
-        if model.experts == 8 and role in (VALUES, KEYS):
-            return "Q4_K" if least else "Q8_0"
-        if model.experts == 8 and role == ATTENTION_OUTPUT:
-            return "Q5_K" if least or self.name in _WIDE_OUTPUT_OF_EIGHT else self.type
-        if role == VALUES and layer in model.with_values:
-            layer, model = model.with_values.index(layer), model._replace(layers=len(model.with_values))
-        others = (type_ for of, layers, type_ in self.others if of == role and LAYERS[layers](layer, model))
-        chosen = next(others, self.type)
-        large = model.large and role == VALUES and not least
-        return "Q5_K" if large and chosen in ("Q3_K", "Q4_K") else chosen
-
-
 _WIDE_OUTPUT_OF_EIGHT = (
     "Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", "IQ4_NL", "IQ4_XS"
 )  # fmt: skip
@@ -166,8 +113,9 @@ _IQ1 = (_Q4_VALUES, (VALUES, "all", "Q2_K"), (DOWN, "first eighth", "Q2_K"), (AT
 _IQ2_X = (_Q4_VALUES, (VALUES, "all", "Q2_K"), (DOWN, "first eighth", "Q2_K"))
 _IQ2 = (_Q4_VALUES, (VALUES, "all", "IQ3_S"), (DOWN, "first eighth", "IQ3_S"), (ATTENTION_OUTPUT, "all", "IQ3_S"))
 _TERNARY = ((EMBEDDING, "all", "Q4_K"),)
-# The type of most tensors, and the others, by the name of a mix.
-_MIXES: Mapping[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
+# By the name of a mix: the type of most tensors, and others, of which the first that holds decides: a role, in which
+# layers (a key of LAYERS), and the type.
+MIXES: Mapping[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
     "F32": ("F32", ()),
     "F16": ("F16", ()),
     "BF16": ("BF16", ()),
@@ -220,12 +168,11 @@ _MIXES: Mapping[str, tuple[str, tuple[tuple[str, str, str], ...]]] = {
     "Q2_0": ("Q2_0", ((EMBEDDING, "all", "Q4_K"),)),
     "Q1_0": ("Q1_0", ()),
 }  # fmt: skip
-_OUTPUTS = {"Q8_0": "Q8_0", "MXFP4_MOE": "Q8_0"} | dict.fromkeys(
-    ("IQ3_XXS", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"), "Q5_K"
-)
-MIXES = {
-    name: Mix(name=name, type=most, others=others, output=_OUTPUTS.get(name, "Q6_K"))
-    for name, (most, others) in _MIXES.items()
+# The type of the output.
+OUTPUTS: Mapping[str, str] = {
+    **dict.fromkeys(MIXES, "Q6_K"),
+    **dict.fromkeys(("Q8_0", "MXFP4_MOE"), "Q8_0"),
+    **dict.fromkeys(("IQ3_XXS", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"), "Q5_K"),
 }
 # Names of types that are not those of mixes: as in llama.cpp, they stand for the mix of middle size.
 ALIASES: Mapping[str, str] = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
@@ -253,19 +200,60 @@ _OF_DIFFUSION: Mapping[str, tuple[tuple[str, str, str], ...]] = {
 _NO_SHAPE = Shape(layers=0, shared=0, experts=0, tied=False, large=False, imatrix=False)
 
 
-def diffusion_type(mix: Mix, name: str) -> str:
-    """Return the type that a matrix in a block of an image or video model should get."""
-    role, block = diffusion.role_of(name), diffusion.block_of(name)
-    others = () if mix.pure else _OF_DIFFUSION.get(mix.name, ())
-    return next((type_ for of, layers, type_ in others if of == role and LAYERS[layers](block, _NO_SHAPE)), mix.type)
-
-
-def find_mix(given: str) -> Mix:
-    """Return the mix of a name, in whatever case. Raises OptionError for an unknown one; it names the nearest."""
+def find_mix(given: str) -> str:
+    """Return the name of a mix, given in whatever case. Raises OptionError for an unknown one; it names the nearest."""
     name = given.upper()
     if name not in MIXES and name not in ALIASES:
         raise OptionError(f"`type` {given}: {instead(name, [*MIXES, *ALIASES])}")
-    return MIXES[ALIASES.get(name, name)]
+    return ALIASES.get(name, name)
+
+
+def file_type(mix: str) -> int:
+    """Return the number that GGUF has for a mix."""
+    return next(number for number, name in FILE_TYPES.items() if name == mix)
+
+
+def type_of(mix: str, name: str, shape: tuple[int, ...], model: Shape, *, pure: bool = False) -> str:
+    """Return the type that a tensor should get in a mix, before it is known whether its rows fit.
+
+    pure: whether all matrices get the one type
+    """
+    most, _ = MIXES[mix]
+    if not may_be_quantized(name, shape):
+        return "F32"
+    if pure or most in PLAIN_TYPES:
+        return most
+    role = role_of(name)
+    if role == OUTPUT or (role == EMBEDDING and model.tied):
+        whole = shape[-1] % BLOCK_TYPES[most].group_size == 0
+        return OUTPUTS[mix] if whole else "Q8_0"
+    if mix == "MXFP4_MOE":
+        return most if len(shape) > 2 else "Q8_0"
+    return _type_in_layer(mix, role, name, model)
+
+
+def _type_in_layer(mix: str, role: str | None, name: str, model: Shape) -> str:
+    most, others = MIXES[mix]
+    block = _LAYER.match(name)
+    layer = int(block[1]) if block else 0
+    least = mix.startswith(("IQ1", "IQ2"))
+    if model.experts == 8 and role in (VALUES, KEYS):
+        return "Q4_K" if least else "Q8_0"
+    if model.experts == 8 and role == ATTENTION_OUTPUT:
+        return "Q5_K" if least or mix in _WIDE_OUTPUT_OF_EIGHT else most
+    if role == VALUES and layer in model.with_values:
+        layer, model = model.with_values.index(layer), model._replace(layers=len(model.with_values))
+    chosen = next((type_ for of, layers, type_ in others if of == role and LAYERS[layers](layer, model)), most)
+    large = model.large and role == VALUES and not least
+    return "Q5_K" if large and chosen in ("Q3_K", "Q4_K") else chosen
+
+
+def diffusion_type(mix: str, name: str, *, pure: bool) -> str:
+    """Return the type that a matrix in a block of an image or video model should get."""
+    role, block = diffusion.role_of(name), diffusion.block_of(name)
+    others = () if pure else _OF_DIFFUSION.get(mix, ())
+    most, _ = MIXES[mix]
+    return next((type_ for of, layers, type_ in others if of == role and LAYERS[layers](block, _NO_SHAPE)), most)
 
 
 def role_of(name: str) -> str | None:

@@ -31,7 +31,7 @@ from pqweights.convert.distributed.cluster import (
 from pqweights.convert.distributed.worker import MAKE, TIDY, VERSIONS, ClusterWork, Done, ShardWork, remote_call
 from pqweights.convert.needs import fetched_bytes_of, resource_needs, result_need, room_for_shards
 from pqweights.convert.plan import Plan
-from pqweights.convert.run import Run, ShardMark, unlocked
+from pqweights.convert.run import Mark, Run, unlocked
 from pqweights.errors import ClusterError, MasterError, PqweightsError, SourceError
 from pqweights.planning.layout import ShardPlan, in_groups
 
@@ -108,9 +108,7 @@ class RayEngine:
             raise ClusterError(f"no node has what a task needs: {needs}; pass fewer `threads`")
         return used
 
-    def make_shards(
-        self, plan: Plan, run: Run, shards: Sequence[ShardPlan], progress: Progress
-    ) -> dict[str, ShardMark]:
+    def make_shards(self, plan: Plan, run: Run, shards: Sequence[ShardPlan], progress: Progress) -> dict[str, Mark]:
         """Make shards, a group in each task, the largest first; see convert.shard.make_shards."""
         if not shards:
             return {}
@@ -118,14 +116,14 @@ class RayEngine:
         groups.sort(key=lambda group: -_source_bytes(plan, group))
         pickled, memory_bytes = self._work(plan, run, groups)
         total, left = _source_bytes(plan, plan.shards), _source_bytes(plan, shards)
-        marks = dict[str, ShardMark]()
+        marks = dict[str, Mark]()
         progress(total - left, total, f"0 of {len(shards)} files")
         with contextlib.closing(self._each(pickled, range(len(groups)), memory_bytes)) as made:
             for number, (of_group, bytes_read) in made:
                 run.check_lock()
                 marks |= of_group
-                for mark in of_group.values():
-                    plan.checkpoint.restore_fingerprints(dict(mark.fingerprints))
+                for _, fingerprints in of_group.values():
+                    plan.checkpoint.restore_fingerprints(fingerprints)
                 plan.checkpoint.storage.bytes_read += bytes_read
                 left -= _source_bytes(plan, groups[number])
                 progress(total - left, total, f"{len(marks)} of {len(shards)} files")

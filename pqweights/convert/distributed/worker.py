@@ -19,7 +19,7 @@ from pqweights.checkpoint.writer import free_bytes
 from pqweights.common.threads import no_progress
 from pqweights.convert.manifest import SAME_BYTES_SINCE
 from pqweights.convert.plan import Plan
-from pqweights.convert.run import Run, ShardMark
+from pqweights.convert.run import Mark, Run
 from pqweights.convert.shard import make_shards
 from pqweights.errors import ClusterError, PqweightsError
 from pqweights.planning.layout import ShardPlan
@@ -66,7 +66,7 @@ class ShardWork(ClusterWork):
     groups: Sequence[Sequence[ShardPlan]]
     threads: int
 
-    def make(self, number: int) -> tuple[Mapping[str, ShardMark], int]:
+    def make(self, number: int) -> tuple[Mapping[str, Mark], int]:
         """Make the group with a number; return the marks by name, and how many bytes were read from all checkpoints."""
         return _made(self, number)
 
@@ -177,7 +177,7 @@ def _make(pickled: bytes, number: int) -> str | Done:
     return Done(work.make(number)) if problem is None else problem
 
 
-def _made(work: ShardWork, number: int) -> tuple[Mapping[str, ShardMark], int]:
+def _made(work: ShardWork, number: int) -> tuple[Mapping[str, Mark], int]:
     plan, folder = work.plan, work.run.folder
     read_before = plan.bytes_read
     if work.run.store.is_elsewhere:
