@@ -29,7 +29,6 @@ from quality import remembering
 
 from pqweights.calibrate.sensitivity import measured
 from pqweights.common.options import DEFAULT_SAMPLE_TOKENS, SELF, EvaluationOptions, Options
-from pqweights.common.threads import usable_cores
 from pqweights.convert.convert import convert
 from pqweights.planning.choice import choose_recipe
 from pqweights.planning.layout import QUANTIZE, TensorPlan, block_format_of
@@ -72,10 +71,7 @@ def measured_sensitivity(model: Path, text: str | None, tokens: int) -> Sensitiv
         file = Path(folder, "text.txt")
         file.write_text(text or "", encoding="utf-8")
         asked = Options(calibrate=SELF if text is None else file, calibration_tokens=tokens)
-        threads = usable_cores()
-        return measured(
-            model, Path(folder), load_recipe("q5"), asked, threads=threads, progress=lambda done, total, what: None
-        )
+        return measured(model, Path(folder), load_recipe("q5"), asked, progress=lambda done, total, what: None)
 
 
 class Groups(NamedTuple):

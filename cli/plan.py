@@ -273,26 +273,18 @@ def fit_lines(fit: Fit) -> list[str]:
     """Return the chosen bit widths, the size that they give, and how much the loss is predicted to rise."""
     target = fit.goal.output_bytes
     used = f" ({fit.output_bytes / target:.2%})" if target else ""
+    widths = {group.name: "kept" if group.bits is None else str(group.bits) for group in fit.groups}
+    alphas = {group.name: group.alpha for group in fit.groups}
     return [
-        *_width_lines(fit),
-        *_alpha_lines(fit),
+        "bits of each group of weights, by layer:",
+        *tables.by_layer(widths),
+        *(() if fit.sensitivity is None else report.alpha_lines(alphas)),
         f"target: {fit.goal}; result: {fit.output_bytes} bytes{used}; smallest possible: {fit.smallest_bytes} bytes",
         f"bits, all overhead counted: {fit.bits_per_weight:.4f} per weight that the recipe quantizes{_left(fit)}, "
         f"{fit.bits_per_parameter:.4f} per parameter",
         f"predicted rise of the loss: {fit.rise:.5f} ({_unit(fit)})",
         *_warnings(fit),
     ]
-
-
-def _width_lines(fit: Fit) -> list[str]:
-    """Return a line for each kind of group, with its bit widths in the order of the layers."""
-    widths = {group.name: "kept" if group.bits is None else str(group.bits) for group in fit.groups}
-    return ["bits of each group of weights, by layer:", *tables.by_layer(widths)]
-
-
-def _alpha_lines(fit: Fit) -> list[str]:
-    """Return how much each group matters, if that was measured."""
-    return [] if fit.sensitivity is None else report.alpha_lines({group.name: group.alpha for group in fit.groups})
 
 
 def _left(fit: Fit) -> str:

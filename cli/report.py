@@ -249,7 +249,8 @@ def quality_lines(pairs: Pairs) -> list[str]:
 
     measured = [(tensor, record) for tensor, record in pairs if record.energy is not None]
     if not measured:
-        return ["lossless: weights are the numbers of the source, bit for bit"] if any_native(pairs) else []
+        is_lossless = any(tensor.codec == "native" for tensor, _ in pairs)
+        return ["lossless: weights are the numbers of the source, bit for bit"] if is_lossless else []
     return [
         f"relative MSE of the quantized weights: {total_relative_mse([record for _, record in pairs]):.6f}",
         *_worst_lines(measured),
@@ -268,11 +269,6 @@ def exceeding_lines(pairs: Pairs) -> list[str]:
         for tensor, record in pairs
         if record.energy is not None and exceeds(tensor, record)
     ]
-
-
-def any_native(pairs: Pairs) -> bool:
-    """Whether weights were stored without loss."""
-    return any(tensor.codec == "native" for tensor, _ in pairs)
 
 
 def _worst_lines(pairs: Pairs) -> list[str]:

@@ -23,7 +23,7 @@ from pqweights.common.options import (
     Options,
     StrPath,
     Tell,
-    located,
+    location,
     options_in,
     path_of,
     text,
@@ -103,7 +103,7 @@ def plan(
     Raises SourceError, RecipeError, OptionError or HubError.
     """
     options = options_in(Options, locals())
-    return planned(located("source", source), options, progress=calibration_progress or no_progress)
+    return planned(location("source", source), options, progress=calibration_progress or no_progress)
 
 
 def planned(source: str | Path, options: Options, out: Store | None = None, *, progress: Progress) -> PlanReport:
@@ -198,10 +198,10 @@ def quantize(
     Raises SourceError, RecipeError, OptionError, OutputError or HubError.
     """
     options = options_in(Options, locals())
-    store, show = open_store(located("out", out)), calibration_progress or no_progress
+    store, show = open_store(location("out", out)), calibration_progress or no_progress
     with (
         _with_engine(options, ray) as engaged,
-        _quantized(located("source", source), store, engaged, show) as (plan, checked),
+        _quantized(location("source", source), store, engaged, show) as (plan, checked),
     ):
         return convert(plan, store, checked)
 
@@ -304,19 +304,9 @@ def export(
     Raises SourceError, MasterError, ExportError, OptionError, OutputError, HubError or MissingDependencyError.
     """
     options = options_in(Options, locals())
-    settings_of(get_target(target), options)  # refuses wrong values before anything is fetched
-    if ray is not None and calibrate is not None:
-        raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
-    if push is not None and ray is not None:
-        raise OptionError("`push`: files are sent by one machine; leave out `ray` or `push`")
-    if private and push is None:
-        raise OptionError("`private`: says how `push` creates a repository; give `push`, or leave it out")
-    given, store = located("source", source), open_store(located("out", out))
+    _check_export(target, options, push=push, private=private, dry_run=dry_run, ray=ray)
+    given, store = location("source", source), open_store(location("out", out))
     if dry_run:
-        if calibrate is not None and _has_goal(target, options):
-            raise OptionError(
-                "`dry_run`: the formats for a goal depend on what `calibrate` measures; leave out one of them"
-            )
         opened = open_exported(given, options)
         return unmeasured(plan_export(given, opened, store, target, options=options))
     if push is not None and store.is_elsewhere:
@@ -328,6 +318,23 @@ def export(
         if push is None:
             return convert(plan, store, checked)
         return _sent(push, plan, store, checked, private=private)
+
+
+def _check_export(
+    target: str, options: Options, *, push: str | None, private: bool, dry_run: bool, ray: str | None
+) -> None:
+    """Raise OptionError for wrong values of `export`, and for those that contradict each other."""
+    goal = settings_of(get_target(target), options).recipe.goal
+    if ray is not None and options.calibrate is not None:
+        raise OptionError("`ray`: the inputs of weights are learned on one machine; leave out `ray` or `calibrate`")
+    if push is not None and ray is not None:
+        raise OptionError("`push`: files are sent by one machine; leave out `ray` or `push`")
+    if private and push is None:
+        raise OptionError("`private`: says how `push` creates a repository; give `push`, or leave it out")
+    if dry_run and options.calibrate is not None and goal is not None:
+        raise OptionError(
+            "`dry_run`: the formats for a goal depend on what `calibrate` measures; leave out one of them"
+        )
 
 
 def _sent(repository: str, plan: Plan, store: Store, options: Options, *, private: bool) -> RewriteReport:
@@ -382,11 +389,6 @@ def _exported(source: str | Path, store: Store, target: str, options: Options) -
             write_imatrix(file, known, opened[0], str(options.calibrate))
 
 
-def _has_goal(target: str, options: Options) -> bool:
-    """Whether formats are chosen for a goal, which depends on how much each weight matters."""
-    return settings_of(get_target(target), options).recipe.goal is not None
-
-
 def _fetched(source: str | Path, options: Options) -> tuple[Path, Options]:
     """Fetch a model that is to be run, and return its folder, and the options with the commit that was fetched."""
     fetched = local_folder(source, options, progress=options.progress)
@@ -429,7 +431,7 @@ def verify(
     options = options_in(Options, locals() | {"revision": None, "progress": making_progress})
     show = progress or no_progress
     access = Options(revision=revision, token=token, tell=tell)
-    result = find_result(located("folder", folder), access, ours=True, progress=show)
+    result = find_result(location("folder", folder), access, ours=True, progress=show)
     verified = verify_folder(result.where, threads=options.thread_count, beside=result.not_fetched, progress=show)
     if source is None:
         return verified
@@ -437,7 +439,7 @@ def verify(
     learning = calibration_progress or no_progress
     with (
         unkept_store() as store,
-        _as_stated(manifest, located("source", source), store, options, learning) as (plan, checked),
+        _as_stated(manifest, location("source", source), store, options, learning) as (plan, checked),
     ):
         again = made_again(plan, store, checked)
     return replace(verified, problems=(*verified.problems, *differences(manifest, again)))
@@ -480,11 +482,11 @@ def rebuild(
     Raises MasterError for what is no manifest; and what `quantize` and `export` raise.
     """
     options = options_in(Options, locals())
-    stated = _read_manifest(located("manifest", manifest), Options(token=token, tell=tell))
-    store, learning = open_store(located("out", out)), calibration_progress or no_progress
+    stated = _read_manifest(location("manifest", manifest), Options(token=token, tell=tell))
+    store, learning = open_store(location("out", out)), calibration_progress or no_progress
     with (
         _with_engine(options, ray) as engaged,
-        _as_stated(stated, located("source", source), store, engaged, learning) as (plan, checked),
+        _as_stated(stated, location("source", source), store, engaged, learning) as (plan, checked),
     ):
         report = convert(plan, store, checked)
     made = parse_manifest(store.read(MANIFEST_FILE) or b"")
@@ -521,7 +523,7 @@ def inspect(
     Raises MasterError, SourceError or HubError.
     """
     hub = Options(revision=revision, token=token, tell=tell)
-    return inspect_folder(find_result(located("folder", folder), hub, only=[MANIFEST_FILE]).where)
+    return inspect_folder(find_result(location("folder", folder), hub, only=[MANIFEST_FILE]).where)
 
 
 def generate(
@@ -570,7 +572,7 @@ def generate(
     if revision is not None and repository_id(str(model)) is None:
         raise OptionError("`revision`: expected a repository on the Hub as MODEL")
     fetched = local_folder(
-        located("model", model), Options(revision=revision, token=token, tell=tell), progress=progress or no_progress
+        location("model", model), Options(revision=revision, token=token, tell=tell), progress=progress or no_progress
     )
     return continued(fetched.path, prompt, options, name=str(model), on_text=on_text or _say_nothing)
 

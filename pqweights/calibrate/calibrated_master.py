@@ -31,7 +31,6 @@ from pqweights.common.options import BY_TENSOR, Options
 from pqweights.common.strict_json import rounded
 from pqweights.common.threads import Progress
 from pqweights.convert.distributed.engine import local_files
-from pqweights.convert.plan import Plan
 from pqweights.convert.ready import ReadyWeights
 from pqweights.formats.trellis import Trellis
 from pqweights.planning.calibration import FEWEST_ROWS, wanted_bits, work_bytes
@@ -81,9 +80,7 @@ def calibrated_codes(
             states=states,
             at_most=goal != Goal(),
             most_divergence=goal.divergence,
-            diverged=_divergence_of(model, ids, sample, recipe, options, work, options.thread_count)
-            if is_checked
-            else None,
+            diverged=_divergence_of(model, ids, sample, recipe, options, work) if is_checked else None,
             by_tensor=options.rate == BY_TENSOR,
             threads=options.thread_count,
             seed=SEED,
@@ -97,7 +94,7 @@ def calibrated_codes(
         if encoded.divergence is not None:
             about |= {"divergence": rounded(encoded.divergence), **sample.checked}
         ready = ReadyWeights.open(encoded.folder, about=about | {"identity": key})
-        left = _of_the_trellis(plan) - ready.weights.keys()
+        left = {tensor.name for tensor in plan.tensors if tensor.codec == Trellis.codec} - ready.weights.keys()
         sample.check_source()
         warnings = (*_missed(encoded, goal), *_warnings(left, wanted, weights, ready))
         pooled = _pooled(calibration.hardly_reached, ready)
@@ -106,14 +103,14 @@ def calibrated_codes(
 
 
 def _divergence_of(
-    model: LayeredModel, ids: Tensor, sample: SampleOf, recipe: Recipe, options: Options, work: Path, threads: int
+    model: LayeredModel, ids: Tensor, sample: SampleOf, recipe: Recipe, options: Options, work: Path
 ) -> Callable[[Path], float]:
     """Return what measures the divergence of a master with the codes in a folder. ids: the sample"""
     divergence = LayerwiseDivergence(model, sample.unseen(work, ids))
 
     def measured(folder: Path) -> float:
         learned = Learned(ready=ReadyWeights.open(folder, about={}))
-        return divergence.of(model_of_trial(sample, recipe, options, work, threads, learned))
+        return divergence.of(model_of_trial(sample, recipe, options, work, learned))
 
     return measured
 
@@ -129,10 +126,6 @@ def _about(sample: SampleOf, ids: Tensor, *, states: int, rate: str) -> dict[str
         "rate": rate,
         "sample_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
     }
-
-
-def _of_the_trellis(plan: Plan) -> set[str]:
-    return {tensor.name for tensor in plan.tensors if tensor.codec == Trellis.codec}
 
 
 def _warnings(

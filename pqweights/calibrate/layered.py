@@ -132,7 +132,7 @@ class LayeredModel:
         self._stacks: dict[str, StoredMatrices] = {}
         self._tensors = self._by_layer(checkpoint)
         self._as_tuple = False
-        if self._list_shares_state(config):
+        if getattr(config.get_text_config(), "num_kv_shared_layers", 0):
             raise self._refused("its layers share keys and values")
         described = sum(parameter.numel() for parameter in self.model.parameters())
         stored = sum(element_count(tensor) for tensor in checkpoint.tensors)
@@ -215,9 +215,6 @@ class LayeredModel:
         return SourceError(
             f"{self._folder}: {type(self.model).__name__} cannot be run layer by layer: {why}; {self._remedy}"
         )
-
-    def _list_shares_state(self, config: Any) -> bool:
-        return bool(getattr(config.get_text_config(), "num_kv_shared_layers", 0))
 
     def _by_layer(self, checkpoint: Checkpoint) -> dict[int, list[LogicalTensor]]:
         """Return which tensors of the checkpoint belong to each layer, by transformers' rules for renaming."""

@@ -58,5 +58,4 @@ def learned_for_plan(source: str | Path, recipe: Recipe, options: Options, show:
     """Return the sensitivities by which a plan chooses bit widths. show: called with steps, as progress is"""
     fetched = local_folder(source, options)
     with TemporaryDirectory() as work:
-        sensitivity = measured(fetched.path, Path(work), recipe, options, threads=options.thread_count, progress=show)
-    return Learned(sensitivity=sensitivity)
+        return Learned(sensitivity=measured(fetched.path, Path(work), recipe, options, progress=show))

@@ -108,21 +108,14 @@ def sensitivity_for(
         yield Sensitivity.read(stated), options
         return
     with worked_on_in(folder_beside(out), out, key, options.thread_count, sample.contents.is_same) as work:
-        sensitivity = _measured(sample, work, recipe, options, threads=options.thread_count, progress=progress)
-        yield (
-            replace(sensitivity, method=sensitivity.method | {"identity": key}),
-            replace(options, check=sample.check_source),
-        )
+        yield _measured(sample, key, work, recipe, options, progress), replace(options, check=sample.check_source)
 
 
-def measured(
-    source: Path, work: Path, recipe: Recipe, options: Options, *, threads: int, progress: Progress
-) -> Sensitivity:
+def measured(source: Path, work: Path, recipe: Recipe, options: Options, *, progress: Progress) -> Sensitivity:
     """Measure the sensitivities by which a plan chooses bit widths. work: an empty folder"""
     sample, key = _sample(source, recipe, options)
-    with worked_on_in(work / "sensitivity", source, key, threads, sample.contents.is_same) as folder:
-        sensitivity = _measured(sample, folder, recipe, options, threads=threads, progress=progress)
-    return replace(sensitivity, method=sensitivity.method | {"identity": key})
+    with worked_on_in(work / "sensitivity", source, key, options.thread_count, sample.contents.is_same) as folder:
+        return _measured(sample, key, folder, recipe, options, progress)
 
 
 def _sample(source: Path, recipe: Recipe, options: Options) -> tuple[SampleOf, str]:
@@ -135,29 +128,31 @@ def _sample(source: Path, recipe: Recipe, options: Options) -> tuple[SampleOf, s
 
 
 def _measured(
-    sample: SampleOf, work: Path, recipe: Recipe, options: Options, *, threads: int, progress: Progress
+    sample: SampleOf, key: str, work: Path, recipe: Recipe, options: Options, progress: Progress
 ) -> Sensitivity:
-    """Measure sensitivities, by masters that are made of them if the recipe is for a divergence."""
-    sensitivity = measure(sample, work, block_sizes(sample.checkpoint, recipe), threads=threads, progress=progress)
-    if recipe.goal is None or recipe.goal.divergence is None:
-        return sensitivity
+    """Measure sensitivities, by masters that are made of them if the recipe is for a divergence. key: see _sample"""
+    sizes, threads = block_sizes(sample.checkpoint, recipe), options.thread_count
+    sensitivity = measure(sample, work, sizes, threads=threads, progress=progress)
+    about = {"identity": key}
+    if recipe.goal is not None and recipe.goal.divergence is not None:
+        with slow_step("measuring the divergence of masters"):
+            model = LayeredModel(sample.checkpoint, sample.source, remedy=REMEDY)
+            divergence = LayerwiseDivergence(model, sample.unseen(work, sample.ids(work, threads)))
+            sensitivity = scaled_for(
+                recipe.goal.divergence,
+                sensitivity,
+                divergence,
+                lambda known: model_of_trial(sample, recipe, options, work, Learned(sensitivity=known)),
+                work,
+            )
+        about |= sample.checked
+    return replace(sensitivity, method=sensitivity.method | about)
 
-    def make(sensitivity: Sensitivity) -> LayeredModel:
-        return model_of_trial(sample, recipe, options, work, threads, Learned(sensitivity=sensitivity))
 
-    with slow_step("measuring the divergence of masters"):
-        model = LayeredModel(sample.checkpoint, sample.source, remedy=REMEDY)
-        divergence = LayerwiseDivergence(model, sample.unseen(work, sample.ids(work, threads)))
-        scaled = scaled_for(recipe.goal.divergence, sensitivity, divergence, make, work)
-    return replace(scaled, method=scaled.method | sample.checked)
-
-
-def model_of_trial(
-    sample: SampleOf, recipe: Recipe, options: Options, work: Path, threads: int, learned: Learned
-) -> LayeredModel:
+def model_of_trial(sample: SampleOf, recipe: Recipe, options: Options, work: Path, learned: Learned) -> LayeredModel:
     """Make a master in a folder for work, and return its model."""
     tried = open_store(work / "tried")
-    again = replace(options, threads=threads, overwrite=True, progress=no_progress, engine=None)
+    again = replace(options, overwrite=True, progress=no_progress, engine=None)
     convert(plan_quantize(sample.source, recipe, again, learned, out=tried), tried, again)
     return LayeredModel(open_exported(tried.path)[0], sample.described, remedy=REMEDY)
 

@@ -99,13 +99,9 @@ def open_adapter(storage: Storage, given: str, name: str, weight: float = 1.0) -
     stored = tuple(read_header(storage, file)[0])
     opened = Checkpoint(
         storage=storage,
-        config=None,
         stored=stored,
         tensors=tuple(PlainTensor.of(storage, tensor) for tensor in stored),
         weight_files=(file,),
-        companions=(),
-        left_out={},
-        is_master=False,
     )
     adapter = Adapter(given=given, name=name, files=opened, settings=settings, weight=weight)
     (_check_mlx_settings if _is_of_mlx(adapter) else _check_settings)(adapter)

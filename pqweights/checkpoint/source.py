@@ -64,10 +64,10 @@ class Checkpoint:
     """An opened checkpoint.
 
     storage: where its files lie
-    config: the parsed config.json, or None
     stored: the stored tensors
     tensors: the logical tensors, in the order of files and offsets
     weight_files: the files that hold the tensors
+    config: the parsed config.json, or None
     companions: other files of the model, which are copied as they are
     left_out: files that are not copied, each with the reason
     is_master: whether it is a master of pqweights
@@ -82,13 +82,13 @@ class Checkpoint:
     """
 
     storage: Storage
-    config: dict[str, Any] | None
     stored: tuple[StoredTensor, ...]
     tensors: tuple[LogicalTensor, ...]
     weight_files: tuple[str, ...]
-    companions: tuple[str, ...]
-    left_out: dict[str, str]
-    is_master: bool
+    config: dict[str, Any] | None = None
+    companions: tuple[str, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+    is_master: bool = False
     checked: CheckedReads | None = None
     left_out_tensors: dict[str, str] = field(default_factory=dict)
     weights: frozenset[str] = frozenset()
@@ -162,7 +162,7 @@ class Checkpoint:
         named = [name for name in (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE) if name in there]
         self.storage.check_unchanged((*self.weight_files, *self.companions, *named))
 
-    def restore_fingerprints(self, known: dict[str, str]) -> None:
+    def restore_fingerprints(self, known: Mapping[str, str]) -> None:
         """Take over the fingerprints of files that an interrupted run computed."""
         self._fingerprints.update(known)
 
@@ -259,7 +259,7 @@ def others_of_model(storage: Storage, file: str) -> tuple[str, ...]:
     weights: tuple[str, ...] = ()
     if INDEX_FILE in names:
         with contextlib.suppress(SourceError):
-            weights, _ = indexed_files(storage, INDEX_FILE, (".safetensors",))
+            weights, _ = indexed_files(storage)
     if file not in weights:
         weights = ()
         if CONFIG_FILE not in names:

@@ -230,12 +230,12 @@ def _only(sets: list[NumberedSet], index: str) -> NumberedSet:
     )
 
 
-def indexed_files(storage: Storage, index: str, suffixes: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Read an index, as read_index does; the weight files that it names must exist."""
-    files, weight_map = read_index(storage, index, suffixes)
+def indexed_files(storage: Storage) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Read the index of safetensors, as read_index does; the weight files that it names must exist."""
+    files, weight_map = read_index(storage, INDEX_FILE, (".safetensors",))
     for name in files:
         if name not in storage.files():
-            raise _missing(index, weight_map, name)
+            raise _missing(INDEX_FILE, weight_map, name)
     return files, weight_map
 
 
@@ -275,7 +275,7 @@ def check_index(folder: Path, stored: dict[str, StoredTensor]) -> None:
     files = sorted({tensor.file for tensor in stored.values()})
     if SINGLE_FILE not in files and (folder / INDEX_FILE).is_file():
         storage = Storage(folder, only=[INDEX_FILE, *files])
-        check_tensors(INDEX_FILE, indexed_files(storage, INDEX_FILE, (".safetensors",))[1], stored)
+        check_tensors(INDEX_FILE, indexed_files(storage)[1], stored)
 
 
 def index_of(weight_files: Sequence[str]) -> str:

@@ -172,7 +172,7 @@ def path(name: str, value: Any) -> Path:
 
 
 def location(name: str, value: Any) -> str | Path:
-    """A text, which may name a repository on the Hub or an address, or a local path."""
+    """A text as it is, since it may name a repository on the Hub or an address, or a local path."""
     return value if isinstance(value, str) else path(name, value)
 
 
@@ -344,11 +344,6 @@ class Options:
 OPENING = ("revision", "token", "tell", "adapter", "leave_out", "allow_pickle", "include_files", "low_disk")
 MAKING = ("threads", "overwrite", "progress", "engine", "check")
 OF_ALL_TARGETS = {*OPENING, *MAKING, "max_shard_size"}
-
-
-def located(name: str, given: StrPath) -> str | Path:
-    """Return a text as it is, since it may name a repository or an address, and everything else as a local path."""
-    return location(name, given)
 
 
 def path_of(given: StrPath | None) -> Path | None:

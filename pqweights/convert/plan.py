@@ -24,8 +24,8 @@ from pqweights.common.threads import Progress
 from pqweights.convert.jobs import Job
 from pqweights.convert.journal import Journal
 from pqweights.convert.manifest import Manifest
-from pqweights.convert.records import TensorRecord
-from pqweights.errors import SourceError
+from pqweights.convert.records import TensorRecord, exceeds
+from pqweights.errors import SourceError, StrictError
 from pqweights.formats.native import Native
 from pqweights.planning.fit import Fit
 from pqweights.planning.layout import (
@@ -57,14 +57,6 @@ def nothing_to_learn(progress: Progress) -> None:
     """Do nothing: the tensors say all that is needed."""
 
 
-def accept_any(planned: TensorPlan, record: TensorRecord) -> None:
-    """Accept every tensor."""
-
-
-def _no_warnings(records: Sequence[TensorRecord]) -> tuple[str, ...]:
-    return ()
-
-
 @dataclass(kw_only=True, eq=False)
 class Plan:
     """What becomes of a checkpoint, and how. It may be pickled.
@@ -82,8 +74,8 @@ class Plan:
     small_files: returns the other files that are made, given those of the plan
     reads: what is read besides the checkpoint, by the option that names it
     learn: reads what must be known before the first tensor is encoded
-    accept: raises an error for a finished tensor that the user asked to refuse
-    warnings: returns what the user should know of the result, a sentence each, given what was measured
+    strict: whether weights are refused whose errors exceed what their codecs promise
+    warnings: what the user should know of the result, a sentence each
     fit: how bit widths were chosen, if they were
     learned: what its report says of what was learned of the source, by key
     memory_bytes: what it holds in memory, whatever the number of threads
@@ -105,8 +97,8 @@ class Plan:
     small_files: Callable[[Sequence[ShardPlan]], SmallFiles] = no_files
     reads: Mapping[str, Checkpoint] = field(default_factory=dict)
     learn: Callable[[Progress], None] = nothing_to_learn
-    accept: Callable[[TensorPlan, TensorRecord], None] = accept_any
-    warnings: Callable[[Sequence[TensorRecord]], tuple[str, ...]] = _no_warnings
+    strict: bool = False
+    warnings: tuple[str, ...] = ()
     fit: Fit | None = None
     learned: Mapping[str, Any] = field(default_factory=dict)
     memory_bytes: int = 0
@@ -233,6 +225,15 @@ class Plan:
             contents[name] = functools.partial(self._config, config, records)
         added = self.small_files(self.shards)
         return contents | {name: functools.partial(_whole, content) for name, content in added.items()}
+
+    def accept(self, planned: TensorPlan, record: TensorRecord) -> None:
+        """Raise StrictError for a finished tensor that the user asked to refuse."""
+        if self.strict and exceeds(planned, record):
+            raise StrictError(
+                f"tensor {planned.name!r}: `strict`: relative error {record.relative_mse} at {planned.bits} bits "
+                "exceeds what the codec promises, even with its rescue; keep the tensor with a rule, or give it more "
+                "bits"
+            )
 
     def _index(self, folder: str) -> Iterator[bytes]:
         return json_pieces(index_json(self.shards, folder))

@@ -150,13 +150,9 @@ class ReadyWeights:
         checked = CheckedReads(storage, stored.values(), digests=digests)
         files = Checkpoint(
             storage=storage,
-            config=None,
             stored=tuple(stored.values()),
             tensors=tuple(PlainTensor.of(checked, tensor) for tensor in stored.values()),
             weight_files=tuple(names),
-            companions=(),
-            left_out={},
-            is_master=False,
             checked=checked,
         )
         return ReadyWeights(files=files, weights=weights, about=about or {})

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pqweights.convert.listed_files import UNCHECKED
 from pqweights.convert.plan import Plan
-from pqweights.convert.records import TensorRecord, TensorReport, error_totals, tensor_reports, total_relative_mse
+from pqweights.convert.records import (
+    TensorRecord,
+    TensorReport,
+    error_totals,
+    master_part,
+    mean_error,
+    tensor_reports,
+    total_relative_mse,
+)
 from pqweights.planning.layout import TensorPlan, Totals
+
+# Above this share of the error, the master decides how good an export is, and no longer its format.
+MOST_BY_MASTER = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -56,7 +68,7 @@ class RewriteReport:
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of the result before using it, a sentence each."""
         unchecked = (UNCHECKED,) if self.unchecked else ()
-        return (*self.plan.remarks, *self.plan.warnings(self.records), *unchecked)
+        return (*self.plan.remarks, *self.plan.warnings, *_of_master(self.records), *unchecked)
 
     def __repr__(self) -> str:
         return f"<RewriteReport of the {self.plan.kind}: {self.totals}>"
@@ -80,3 +92,15 @@ class RewriteReport:
             "warnings": list(self.warnings),
             **({} if self.pushed is None else {"pushed": self.pushed.to_json()}),
         }
+
+
+def _of_master(records: Sequence[TensorRecord]) -> tuple[str, ...]:
+    """Return a warning that the error of an export is for the most part its master's."""
+    total, by_master = mean_error(records, "total_mse"), master_part(records)
+    if total is None or by_master is None or by_master <= MOST_BY_MASTER * total:
+        return ()
+    return (
+        f"the error of the master is {by_master / total:.0%} of the error against the original "
+        f"({by_master:.6f} of {total:.6f}), and no format makes that smaller: an export from the source itself "
+        "is without it, and a master of more bits has less of it",
+    )

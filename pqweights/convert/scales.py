@@ -79,13 +79,9 @@ class AwqScales:
             scaled=frozenset(name for name in reports if awq_name(name) in there),
             files=Checkpoint(
                 storage=storage,
-                config=None,
                 stored=tuple(stored),
                 tensors=(),
                 weight_files=tuple(path.name for path in files),
-                companions=(),
-                left_out={},
-                is_master=False,
             ),
             reports=reports,
             bytes=sum(part.byte_count for part in stored),

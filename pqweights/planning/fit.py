@@ -130,18 +130,9 @@ def fit(
     smallest = solve(choices, cheapest(choices))
     assert smallest is not None
     smallest_bytes = size(smallest)
-    kept = Solution(tuple(len(of) - 1 for of in choices), sum(of[-1].cost for of in choices), 0.0)
-    if goal.divergence is not None:
-        solution = least_cost(choices, goal.divergence) or kept  # as kept weights lose nothing
-    elif measured(smallest) > limit:
+    if goal.divergence is None and measured(smallest) > limit:
         raise RecipeError(f"target: {goal}: below the smallest possible, {figure(smallest, math.ceil)}")
-    elif measured(kept) <= limit:
-        most = figure(kept, math.floor)
-        raise RecipeError(f"target: {goal}: leaves nothing to quantize; expected less than {most}")
-    else:
-        solution = best_within(choices, limit, measured)
-    if solution.choices == kept.choices:
-        raise RecipeError(f"target: {goal}: leaves nothing to quantize; expected more")
+    solution = _solved(goal, choices, limit, measured, figure)
     for step in FINER_STEPS if goal.divergence is None else ():
         if limit - measured(solution) <= MOST_UNUSED * limit:
             break
@@ -161,6 +152,31 @@ def fit(
         unknown=tuple(unknown),
         free=planner.free,
     )
+
+
+def _solved(
+    goal: Goal,
+    choices: Sequence[Sequence[Choice]],
+    limit: int,
+    measured: Callable[[Solution], int],
+    figure: Callable[[Solution, Callable[[float], int]], str],
+) -> Solution:
+    """Choose among the listed bit widths. Raises RecipeError for a goal that leaves nothing to quantize.
+
+    limit, measured: of a size: the most bytes, and what counts of a solution
+    figure: what messages say of the size of a solution
+    """
+    kept = Solution(tuple(len(of) - 1 for of in choices), sum(of[-1].cost for of in choices), 0.0)
+    if goal.divergence is not None:
+        solution = least_cost(choices, goal.divergence) or kept  # as kept weights lose nothing
+    elif measured(kept) <= limit:
+        most = figure(kept, math.floor)
+        raise RecipeError(f"target: {goal}: leaves nothing to quantize; expected less than {most}")
+    else:
+        solution = best_within(choices, limit, measured)
+    if solution.choices == kept.choices:
+        raise RecipeError(f"target: {goal}: leaves nothing to quantize; expected more")
+    return solution
 
 
 class RateOption(NamedTuple):

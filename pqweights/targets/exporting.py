@@ -30,7 +30,7 @@ from pqweights.convert.jobs import CopyJob, Job
 from pqweights.convert.listed_files import open_result
 from pqweights.convert.manifest import Manifest, find_manifest
 from pqweights.convert.plan import EXPORT, MASTER, Plan, no_files, nothing_to_learn
-from pqweights.convert.records import TensorRecord, master_part, mean_error, total_relative_mse
+from pqweights.convert.records import total_relative_mse
 from pqweights.errors import OptionError
 from pqweights.formats.packing import PackedFormat
 from pqweights.models import text_model
@@ -61,8 +61,6 @@ from pqweights.targets.target import IMPORTANCE, PLAIN, ExportSettings, ExportTa
 from pqweights.targets.units import UnitJob, fused_weights, of_unit, reading_together, with_unit
 
 IN_WEIGHT_FILES = "the weight files already contain what the runtime needs"
-# Above this share of the error, the master decides how good an export is, and no longer its format.
-MOST_BY_MASTER = 0.5
 PLAIN_BITS = 16
 # The next tensor is begun while the last chunks of one are computed.
 TENSORS_AT_ONCE = 2
@@ -141,17 +139,12 @@ def plan_export(
     settings = settings_of(to, options)
     checkpoint, manifest = with_weights(proven(opened[0], options.progress)), opened[1]
     place = place_apart(source, checkpoint, out)
-    if inputs is not None and settings.rounding == PLAIN and settings.recipe.goal is None:
-        raise OptionError(
-            "`calibrate`, `imatrix`: expected an option that uses them as well: `rounding` gptq, `rounding` importance "
-            "or `target_size`"
-        )
     where = str(place.resolve() if isinstance(place, Path) else source)
     model = model_facts(checkpoint.storage) if manifest is None else manifest.model
     assignment = settings.assign(checkpoint, _model_name(checkpoint, {} if manifest is None else model, where))
     parts = assignment.parts or {"": assignment}
     master_errors = {} if manifest is None else _known_errors(assignment, checkpoint, manifest)
-    compensation = _compensation(settings, inputs, assignment, checkpoint)
+    compensation = None if inputs is None else _compensation(settings, inputs, assignment, checkpoint)
     known: dict[str, Any] = {"is_original": not checkpoint.is_master, "master_errors": master_errors}
     fused = fused_weights(assignment.tensors, assignment.decisions)
     read = replace(checkpoint, tensors=reading_together(assignment.tensors, fused))
@@ -176,7 +169,7 @@ def plan_export(
         },
         small_files=assignment.small_files or no_files,
         learn=nothing_to_learn if inputs is None else inputs.prepare,
-        warnings=partial(_warnings, _known_warnings(parts, checkpoint, to.name)),
+        warnings=_warnings(parts, checkpoint, to.name),
         memory_bytes=0 if compensation is None else compensation.memory_bytes,
         disk_bytes=sum(by_columns[-TENSORS_AT_ONCE:]),
         model=model,
@@ -185,10 +178,18 @@ def plan_export(
 
 
 def _compensation(
-    settings: ExportSettings, inputs: KnownInputs | None, assignment: Assignment, checkpoint: Checkpoint
+    settings: ExportSettings, inputs: KnownInputs, assignment: Assignment, checkpoint: Checkpoint
 ) -> Compensation | None:
-    """Return what rounding knows of the inputs of weights; None if it does without."""
-    if inputs is None or settings.rounding == PLAIN:
+    """Return what rounding knows of the inputs of weights; None if only the choice of formats for a goal uses them.
+
+    Raises OptionError if nothing does.
+    """
+    if settings.rounding == PLAIN and settings.recipe.goal is None:
+        raise OptionError(
+            "`calibrate`, `imatrix`: expected an option that uses them as well: `rounding` gptq, `rounding` importance "
+            "or `target_size`"
+        )
+    if settings.rounding == PLAIN:
         return None
     rules = [(tensor, how.rule) for tensor, how in assignment.rounded]
     return Compensation(inputs, rules, text_model(checkpoint.config), settings.rounding)
@@ -237,8 +238,8 @@ def _stated(config: dict[str, Any], *about: object) -> dict[str, Any]:
     return config
 
 
-def _known_warnings(parts: Mapping[str, Assignment], checkpoint: Checkpoint, target: str) -> tuple[str, ...]:
-    """Return what is known of a result before it is made; what not all of several formats have, with their names."""
+def _warnings(parts: Mapping[str, Assignment], checkpoint: Checkpoint, target: str) -> tuple[str, ...]:
+    """Return what is known of a result; what not all of several formats have, with their names."""
     of: dict[str, list[str]] = {}
     for folder, part in parts.items():
         unexamined = unexamined_warnings(target, part.config)
@@ -246,19 +247,6 @@ def _known_warnings(parts: Mapping[str, Assignment], checkpoint: Checkpoint, tar
             of.setdefault(warning, []).append(folder.rstrip("/"))
     return tuple(
         warning if len(folders) == len(parts) else f"{', '.join(folders)}: {warning}" for warning, folders in of.items()
-    )
-
-
-def _warnings(known: tuple[str, ...], records: Sequence[TensorRecord]) -> tuple[str, ...]:
-    """Return what is known of a result before it is made, and that its error is for the most part the master's."""
-    total, by_master = mean_error(records, "total_mse"), master_part(records)
-    if total is None or by_master is None or by_master <= MOST_BY_MASTER * total:
-        return known
-    return (
-        *known,
-        f"the error of the master is {by_master / total:.0%} of the error against the original "
-        f"({by_master:.6f} of {total:.6f}), and no format makes that smaller: an export from the source itself "
-        "is without it, and a master of more bits has less of it",
     )
 
 

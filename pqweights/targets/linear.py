@@ -203,13 +203,18 @@ def linear_weights(
                 decisions |= made
                 free |= {key: possible} if rule is None and _is_rounded(made) else {}
     recipe.check(model, known, [name for tensor in checkpoint.tensors for name in names_of(tensor)])
+    _check_rounded(target, decisions, linear)
+    if recipe.goal is not None:
+        decisions |= _within(checkpoint, recipe, decisions, free=free, ladder=ladder, formats_of=formats_of)
+    return Assignment(tensors=checkpoint.tensors, decisions=decisions, config=None, warnings=fused_warnings(fused_with))
+
+
+def _check_rounded(target: str, decisions: Mapping[str, PackedFormat | str], linear: Sequence[LogicalTensor]) -> None:
+    """Raise ExportError if all weights stay plain. linear: those that are linear layers"""
     if all(isinstance(how, str) for how in decisions.values()):
         own = [how for t in linear if (how := decisions[t.name]) not in (FUSED_WITH_KEPT, FUSED_WITH_PLAIN)]
         why = next(map(str, [*own, *decisions.values()]), "none of its weights is a linear layer that quantize encodes")
         raise ExportError(f"no weight of this model can become integers for {target}: {why}")
-    if recipe.goal is not None:
-        decisions |= _within(checkpoint, recipe, decisions, free=free, ladder=ladder, formats_of=formats_of)
-    return Assignment(tensors=checkpoint.tensors, decisions=decisions, config=None, warnings=fused_warnings(fused_with))
 
 
 def _is_rounded(made: Mapping[str, PackedFormat | str]) -> TypeGuard[Mapping[str, PackedFormat]]:

@@ -150,19 +150,12 @@ def source_tensor(tensor: LogicalTensor, model: ModelDescription, kind: str | No
     return tensor if kind is None else on_grid(tensor, kind)
 
 
-class SourceMeasures(NamedTuple):
-    """What is known of a source before it is coded.
+def measure(checkpoint: Checkpoint, threads: int, progress: Progress) -> tuple[dict[str, str], dict[str, Lengths]]:
+    """Look for weights on grids, and code every chunk.
 
-    kinds: the types from whose blocks weights were decoded, by their names
-    lengths: the bytes of each chunk of the stored tensors that get smaller when they are coded, by name
+    Returns the types from whose blocks weights were decoded, by their names, and the bytes of each chunk of the stored
+    tensors that get smaller when they are coded, by theirs.
     """
-
-    kinds: Mapping[str, str]
-    lengths: Mapping[str, Lengths]
-
-
-def measure(checkpoint: Checkpoint, threads: int, progress: Progress) -> SourceMeasures:
-    """Look for weights on grids, and code every chunk."""
     model, grids = text_model(checkpoint.config), block_grids()
     for tensor in checkpoint.tensors:
         if not isinstance(tensor, PlainTensor | QuantizedTensor):
@@ -190,7 +183,7 @@ def measure(checkpoint: Checkpoint, threads: int, progress: Progress) -> SourceM
                 lengths |= _lengths(source_tensor(tensor, model, None), pool, 2 * threads)
             done += sum(part.byte_count for part in tensor.parts)
             progress(done, total, tensor.name)
-    return SourceMeasures(kinds, lengths)
+    return kinds, lengths
 
 
 def _lengths(source: SourceTensor | None, pool: ThreadPoolExecutor, most: int) -> dict[str, Lengths]:
@@ -223,14 +216,15 @@ def plan_lossless(checkpoint: Checkpoint, max_shard_bytes: int, options: Options
     Raises SourceError for a source that would be decoded.
     """
     checkpoint.storage.keep(checkpoint.weight_files, options.progress)
-    measured, model = measure(checkpoint, options.thread_count, options.progress), text_model(checkpoint.config)
-    tensors = [_planned(tensor, model, measured) for tensor in checkpoint.tensors]
+    kinds, lengths = measure(checkpoint, options.thread_count, options.progress)
+    model = text_model(checkpoint.config)
+    tensors = [_planned(tensor, model, kinds.get(tensor.name), lengths) for tensor in checkpoint.tensors]
     return Plan(
         kind=MASTER,
         made_by={"recipe": RECIPE},
         checkpoint=checkpoint,
         tensors=tuple(tensors),
-        encode=partial(encode, measured=measured),
+        encode=partial(encode, kinds=kinds, lengths=lengths),
         configs={CONFIG_FILE: master_config},
         max_shard_bytes=max_shard_bytes,
     )
@@ -242,10 +236,11 @@ def _stored(part: StoredTensor, lengths: Mapping[str, Lengths]) -> tuple[TensorS
     return (spec,) if of_part is None else coded_specs(spec, int(of_part.sum(dtype=np.int64)))
 
 
-def _planned(tensor: LogicalTensor, model: ModelDescription, measured: SourceMeasures) -> TensorPlan:
-    """Plan a tensor by what was measured."""
-    role, kind = classify(tensor.name, tensor.dtype, tensor.shape, model), measured.kinds.get(tensor.name)
-    source, lengths = source_tensor(tensor, model, kind), measured.lengths
+def _planned(
+    tensor: LogicalTensor, model: ModelDescription, kind: str | None, lengths: Mapping[str, Lengths]
+) -> TensorPlan:
+    """Plan a tensor by what was measured. kind: the type from whose blocks it was decoded"""
+    role, source = classify(tensor.name, tensor.dtype, tensor.shape, model), source_tensor(tensor, model, kind)
     is_coded = source is not None and any(part.name in lengths for part in source.parts)
     if source is None or not math.prod(tensor.shape) or (isinstance(source, PlainTensor) and not is_coded):
         reason = role.keep if source is None and role.keep else "coding would not make it smaller"
@@ -259,14 +254,16 @@ def _planned(tensor: LogicalTensor, model: ModelDescription, measured: SourceMea
     return TensorPlan.of(tensor, stored, role=role.name, action=action, reason=reason, codec=codec, bits=bits)
 
 
-def encode(planned: TensorPlan, tensor: LogicalTensor, *, measured: SourceMeasures) -> Job:
-    """Return the pass that codes a weight, or copies a tensor that is kept."""
+def encode(
+    planned: TensorPlan, tensor: LogicalTensor, *, kinds: Mapping[str, str], lengths: Mapping[str, Lengths]
+) -> Job:
+    """Return the pass that codes a weight, or copies a tensor that is kept. kinds, lengths: see `measure`"""
     if planned.action == KEEP:
         return CopyJob(planned, tensor)
     assert isinstance(tensor, PlainTensor | QuantizedTensor)
-    if isinstance(tensor, PlainTensor) and (kind := measured.kinds.get(tensor.name)) is not None:
-        return LosslessJob(planned, on_grid(tensor, kind), measured.lengths)
-    return LosslessJob(planned, tensor, measured.lengths)
+    if isinstance(tensor, PlainTensor) and (kind := kinds.get(tensor.name)) is not None:
+        tensor = on_grid(tensor, kind)
+    return LosslessJob(planned, tensor, lengths)
 
 
 class LosslessJob:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,10 @@ from pqweights.common.options import Options
 from pqweights.convert.jobs import CopyJob, EncodeJob, Job
 from pqweights.convert.manifest import Manifest
 from pqweights.convert.master_config import master_config
-from pqweights.convert.plan import MASTER, Plan, accept_any
+from pqweights.convert.plan import MASTER, Plan
 from pqweights.convert.ready import ReadyWeights
-from pqweights.convert.records import TensorRecord, exceeds
 from pqweights.convert.scales import AwqScales
-from pqweights.errors import OutputError, SourceError, StrictError
+from pqweights.errors import OutputError, SourceError
 from pqweights.formats import get_codec
 from pqweights.formats.columns import TrellisColumns
 from pqweights.formats.trellis import Trellis
@@ -92,8 +90,8 @@ def plan_quantize(
         configs={CONFIG_FILE: master_config},
         max_shard_bytes=_max_shard_bytes(options),
         reads=reads,
-        accept=_refuse_exceeding if options.strict else accept_any,
-        warnings=partial(_of_calibration, () if ready is None else ready.warnings),
+        strict=options.strict,
+        warnings=() if ready is None else ready.warnings,
         fit=fitted,
         learned={} if awq is None else {"awq": {**awq.about, "weights": awq.reports}},
         model=model,
@@ -157,17 +155,3 @@ def encode(
     scales = awq.read(planned.name) if awq is not None and planned.is_scaled else None
     assert planned.codec is not None
     return EncodeJob(planned, tensor, awq=scales, effort=effort if get_codec(planned.codec).efforts else None)
-
-
-def _refuse_exceeding(planned: TensorPlan, record: TensorRecord) -> None:
-    """Raise StrictError for a weight that exceeds what its codec promises."""
-    if exceeds(planned, record):
-        raise StrictError(
-            f"tensor {planned.name!r}: `strict`: relative error {record.relative_mse} at {planned.bits} bits "
-            "exceeds what the codec promises, even with its rescue; keep the tensor with a rule, or give it more "
-            "bits"
-        )
-
-
-def _of_calibration(warnings: tuple[str, ...], records: Sequence[TensorRecord]) -> tuple[str, ...]:
-    return warnings

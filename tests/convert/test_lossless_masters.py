@@ -268,9 +268,9 @@ def test_source_that_changes_between_the_readings_is_refused(tmp_path: Path, mon
     measured = lossless.measure
 
     def other(*arguments: Any) -> Any:
-        found = measured(*arguments)
-        found.lengths["model.embed_tokens.weight"][0] += 1
-        return found
+        kinds, lengths = measured(*arguments)
+        lengths["model.embed_tokens.weight"][0] += 1
+        return kinds, lengths
 
     monkeypatch.setattr("pqweights.targets.lossless.measure", other)
     line = refused("quantize", source, tmp_path / "out", "--lossless")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqweights.common.options import EvaluationOptions, Options
+from pqweights.common.threads import Progress, no_progress
 from pqweights.convert.convert import convert
 from pqweights.convert.plan import Plan
 from pqweights.convert.report import RewriteReport
@@ -90,14 +91,18 @@ def evaluate(models: Sequence[Path], text: str, name: str = "the text", **keywor
 
 
 def measure_sensitivity(
-    source: Path, recipe: Recipe, text: Path, work: Path | None = None, tokens: int = 2048, **keywords: Any
+    source: Path,
+    recipe: Recipe,
+    text: Path,
+    work: Path | None = None,
+    tokens: int = 2048,
+    progress: Progress = no_progress,
 ) -> Sensitivity:
     from pqweights.calibrate import sensitivity
 
-    asked = Options(calibrate=text, calibration_tokens=tokens)
+    asked = Options(calibrate=text, calibration_tokens=tokens, threads=1)
     with tempfile.TemporaryDirectory() as folder:
-        keywords = {"threads": 1, "progress": lambda *_: None, **keywords}
-        return sensitivity.measured(source, work or Path(folder), recipe, asked, **keywords)
+        return sensitivity.measured(source, work or Path(folder), recipe, asked, progress=progress)
 
 
 def learned_scales(path: Path) -> master.Learned:

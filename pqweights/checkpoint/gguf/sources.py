@@ -143,7 +143,6 @@ def open_gguf_source(stored_in: Storage, file: str = "", include: Sequence[str] 
         weight_files=contents.files,
         companions=copied,
         left_out=not_copied,
-        is_master=False,
         left_out_tensors=left_out,
         remarks=(*filter(None, remarks), *differing),
     )
