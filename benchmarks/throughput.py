@@ -41,7 +41,7 @@ def weights(blocks: int) -> np.ndarray:
 
 def operations(blocks: int, widths: list[int]) -> dict[str, Work]:
     """What is timed, by name. Arrays are allocated and touched here, outside of the timing."""
-    backend = load_backend("cpu")
+    backend = load_backend()
     values = weights(blocks)
     target = np.ones_like(values)
 

@@ -210,6 +210,9 @@ class BlockTensor(EncodedTensor):
 
         Raises MasterError if a block cannot be decoded.
         """
+        if self.awq is None and dtype in VALUE_DTYPES:
+            self._decode(start, count, dtype, out)
+            return
         if self.awq is None:
             super().read(start, count, dtype, out)
             return

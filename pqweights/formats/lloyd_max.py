@@ -245,7 +245,7 @@ class LloydMax(BlockFormat):
     def encode(self, values: Bytes, parts: Sequence[Bytes], *, dtype: str) -> Measures:
         """Encode whole blocks into codes and norms."""
         codes, norms = parts[0], parts[1].reshape(-1).view(np.uint16)
-        measures = load_backend("cpu").encode(values, dtype, self.coding, (codes, norms))
+        measures = load_backend().encode(values, dtype, self.coding, (codes, norms))
         # Norms become infinite only where the exponent does not fit, of which these norms tell.
         np.minimum(norms, FIRST_INVALID_HALF - 1, out=norms)
         return measures
@@ -254,7 +254,7 @@ class LloydMax(BlockFormat):
         """Decode whole blocks to raw bytes of `dtype`: BF16, F16 or F32."""
         self.check(parts)
         encoded = parts[0], parts[1].reshape(-1).view(np.uint16)
-        load_backend("cpu").decode(encoded, self.coding, dtype, values)
+        load_backend().decode(encoded, self.coding, dtype, values)
 
     def check(self, parts: Sequence[Bytes]) -> None:
         """Raise DamagedBlock for a norm that no encoder writes with the exponent."""

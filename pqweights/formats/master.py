@@ -257,7 +257,7 @@ class Pass:
 
     def add(self, measures: Measures) -> None:
         """Add the measures of the next blocks."""
-        load_backend("cpu").add_in_order(self._sums, measures.energies, measures.errors)
+        load_backend().add_in_order(self._sums, measures.energies, measures.errors)
         self.smallest_norm = min(self.smallest_norm, measures.smallest_norm)
         self.largest_norm = max(self.largest_norm, measures.largest_norm)
 

@@ -131,28 +131,23 @@ class Backend(Protocol):
         ...
 
 
-# name -> module
-BACKENDS = {"reference": "pqweights.kernels.reference", "cpu": "pqweights.kernels.cpu"}
-
-
 _said = threading.Lock()  # held from the first time on that the reference stands in: threads ask at once
 
 
 @functools.cache
-def load_backend(name: str) -> Backend:
-    """The backend of that name. It is imported on first use: torch is slow to import.
+def load_backend() -> Backend:
+    """Return the kernels of the CPU, or where none were compiled for this processor, the reference, which is said once.
 
-    Where no kernels were compiled for this processor, the reference stands in for them, which is said once.
+    Each is imported on first use: torch is slow to import.
     """
-    if name == "cpu":
-        from pqweights.kernels import native
+    from pqweights.kernels import native
 
-        if native.level() is None:
-            if _said.acquire(blocking=False):
-                warnings.warn(
-                    "no compiled kernels for this processor: the reference computes, slowly (docs/kernels.md)",
-                    PqweightsWarning,
-                    stacklevel=2,
-                )
-            name = "reference"
-    return cast(Backend, importlib.import_module(BACKENDS[name]))
+    if native.level() is not None:
+        return cast(Backend, importlib.import_module("pqweights.kernels.cpu"))
+    if _said.acquire(blocking=False):
+        warnings.warn(
+            "no compiled kernels for this processor: the reference computes, slowly (docs/kernels.md)",
+            PqweightsWarning,
+            stacklevel=2,
+        )
+    return cast(Backend, importlib.import_module("pqweights.kernels.reference"))

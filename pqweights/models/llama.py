@@ -29,7 +29,7 @@ from pqweights.models.llama_cpp import (
     real,
 )
 from pqweights.models.rotary import DEFAULT_WINDOWS
-from pqweights.models.settings import Settings, needs_windows, unrotated_each, windowed_layers
+from pqweights.models.settings import Settings, each_fourth_unrotated, needs_windows, windowed_layers
 from pqweights.models.tensor_names import BIASED, MLP_BIASED, Names
 from pqweights.models.traits import Trait
 
@@ -167,7 +167,7 @@ ROWS: dict[str, Row] = {
     ),
     "smollm3": Row(
         llama_cpp=Architecture(
-            name="SMOLLM3", interleaved=True, biases=QKV, values=SILU_ONLY, checks=(unrotated_each(4),)
+            name="SMOLLM3", interleaved=True, biases=QKV, values=SILU_ONLY, checks=(each_fourth_unrotated,)
         ),
         defaults=sizes(2048, 11008, 36, 16, 32768) | LIKE_LLAMA | TIED | {
             "num_key_value_heads": 4, "no_rope_layer_interval": 4,

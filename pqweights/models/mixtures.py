@@ -31,7 +31,7 @@ from pqweights.models.llama_cpp import (
     Windows,
     mlp_shapes,
 )
-from pqweights.models.settings import needs_windows, unrotated_each
+from pqweights.models.settings import each_fourth_unrotated, needs_windows
 from pqweights.models.tensor_names import BIASED, LOCAL, MTP, ROUTED, Names
 from pqweights.models.traits import Trait
 
@@ -218,7 +218,7 @@ ROWS: dict[str, Row] = {
                 Setting("expert_feed_forward_length", "intermediate_size"),
                 Setting("interleave_moe_layer_step", "interleave_moe_layer_step"),
             ),
-            shapes=mlp_shapes("intermediate_size_mlp"), checks=(unrotated_each(4),),
+            shapes=mlp_shapes("intermediate_size_mlp"), checks=(each_fourth_unrotated,),
             values=SILU_ONLY | {
                 "attention_chunk_size": (8192,), "use_qk_norm": (True,), "attn_temperature_tuning": (True,),
                 "floor_scale": (8192,), "attn_scale": (0.1,),

@@ -198,16 +198,13 @@ def needs_windows(settings: Settings) -> str:
     return "llama.cpp computes it with a sliding window in some layers only, found none"
 
 
-def unrotated_each(period: int) -> Check:
-    """Return a check that one layer in so many has no rotary embeddings."""
-
-    def check(settings: Settings) -> str:
-        listed, every = settings.get("no_rope_layers"), settings.get("no_rope_layer_interval") or period
-        rotated = [bool(entry) for entry in listed] if listed else all_but_each(settings, every)
-        alike = rotated == all_but_each(settings, period)
-        return "" if alike else f"llama.cpp computes every {period}th layer without rotary embeddings"
-
-    return check
+def each_fourth_unrotated(settings: Settings) -> str:
+    """Check that one layer in four has no rotary embeddings."""
+    listed, every = settings.get("no_rope_layers"), settings.get("no_rope_layer_interval") or 4
+    rotated = [bool(entry) for entry in listed] if listed else all_but_each(settings, every)
+    return (
+        "" if rotated == all_but_each(settings, 4) else "llama.cpp computes every 4th layer without rotary embeddings"
+    )
 
 
 def multiple_of(factor: int, key: str) -> Check:

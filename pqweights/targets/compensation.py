@@ -281,7 +281,7 @@ class CompensatedJob(_InformedJob):
         super().collect(result)
         if result[-1] is not None:
             matrix, plain, stored, plain_rows, damping = result[-1]
-            load_backend("cpu").add_in_order(self._outputs[matrix], plain, stored)
+            load_backend().add_in_order(self._outputs[matrix], plain, stored)
             self._plain_rows += plain_rows
             self._dampings[matrix] = damping
 

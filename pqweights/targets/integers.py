@@ -194,7 +194,7 @@ class IntegerJob:
     def collect(self, result: tuple[Doubles, Doubles, bool, Any]) -> None:
         """Add up the errors of a chunk."""
         energies, errors, is_carried, _ = result
-        load_backend("cpu").add_in_order(self._sums, energies, errors)
+        load_backend().add_in_order(self._sums, energies, errors)
         self._carried_chunks += is_carried
 
     def finish(self) -> TensorRecord | Job:

@@ -98,7 +98,7 @@ def test_worked_example_of_the_page():
     book = codebook_from_levels(5, np.arange(32, dtype=np.float32))
     values = np.empty(512, np.uint8)
     one = np.array([1.0], np.float16).view(np.uint16)
-    load_backend("cpu").decode((packed, one), BlockCoding(codebook=book, norm_exponent=7), "F32", values)
+    load_backend().decode((packed, one), BlockCoding(codebook=book, norm_exponent=7), "F32", values)
     assert np.array_equal(values.view(np.float32) @ helpers.sylvester() / 128, codes[0])
 
 

@@ -101,7 +101,7 @@ def decode_columns(*, lengths: list[list[int]], blocks: int = 2, rows: int = 1, 
 def encode_with_levels(levels: list[float]) -> None:
     coding = BlockCoding(codebook=codebook_from_levels(2, np.array(levels, dtype=np.float32)))
     encoded = np.zeros((1, 32), dtype=np.uint8), np.zeros(1, dtype=np.uint16)
-    load_backend("cpu").encode(np.ones(128, dtype=np.float32).view(np.uint8), "F32", coding, encoded)
+    load_backend().encode(np.ones(128, dtype=np.float32).view(np.uint8), "F32", coding, encoded)
 
 
 def quantized(rule: GroupRule | FloatRule, weights: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from blocks import (
+    BACKENDS,
     BITS,
     DTYPES,
     assert_backends_agree,
@@ -32,7 +33,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pqweights.formats.lloyd_max import DISTORTION, codebook
-from pqweights.kernels import codebook_from_levels, load_backend, reference
+from pqweights.kernels import codebook_from_levels, reference
 from pqweights.kernels.low_rank import add_low_rank
 
 FAMILIES = helpers.block_families()
@@ -247,7 +248,7 @@ def test_sums_are_those_of_additions_in_order(backend, arrays):
     """The summands differ so much in size that another order of additions would round differently."""
     summands, totals = 10.0 ** np.random.default_rng(12).uniform(-8, 8, (arrays, 1000)), np.zeros(arrays)
     for a, b in itertools.pairwise([0, 0, 1, 700, 1000]):
-        load_backend(backend).add_in_order(totals, *summands[:, a:b])
+        BACKENDS[backend].add_in_order(totals, *summands[:, a:b])
     assert totals.tolist() == [list(itertools.accumulate(row.tolist()))[-1] for row in summands]
     assert totals.tolist() != summands.sum(axis=1).tolist()
 

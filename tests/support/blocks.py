@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pqweights.formats.lloyd_max import codebook, norm_exponent_for
-from pqweights.kernels import BACKENDS, BlockCoding, Codebook, Measures, load_backend
+from pqweights.kernels import Backend, BlockCoding, Codebook, Measures, cpu, reference
 
 Bytes = npt.NDArray[np.uint8]
 Encoded = tuple[Bytes, npt.NDArray[np.uint16], npt.NDArray[np.float64], npt.NDArray[np.float64], Measures]
@@ -20,6 +20,7 @@ Encoded = tuple[Bytes, npt.NDArray[np.uint16], npt.NDArray[np.float64], npt.NDAr
 BITS = range(2, 9)
 DTYPES = ("BF16", "F16", "F32")
 
+BACKENDS: dict[str, Backend] = {"cpu": cpu, "reference": reference}
 each_backend = pytest.mark.parametrize("backend", sorted(BACKENDS))
 
 
@@ -37,7 +38,7 @@ def encode(backend: str, raw: Bytes, dtype: str, bits: int, signed: bool = False
     blocks = len(raw) // (128 * item_bytes(dtype))
     codes, norms = np.full((blocks, 16 * bits), 0xAB, np.uint8), np.full(blocks, 0xABCD, np.uint16)
     coding = BlockCoding(codebook=codebook(bits), signed=signed, norm_exponent=exponent)
-    measures = load_backend(backend).encode(raw, dtype, coding, (codes, norms))
+    measures = BACKENDS[backend].encode(raw, dtype, coding, (codes, norms))
     return codes, norms, measures.energies, measures.errors, measures
 
 
@@ -54,7 +55,7 @@ def decode(
     """Decode whole blocks to raw bytes."""
     values = np.full(len(codes) * 128 * item_bytes(dtype), 0xAB, np.uint8)
     coding = BlockCoding(codebook=book or codebook(bits), signed=signed, norm_exponent=exponent)
-    load_backend(backend).decode((codes, norms), coding, dtype, values)
+    BACKENDS[backend].decode((codes, norms), coding, dtype, values)
     return values
 
 

@@ -78,7 +78,7 @@ def add_in_order() -> Arrays:
     summands = np.ldexp(rng.random((3, 1000)), rng.integers(-30, 30, (3, 1000)))
     for arrays in (1, 2, 3):
         totals = np.arange(arrays, dtype=np.float64)
-        load_backend("cpu").add_in_order(totals, *summands[:arrays])
+        load_backend().add_in_order(totals, *summands[:arrays])
         yield totals
 
 
@@ -107,7 +107,7 @@ def encode() -> Arrays:
         raw = np.ascontiguousarray(words[dtype][-blocks:]).reshape(-1).view(np.uint8)
         codes, norms = np.empty((blocks, 16 * bits), np.uint8), np.empty(blocks, np.uint16)
         coding = BlockCoding(codebook=codebook(bits), signed=bits % 2 == 0, norm_exponent=90)
-        measures = load_backend("cpu").encode(raw, dtype, coding, (codes, norms))
+        measures = load_backend().encode(raw, dtype, coding, (codes, norms))
         yield from (codes, norms, measures.energies, measures.errors)
         yield np.array([measures.smallest_norm, measures.largest_norm, measures.first_bad_block])
 
@@ -121,7 +121,7 @@ def decode() -> Arrays:
         codes = rng.integers(0, 256, (blocks, 16 * bits)).astype(np.uint8)
         values = np.empty(blocks * 128 * item_bytes, np.uint8)
         coding = BlockCoding(codebook=codebook(bits), signed=bits % 2 == 0, norm_exponent=2)
-        load_backend("cpu").decode((codes, norms[:blocks]), coding, dtype, values)
+        load_backend().decode((codes, norms[:blocks]), coding, dtype, values)
         yield values
 
 
