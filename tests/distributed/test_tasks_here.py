@@ -134,7 +134,7 @@ def test_a_strict_run_refuses_in_tasks_as_in_a_plain_run(
     """What it makes itself, leaving nothing, and what an earlier run finished, before it begins."""
     made, out = use_tasks_here(monkeypatch).made, tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("pqweights.targets.master.exceeds", lambda planned, record: planned.codec is not None)
+        patch.setattr("pqweights.convert.plan.exceeds", lambda planned, record: planned.codec is not None)
         with raises(StrictError, "tensor", "`strict`"):
             quantize(base, out, ray, strict=True)
         assert not out.exists()
