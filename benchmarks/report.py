@@ -363,7 +363,7 @@ PLOTS: dict[str, tuple[tuple[str, ...], int, Callable[..., None]]] = {
     "quality": (("quality",), 2, draw_quality),
     "calibration": (BY_SIZE, 2, draw_calibration),
     "fit": (("fit",), 3, draw_fit),
-    "real": (("real",), 2, draw_real),
+    "real": (("real",), 3, draw_real),
 }
 
 

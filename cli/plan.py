@@ -154,14 +154,14 @@ def _plan_lines(report: PlanReport, summary: bool | None) -> list[str]:
 
 
 def _expected_lines(measured: Sequence[Measured]) -> list[str]:
-    """Return what about so many bits cost on the nearest model that was measured."""
+    """Return what about so many bits cost on the nearest models that were measured."""
     if not measured:
         return []
     costs = ", ".join(
-        f"{row.divergence:g} with {row.codec}{' --calibrate self' if row.is_calibrated else ''}" for row in measured
+        f"{row.divergence:g} with {row.codec}{' --calibrate self' if row.is_calibrated else ''} ({row.model})"
+        for row in measured
     )
-    nearest = f"on {measured[0].model}, the nearest in size that was measured"
-    return [f"{nearest}, this many bits cost, in nats per token: {costs}"]
+    return [f"this many bits cost, in nats per token, on the nearest model in size that was measured: {costs}"]
 
 
 def _calibration_lines(calibration: PlannedCalibration | None) -> list[str]:

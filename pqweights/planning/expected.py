@@ -1,7 +1,7 @@
 """What bits cost on the models that were measured, for a first idea of what they cost on another.
 
 Small models pay more: the nearest one in size says more than the recipe. docs/quality.md has the measurement, whose
-figures these are.
+figures these are; calibrated masters were measured of fewer models.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pqweights.formats.lloyd_max import LloydMax
 from pqweights.formats.trellis import Trellis
 
 # The parameters of the models.
-SMOLLM2, QWEN = "SmolLM2-135M", "Qwen2.5-Coder-0.5B"
-PARAMETERS = {SMOLLM2: 134_515_008, QWEN: 630_167_424}
+SMOLLM2, QWEN, QWEN_1B = "SmolLM2-135M", "Qwen2.5-Coder-0.5B", "Qwen2.5-Coder-1.5B"
+PARAMETERS = {SMOLLM2: 134_515_008, QWEN: 630_167_424, QWEN_1B: 1_777_088_000}
 # Masters are compared whose bits per weight differ by no more than this.
 ALIKE_BITS = 0.2
 
@@ -60,19 +60,28 @@ MEASURED = (
     Measured(QWEN, LloydMax.codec, 3.125, False, 0.3819, 0.649),
     Measured(QWEN, Trellis.codec, 3.125, False, 0.1594, 0.762),
     Measured(QWEN, Trellis.codec, 2.125, False, 0.8772, 0.511),
+    Measured(QWEN_1B, LloydMax.codec, 5.125, False, 0.0145, 0.929),
+    Measured(QWEN_1B, LloydMax.codec, 6.125, False, 0.0038, 0.962),
+    Measured(QWEN_1B, LloydMax.codec, 4.125, False, 0.0547, 0.858),
+    Measured(QWEN_1B, LloydMax.codec, 3.125, False, 0.238, 0.716),
+    Measured(QWEN_1B, Trellis.codec, 5.125, False, 0.0056, 0.947),
+    Measured(QWEN_1B, Trellis.codec, 4.125, False, 0.0235, 0.914),
+    Measured(QWEN_1B, Trellis.codec, 3.125, False, 0.1111, 0.788),
+    Measured(QWEN_1B, Trellis.codec, 2.125, False, 0.4761, 0.624),
 )
 
 
 def expected(parameters: int, bits_per_weight: float | None) -> tuple[Measured, ...]:
-    """Return the masters of about so many bits that were measured of the model that is nearest in size."""
+    """Return the masters of about so many bits that were measured: of each kind that of the model nearest in size."""
     if not parameters or bits_per_weight is None:
         return ()
-    model = min(PARAMETERS, key=lambda name: abs(math.log(PARAMETERS[name] / parameters)))
-    own = (of for of in MEASURED if of.model == model)
-    return tuple(of for of in own if abs(of.bits - bits_per_weight) <= ALIKE_BITS)
+    alike = (of for of in MEASURED if abs(of.bits - bits_per_weight) <= ALIKE_BITS)
+    nearest = dict[tuple[str, bool], Measured]()
+    for of in sorted(alike, key=lambda of: abs(math.log(PARAMETERS[of.model] / parameters))):
+        nearest.setdefault((of.codec, of.is_calibrated), of)
+    return tuple(nearest.values())
 
 
-def expected_json(rows: Sequence[Measured]) -> dict[str, Any]:
+def expected_json(rows: Sequence[Measured]) -> list[dict[str, Any]]:
     """Return the key `measured` of plan --json."""
-    model = rows[0].model
-    return {"model": model, "parameters": PARAMETERS[model], "rows": [row._asdict() for row in rows]}
+    return [row._asdict() | {"parameters": PARAMETERS[row.model]} for row in rows]

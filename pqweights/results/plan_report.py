@@ -38,7 +38,7 @@ class PlanReport:
     hub: what is fetched of a source on the Hub: `repository`, `revision`, the commit of the plan, `source_bytes`, the
         size of the weight files, and `low_disk_bytes`, the most of them that `low_disk` keeps at a time; else empty
     exports: what the result can be exported to
-    expected: what about so many bits cost on the nearest model that was measured; empty if nothing alike was
+    expected: what about so many bits cost on the nearest models that were measured; empty if nothing alike was
     grids: how many weights lie on the grid of which format, and how many on none, by a sample; empty if none do
     memory: which exports a memory has room for; None if nobody asked
     calibration: what `calibrate` would do, with which the bytes of its weights are about those; None without it

@@ -12,7 +12,7 @@ from commands import done
 import pqweights
 from pqweights.formats.lloyd_max import LloydMax
 from pqweights.formats.trellis import Trellis
-from pqweights.planning.expected import MEASURED, PARAMETERS, QWEN, SMOLLM2, Measured, expected
+from pqweights.planning.expected import MEASURED, PARAMETERS, QWEN, QWEN_1B, SMOLLM2, Measured, expected
 
 REAL = Path(__file__).parents[2] / "docs" / "benchmarks" / "real.json"
 
@@ -31,9 +31,15 @@ def test_figures_are_those_of_the_benchmark() -> None:
     assert parameters == PARAMETERS
 
 
-@pytest.mark.parametrize(("parameters", "model"), [(5_000_000, SMOLLM2), (240_000_000, SMOLLM2), (9_000_000_000, QWEN)])
+@pytest.mark.parametrize(
+    ("parameters", "model"), [(5_000_000, SMOLLM2), (240_000_000, SMOLLM2), (900_000_000, QWEN), (9 * 10**9, QWEN_1B)]
+)
 def test_the_nearest_model_answers(parameters: int, model: str) -> None:
-    assert {(row.model, row.bits) for row in expected(parameters, 5.13)} == {(model, 5.125)}
+    rows = expected(parameters, 5.13)
+    assert {row.model for row in rows if not row.is_calibrated} == {model}
+    # Of the largest no calibrated master was measured.
+    assert {row.model for row in rows if row.is_calibrated} == {QWEN if model == QWEN_1B else model}
+    assert len(rows) == len({(row.codec, row.is_calibrated) for row in rows}) == 3
 
 
 def test_nothing_is_said_of_bits_that_were_not_measured() -> None:
@@ -42,6 +48,6 @@ def test_nothing_is_said_of_bits_that_were_not_measured() -> None:
 
 def test_a_plan_says_it(tmp_path: Path) -> None:
     source = families.build(families.FAMILIES["llama"], tmp_path / "model")
-    assert pqweights.plan(source).to_json()["measured"]["model"] == SMOLLM2
+    assert pqweights.plan(source).to_json()["measured"][0]["model"] == SMOLLM2
     assert "0.1132 with hadamard-lloyd-max" in done("plan", source).output
     assert "measured" not in pqweights.plan(source, lossless=True).to_json()
