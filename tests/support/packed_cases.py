@@ -199,7 +199,7 @@ def mlx(mode: str, bits: int, group: int, shape: tuple[int, int] = (40, 384), dt
             torch.from_numpy(np.array(part)) if mode != "affine" else torch.from_numpy(np.array(exact[name])).to(kind)
         )
 
-    settings = {"group_size": 32, "bits": bits, **({} if mode == "affine" else {"mode": mode})}
+    settings = {"group_size": group, "bits": bits, **({} if mode == "affine" else {"mode": mode})}
     return {name: tensor(name, part) for name, part in made.items()}, {"quantization": settings}, np.array(decoded)
 
 

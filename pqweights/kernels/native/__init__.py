@@ -152,7 +152,8 @@ def packed(name: str, types: tuple[str, ...], arguments: tuple[Array | float | N
         elif given.__class__ is Array and given.kind == kind:
             numbers[index] = given.address
         else:
-            raise TypeError(f"{name}: expected memory of type {kind!r}, found {given!r}")
+            found = repr(given.kind if isinstance(given, Array) else given)
+            raise TypeError(f"{name}: expected memory of type {kind!r}, found {found}")
     try:
         return slots.pack(*numbers)
     except struct.error as error:
