@@ -63,7 +63,8 @@ def read_types(options: Options) -> tuple[dict[str, str], Recipe]:
     end = "-mixed" if recipe.decides else ""
     by_label = {(MIXES[mix][0] if options.pure else mix) + end: mix for mix in mixes}
     if len(by_label) < len(mixes):
-        raise OptionError(f"`type` {stated}: expected different types")
+        how = " with `pure`" if options.pure else ""
+        raise OptionError(f"`type` {stated}: expected different files, but two would be the same{how}")
     return by_label, recipe
 
 
