@@ -327,7 +327,8 @@ def main() -> None:
     document = _kept(options.out) | {"settings": {"tokens": options.max_tokens, "window": options.window}}
     start = now()
     if BLOCKS in options.only:
-        types = [name for name in BLOCK_TYPES if name in (options.types or BLOCK_TYPES)]
+        known = gguf.GGMLQuantizationType.__members__  # not Q2_0
+        types = [name for name in BLOCK_TYPES if name in (options.types or known)]
         kept = [row for row in document.get(BLOCKS, []) if row["type"] not in types]
         measured = [*kept, *block_rows(types, options.rounds)]
         document[BLOCKS] = sorted(measured, key=lambda row: list(BLOCK_TYPES).index(row["type"]))
