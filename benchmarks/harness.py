@@ -283,10 +283,12 @@ def keep_rates(
     """Give the rows of a part the rates of an earlier document, and state with what these were measured.
 
     For machines that are not quiet: errors do not depend on what else they do. Rates of a codec that makes other bytes
-    now are left out.
+    now are left out. Without an earlier document nothing changes.
     """
     from digests import digest  # after whatever is timed; see above
 
+    if part not in earlier:
+        return
     about = {name: earlier[name] for name in ("machine", "settings")}
     about = earlier.get(RATES) or about | {MEASURED_WITH: dict(statements(earlier[part]))}
     present = {name: stated for name, stated in about[MEASURED_WITH].items() if stated == digest(name)}

@@ -275,8 +275,10 @@ class Bench:
 
 
 def ours(bench: Bench, row: Row, out: Path) -> Made:
-    """A result of our command line; of an export to GGUF its file."""
+    """A result of our command line, of an export to GGUF its file. Groups of integers are those that others use."""
     command, *arguments = (f"{bench.text}" if argument == TEXT else argument for argument in row.arguments)
+    if row.name in ("W4A16", "INT4"):
+        arguments += ["--group-size", f"{bench.group_size(row)}"]
     cost = run_command([*PQWEIGHTS, command, f"{bench.model}", f"{out}", *arguments])
     result = next(iter(out.glob("*.gguf")), out)
     return Made(Cost.of(cost), size(result).bytes, decoded(bench.model, out) if row.format == MLX else result)

@@ -82,14 +82,14 @@ def _of_layers(layers: Mapping[int, set[str]], count: int, config: Config, has_d
     missing = count - sum(number < count for number in layers)
     if missing > 0:
         first = next(number for number in range(len(layers) + 1) if number not in layers)
-        yield f"config.json counts {count} layers, but {missing} are not stored (the first is {first}): {RANDOM}"
+        yield f"config.json states {count} layers, but {missing} are not stored (the first is {first}): {RANDOM}"
     behind = sorted(number for number in layers if number >= count)
     stated = next((key for part in (config, text_config(config)) for key in DRAFTS if _is_count(part.get(key))), None)
     if stated is not None and not behind and not has_drafts:
         yield f"config.json states {stated}, but no layer that predicts further tokens is stored: results have none"
     if behind and not counts_drafts([name for number in behind for name in layers[number]], config):
         yield (
-            f"the files hold {counted(len(behind), 'layer')} more than the {count} that config.json counts (from "
+            f"the files hold {counted(len(behind), 'layer')} more than the {count} that config.json states (from "
             f"{behind[0]} on): transformers computes without them"
         )
     types = text_config(config).get("layer_types")
@@ -209,7 +209,7 @@ def _of_experts(layers: Mapping[int, set[str]], text: Config) -> Iterator[str]:
     for number, names in layers.items() if count is not None else ():
         experts = {int(match[1]) for match in map(_EXPERT.search, names) if match}
         if experts and len(experts) != count:
-            yield f"config.json counts {count} experts, but layer {number} has {len(experts)}: {REFUSED}"
+            yield f"config.json states {count} experts, but layer {number} has {len(experts)}: {REFUSED}"
             return
 
 

@@ -38,7 +38,6 @@ def polar_rope_scores(
     angle_bits: int,
     radius_bits: int,
     halves: bool = True,
-    chunk_groups: int | None = None,
 ) -> torch.Tensor:
     """Return the products of queries with polar-rope keys, by table look-up (Wu et al., arXiv:2502.00527, Section 3.3).
 
@@ -49,10 +48,9 @@ def polar_rope_scores(
         tokens; a size of up to 256 and a multiple of 8
     angles: [heads, groups, size / 2, 4 * angle_bits] u8, the packed codes of 32 tokens for each pair
     radii: [heads, groups, size / 2, 4 * radius_bits] u8
-    scales: [heads, size / 2] f32, f16 or bf16; with chunk_groups, [heads, chunks, size / 2]
+    scales: [heads, size / 2] f32, f16 or bf16
     angle_bits, radius_bits: (4, 4) or (4, 2)
     halves: whether pair j is the coordinates j and j + size / 2, rather than 2 j and 2 j + 1
-    chunk_groups: how many groups share scales, of which the last chunk may have fewer; all without
 
     Returns [heads, rows, groups * 32] f32, the same bits on every processor: table entries are rounded to multiples of
     1/32639 of the largest one of the query, and sums are exact. Raises ValueError for tensors that do not fit together.
@@ -65,23 +63,20 @@ def polar_rope_scores(
         raise ValueError(
             f"expected 1 to {MOST_ROWS} rows of a multiple of 8 up to {MOST_SIZE}, found {rows} rows of {size}"
         )
-    if chunk_groups is not None and chunk_groups < 1:
-        raise ValueError(f"expected chunks of at least one group, found {chunk_groups}")
-    chunks = () if chunk_groups is None else (-(-groups // chunk_groups),)
     scales = scales.float()
     out, written = _room(heads, rows, groups * GROUP)
     arrays = (
         _array("queries", queries, torch.float32, (heads, rows, size)),
         _array("angles", angles, torch.uint8, (heads, groups, pairs, 4 * angle_bits)),
         _array("radii", radii, torch.uint8, (heads, groups, pairs, 4 * radius_bits)),
-        _array("scales", scales, torch.float32, (heads, *chunks, pairs)),
+        _array("scales", scales, torch.float32, (heads, pairs)),
         written,
     )
     if written.size == 0:
         return out
     threads = _threads(written.size * pairs)
     tile = native.tile_length(groups, heads=heads, threads=threads, least=LEAST_TILE)
-    numbers = (heads, rows, groups, pairs, radius_bits, halves, chunk_groups or groups, tile)
+    numbers = (heads, rows, groups, pairs, radius_bits, halves, tile)
     native.call("polar_scores", native.counter(), *arrays, *numbers, threads=threads)
     return out
 

@@ -95,7 +95,7 @@ def _windows_of_exaone(settings: Settings) -> str:
         return "llama.cpp rotates layers with full attention, but sliding_window is stated" if stated else ""
     if layers == 64:
         return ""
-    return f"llama.cpp has sliding windows for 64 layers only, and it has {layers}"
+    return f"llama.cpp has sliding windows for 64 layers only, and num_hidden_layers is {layers}"
 
 
 def restate_exaone(values: dict[str, Any]) -> None:

@@ -68,15 +68,6 @@ def test_threads_change_no_bit_of_polar_scores(widths: tuple[int, int]) -> None:
         assert np.array_equal(polar_scores(case), alone)
 
 
-def test_scales_may_belong_to_all_groups() -> None:
-    case = polar_case((4, 4), 3)
-    whole = replace(case, scales=np.repeat(case.scales[:, :1], 2, axis=1))
-    arguments = [torch.from_numpy(array) for array in case.arrays[:3]]
-    scales = torch.from_numpy(np.ascontiguousarray(case.scales[:, 0]))
-    made = attention.polar_rope_scores(*arguments, scales, angle_bits=4, radius_bits=4)
-    assert np.array_equal(made.numpy(), polar_scores(whole))
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_queries_that_are_no_numbers_make_scores_that_are_none(value: float) -> None:
     """Of their own row, and of no other."""
@@ -94,22 +85,21 @@ def test_scales_may_be_bfloat16() -> None:
     scales = torch.from_numpy(case.scales).bfloat16()
     whole = replace(case, scales=scales.half().numpy())
     arguments = [torch.from_numpy(array) for array in case.arrays[:3]]
-    made = attention.polar_rope_scores(*arguments, scales, angle_bits=4, radius_bits=4, chunk_groups=3)
+    made = attention.polar_rope_scores(*arguments, scales, angle_bits=4, radius_bits=4)
     assert np.array_equal(made.numpy(), polar_scores(whole))
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(0, 3), (2, 0)])
 def test_polar_scores_of_nothing_are_empty(heads: int, groups: int) -> None:
     case = polar_case((4, 4), 1)
-    cut = [case.queries[:heads], case.angles[:heads, :groups], case.radii[:heads, :groups], case.scales[:heads, 0]]
+    cut = [case.queries[:heads], case.angles[:heads, :groups], case.radii[:heads, :groups], case.scales[:heads]]
     tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in cut]
     assert attention.polar_rope_scores(*tensors, angle_bits=4, radius_bits=4).shape == (heads, 1, groups * 32)
 
 
 def test_polar_arguments_that_do_not_fit_are_refused() -> None:
     """The kernels only see where a tensor begins."""
-    queries, angles, radii, chunks = map(torch.from_numpy, polar_case((4, 4), 2).arrays)
-    scales = chunks[:, 0].contiguous()
+    queries, angles, radii, scales = map(torch.from_numpy, polar_case((4, 4), 2).arrays)
     good = {"queries": queries, "angles": angles, "radii": radii, "scales": scales}
     bad = [
         {"queries": queries.double()},
@@ -124,10 +114,6 @@ def test_polar_arguments_that_do_not_fit_are_refused() -> None:
     for change in bad:
         with pytest.raises(ValueError, match="expected"):
             attention.polar_rope_scores(**(good | change), angle_bits=4, radius_bits=4)
-    shared = good | {"scales": chunks}
-    for chunk_groups in (0, 2):  # two groups for each of the two chunks of scales are too few
-        with pytest.raises(ValueError, match="expected"):
-            attention.polar_rope_scores(**shared, angle_bits=4, radius_bits=4, chunk_groups=chunk_groups)
     with pytest.raises(ValueError, match="bits"):
         attention.polar_rope_scores(**good, angle_bits=3, radius_bits=4)
 

@@ -46,7 +46,6 @@ class PolarCase:
     angle_bits: int
     radius_bits: int
     halves: bool
-    chunk_groups: int
 
     @property
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
@@ -56,17 +55,14 @@ class PolarCase:
 def polar_case(
     widths: tuple[int, int], rows: int, *, size: int = 64, heads: int = 2, groups: int = 5, halves: bool = True
 ) -> PolarCase:
-    """Return random codes, among them groups of the lowest and the highest; some pairs are much larger than others.
-
-    Three groups share scales.
-    """
+    """Return random codes, among them groups of the lowest and the highest; some pairs are much larger than others."""
     rng = np.random.default_rng([*widths, rows, size, groups])
     angles, radii = (rng.integers(0, 256, (heads, groups, size // 2, 4 * width)).astype(np.uint8) for width in widths)
     for codes, extremes in ((angles, (0, 255, 255)), (radii, (255, 255, 0))):
         for group, value in zip(range(1, groups), extremes, strict=False):
             codes[:, group] = value
-    scales = rng.uniform(0.1, 1, (heads, -(-groups // 3), size // 2)).astype(np.float16)
-    scales[:, :, ::7] *= np.float16(20)
+    scales = rng.uniform(0.1, 1, (heads, size // 2)).astype(np.float16)
+    scales[:, ::7] *= np.float16(20)
     return PolarCase(
         queries=rng.standard_normal((heads, rows, size)).astype(np.float32),
         angles=angles,
@@ -75,7 +71,6 @@ def polar_case(
         angle_bits=widths[0],
         radius_bits=widths[1],
         halves=halves,
-        chunk_groups=3,
     )
 
 
@@ -87,8 +82,8 @@ def polar_exact(case: PolarCase) -> tuple[Doubles, Doubles]:
     radii = unpacked(case.radii, case.radius_bits, 32).astype(np.float64)
     angle_codes = unpacked(case.angles, case.angle_bits, 32)
     angles = 2 * np.pi * angle_codes / 2**case.angle_bits - np.pi
-    scales = np.repeat(case.scales.astype(np.float64), case.chunk_groups, axis=1)[:, : radii.shape[1]]
-    lengths = radii * scales[..., None]  # [heads, groups, pairs, 32]
+    scales = case.scales.astype(np.float64)
+    lengths = radii * scales[:, None, :, None]  # [heads, groups, pairs, 32]
     keys = np.stack([lengths * np.cos(angles), lengths * np.sin(angles)])  # [2, heads, groups, pairs, 32]
     heads, rows, size = case.queries.shape
     order = np.arange(size).reshape(2, -1) if case.halves else np.arange(size).reshape(-1, 2).T
@@ -96,9 +91,9 @@ def polar_exact(case: PolarCase) -> tuple[Doubles, Doubles]:
     scores = np.einsum("hrcp,chgpt->hrgt", queries, keys).reshape(heads, rows, -1)
     sizes = np.einsum("hrcp,chgpt->hrgt", np.abs(queries), np.abs(keys)).reshape(heads, rows, -1)
     sizes_of_pairs = np.hypot(queries[:, :, 0], queries[:, :, 1])
-    steps = (sizes_of_pairs[:, :, None] * scales[:, None]).max(-1) / MOST_ENTRY / np.sqrt(12)  # [heads, rows, groups]
+    steps = (sizes_of_pairs * scales[:, None]).max(-1) / MOST_ENTRY / np.sqrt(12)  # [heads, rows]
     spread = np.sqrt(np.square(radii).sum(2))[:, None]  # over pairs
-    bound = 6 * (steps[..., None] * spread).reshape(heads, rows, -1)
+    bound = 6 * (steps[..., None, None] * spread).reshape(heads, rows, -1)
     return scores, bound + rounding("F32", 8) * sizes + 1e-30
 
 
@@ -109,7 +104,6 @@ def polar_scores(case: PolarCase) -> Floats:
         angle_bits=case.angle_bits,
         radius_bits=case.radius_bits,
         halves=case.halves,
-        chunk_groups=case.chunk_groups,
     ).numpy()
     return scores
 

@@ -114,7 +114,8 @@ template <class Element>
 struct ShortFloats {
     INLINE Floats nearest(Floats t, Bytes& code) const {
         Unsigned found = Element::code_of(magnitude(t));
-        Unsigned sign = choose<Unsigned>(found > 0, Element::sign_bit(t), Unsigned{});
+        // Which sign a NaN has is the compiler's choice, so one never counts as negative.
+        Unsigned sign = choose<Unsigned>((found > 0) & (t < 0.0f), Element::sign_bit(t), Unsigned{});
         code = converted<Bytes>(found | sign);
         return choose<Floats>(sign > 0, -Element::value_of(found), Element::value_of(found));
     }

@@ -239,26 +239,21 @@ void score_group(const uint8_t* angles, const uint8_t* radii, int64_t pairs, int
 }  // namespace
 
 // queries: [heads, rows, 2 * pairs], of at most 16 rows and a multiple of 4 pairs up to 128; angles: [heads, groups,
-// pairs, 16]; radii: [heads, groups, pairs, 4 * radius_bits], of 2 or 4 bits; scales: [heads, chunks, pairs], of which
-// each belongs to chunk_groups groups; out: [heads, rows, groups * 32]; halves: whether pair j is the coordinates j and
-// j + pairs, rather than 2 j and 2 j + 1; next_tile: 0, which all threads count up together.
+// pairs, 16]; radii: [heads, groups, pairs, 4 * radius_bits], of 2 or 4 bits; scales: [heads, pairs]; out: [heads, rows,
+// groups * 32]; halves: whether pair j is the coordinates j and j + pairs, rather than 2 j and 2 j + 1; next_tile: 0,
+// which all threads count up together.
 void pqweights::polar_scores(int64_t* next_tile, const float* queries, const uint8_t* angles, const uint8_t* radii,
                              const float* scales, float* out, int64_t heads, int64_t rows, int64_t groups,
-                             int64_t pairs, int64_t radius_bits, int64_t halves, int64_t chunk_groups,
-                             int64_t tile_groups) {
+                             int64_t pairs, int64_t radius_bits, int64_t halves, int64_t tile_groups) {
     Tables tables[MOST_ROWS];
     float units[MOST_ROWS];
     const int64_t angle_bytes = pairs * GROUP / 2, radius_bytes = pairs * 4 * radius_bits, stride = groups * GROUP;
-    const int64_t chunks = (groups + chunk_groups - 1) / chunk_groups;
     each_tile(next_tile, heads, groups, tile_groups, [&](int64_t head, int64_t start, int64_t end) ALWAYS {
+        for (int64_t row = 0; row < rows; row++) {
+            const float* query = queries + (head * rows + row) * 2 * pairs;
+            units[row] = make_tables(query, scales + head * pairs, pairs, halves ? 1 : 2, halves ? pairs : 1, tables[row]);
+        }
         for (int64_t group = start; group < end; group++) {
-            if (group == start || group % chunk_groups == 0) {
-                const float* scale = scales + (head * chunks + group / chunk_groups) * pairs;
-                for (int64_t row = 0; row < rows; row++) {
-                    const float* query = queries + (head * rows + row) * 2 * pairs;
-                    units[row] = make_tables(query, scale, pairs, halves ? 1 : 2, halves ? pairs : 1, tables[row]);
-                }
-            }
             const int64_t at = head * groups + group;
             (radius_bits == 4 ? score_group<4> : score_group<2>)(
                 angles + at * angle_bytes, radii + at * radius_bytes, pairs, rows, tables, units,
