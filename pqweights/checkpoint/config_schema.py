@@ -26,8 +26,8 @@ OTHER_PARTS = ("linear_attn_config", "attn_config")
 # The keys that count layers; so many need no tensors of their own.
 LAYER_COUNTS = ("num_hidden_layers", "num_decoder_layers", "decoder_layers", "n_layer", "n_layers", "num_layers")
 FEW_LAYERS = 512
-# A component of a name that is a number, with the one before it.
-_LONG_NUMBER = re.compile(r"(?:^|(?<=\.))([^.\n]{0,64})\.(\d{4,})(?=\.)", re.MULTILINE)
+# A component of a name that is a number.
+_LONG_NUMBER = re.compile(r"\.(\d{4,})(?=\.)")
 MOST_DIGITS = 9
 # llama.cpp has room for 512 layers, and no model of 65,536 heads, experts or channels in a head is known.
 MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_TOKENS, MOST_POSITIONS = 4096, 1 << 16, 1 << 24, 1 << 28, (1 << 31) - 1
@@ -245,11 +245,13 @@ def check_layers(config: dict[str, Any], names: Collection[str]) -> None:
     names: those of the stored tensors
     """
     most, tensor_count = max(FEW_LAYERS, len(names)), len(names)
-    for match in _LONG_NUMBER.finditer("\n".join(names)):
-        digits, of_layer = match[2], match[1] == "layers"
+    text = "\n".join(["", *names])
+    for match in _LONG_NUMBER.finditer(text):
+        digits, of_layer = match[1], text.endswith((".layers", "\nlayers"), 0, match.start())
         if len(digits) > MOST_DIGITS or int(digits) > (most if of_layer else max(MOST_HEADS, tensor_count)):
+            name = text[text.rfind("\n", 0, match.start()) + 1 : match.end()]
             raise SourceError(
-                f"tensor '...{match[0][:80]}...': a number so large does not fit {tensor_count} tensors: fetch the "
+                f"tensor '{name[:80]}...': a number so large does not fit {tensor_count} tensors: fetch the "
                 "files of this model"
             )
     for part in (config, *(config[key] for key in PARTS if isinstance(config.get(key), dict))):

@@ -16,6 +16,7 @@ from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.storage import Storage, read_json_object
 from pqweights.common.units import first_names
 from pqweights.errors import SourceError
+from pqweights.models.names import without_numbers
 
 ADAPTER_CONFIG = "adapter_config.json"
 # How the files are called that PEFT, mlx-lm and diffusers write.
@@ -68,8 +69,11 @@ def unwrapped(
     Raises SourceError for an adapter, or parts of one beside weights; for several models in one checkpoint, and if two
     tensors would have one name.
     """
+    firsts = [*{without_numbers(name): name for name in reversed([*stored])}.values()][::-1]  # of alike experts one
     if model_type not in ADAPTED_TYPES:
-        _refuse_adapters(storage, stored)
+        _refuse_adapters(storage, {name: stored[name] for name in firsts})
+    if not any(map(WRAPPERS.search, firsts)) and not _owner(firsts):
+        return dict(stored), ()
     plain = {name: WRAPPERS.sub("", name) for name in stored}
     owner = _owner(plain.values())
     result: dict[str, StoredTensor] = {}

@@ -20,19 +20,25 @@ _NUMBER = re.compile(r"\.[0-9]+(?=\.)")
 
 def role_name(name: str, dtype: str, shape: tuple[int, ...], model: ModelDescription = UNKNOWN) -> str:
     """Return the role of a tensor, one of planning.roles.ROLES."""
+    return _role(without_numbers(name), dtype, shape, tuple(model.roles.items()), is_behind(name, model.layers))
+
+
+@functools.lru_cache(maxsize=4096)  # thousands of experts have a role in common
+def _role(name: str, dtype: str, shape: tuple[int, ...], roles: tuple[tuple[str, str], ...], behind: bool) -> str:
+    """Return the role of the tensors of a name without numbers. behind: whether they are of layers behind the last"""
     *before, last = name.split(".")
     is_weight = last == "weight"
     path = before if is_weight else [*before, last]  # of its module, or its own
     module = path[-1] if path else ""
     if (dtype not in FLOAT_DTYPES and dtype not in PACKED_DTYPES) or math.prod(shape) == 0:
         return "buffer"
-    for expression, role in model.roles.items():
+    for expression, role in roles:
         if re.fullmatch(expression, module):
             return role
     structural = _structural_role(path, shape, is_weight=is_weight)
     if structural:
         return structural
-    if is_behind(name, model.layers):
+    if behind:
         return "mtp"
     for role, pattern in _PATH_PATTERNS:
         if _has(path, pattern):
@@ -75,7 +81,7 @@ def is_behind(name: str, layers: int | None) -> bool:
 
 def predicts_further(name: str, layers: int) -> bool:
     """Whether a tensor is of a layer that predicts further tokens, wherever it lies. layers: those of the text model"""
-    return is_behind(name, layers) or any(conventions.MTP.fullmatch(component) for component in name.split("."))
+    return is_behind(name, layers) or _component(without_numbers(name), conventions.MTP) is not None
 
 
 def draft_layers(names: Iterable[str], layers: int | None) -> int:
@@ -110,7 +116,13 @@ def _has(path: Sequence[str], pattern: re.Pattern[str]) -> bool:
 
 def tower_of(name: str) -> str | None:
     """Return the component of a name that begins a vision or audio tower, or its projection; None if there is none."""
-    return next((component for component in name.split(".") if conventions.VISION.fullmatch(component)), None)
+    return _component(without_numbers(name), conventions.VISION)
+
+
+@functools.lru_cache(maxsize=4096)
+def _component(name: str, pattern: re.Pattern[str]) -> str | None:
+    """Return the first component of a name without numbers that a pattern matches."""
+    return next((component for component in name.split(".") if pattern.fullmatch(component)), None)
 
 
 def is_embedding(name: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -119,10 +120,11 @@ def with_weights(checkpoint: Checkpoint) -> Checkpoint:
     if checkpoint.is_master:
         return checkpoint
     model = text_model(checkpoint.config)
-    kinds = {_kind(tensor, model): tensor for tensor in checkpoint.tensors}
-    rounded = {kind for kind, tensor in kinds.items() if is_rounded_by_default(tensor, model)}
-    names = (tensor.name for tensor in checkpoint.tensors if _kind(tensor, model) in rounded)
-    return replace(checkpoint, weights=frozenset(names))
+    alike: dict[tuple[object, ...], list[LogicalTensor]] = defaultdict(list)
+    for tensor in checkpoint.tensors:
+        alike[_kind(tensor, model)].append(tensor)
+    rounded = (tensors for tensors in alike.values() if is_rounded_by_default(tensors[0], model))
+    return replace(checkpoint, weights=frozenset(tensor.name for tensors in rounded for tensor in tensors))
 
 
 def is_rounded_by_default(tensor: LogicalTensor, model: ModelDescription) -> bool:

@@ -11,6 +11,7 @@ weights are rounded like any others.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 
@@ -152,7 +153,7 @@ def recovered_groups(rule: RoundingRule, values: Floats, dtype: str) -> tuple[Gr
     if not is_known and not (isinstance(rule, BlockRule) and rule.kind in RECOVERED_TYPES):
         return None
     of_groups = values.reshape(-1, rule.group_size)
-    sample = of_groups[np.linspace(0, len(of_groups) - 1, min(SAMPLED_GROUPS, len(of_groups)), dtype=np.int64)]
+    sample = of_groups[_places(len(of_groups))]
     _, is_found = _recovered(rule, sample, dtype)
     if 2 * is_found.sum() < np.count_nonzero(sample.any(axis=1)) or not is_found.any():
         return None
@@ -160,6 +161,12 @@ def recovered_groups(rule: RoundingRule, values: Floats, dtype: str) -> tuple[Gr
     decoded = to_float32(from_float32(rule.decode(groups).reshape(-1), dtype), dtype)
     is_found &= (decoded.reshape(of_groups.shape) == of_groups).all(axis=1)
     return replace(groups, energies=sums_of_squares(of_groups)), is_found
+
+
+@functools.lru_cache(maxsize=256)
+def _places(groups: int) -> npt.NDArray[np.int64]:
+    """Return which of some groups are the sample."""
+    return np.linspace(0, groups - 1, min(SAMPLED_GROUPS, groups), dtype=np.int64)
 
 
 def _recovered(rule: RoundingRule, of_groups: Floats, dtype: str) -> tuple[Groups, Truths]:

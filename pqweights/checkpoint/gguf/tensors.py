@@ -129,16 +129,14 @@ def _of_text_model(tensors: Sequence[LogicalTensor], settings: Settings) -> tupl
     tied = settings.get("tie_word_embeddings") is True
     kept, left_out = [], {}
     layers, folded = settings.number("num_hidden_layers"), settings.architecture.drafts or {}
-    names_behind = [tensor.name for tensor in tensors if predicts_further(_text_name(tensor.name)[0], layers)]
+    named = [_text_name(tensor.name, settings.architecture.prefix) for tensor in tensors]
+    are_drafts = [predicts_further(name, layers) for name, _ in named]
+    names_behind = [tensor.name for tensor, drafts in zip(tensors, are_drafts, strict=True) if drafts]
     further = f"after the {layers} layers that config.json states"
     if counts_drafts(names_behind, settings.values):
         further = "predicts further tokens, which is not needed to run the model"
     unused = unused_parts([tensor.name for tensor in tensors], settings.values)
-    for tensor in tensors:
-        name, inner = _text_name(tensor.name)
-        name = re.sub(f"^{settings.architecture.prefix}", "", name)
-        name = next((name.removesuffix(old) + new for old, new in OLD_NORMS.items() if name.endswith(old)), name)
-        drafts = predicts_further(name, layers)
+    for tensor, (name, inner), drafts in zip(tensors, named, are_drafts, strict=True):
         behind = name_behind(name, layers, folded) if drafts and settings.draft_layers else None
         key = next((key for of, key in settings.architecture.follows.items() if re.fullmatch(of, name)), "")
         if key:
@@ -172,10 +170,16 @@ def _check_numbers(tensor: LogicalTensor, expected: Sequence[int]) -> None:
         raise ExportError(f"tensor {tensor.name!r} differs from what config.json implies")
 
 
-def _text_name(name: str) -> tuple[str, bool]:
-    """Return the name that a tensor has in the text model alone, and whether it lies in one inside another model."""
+def _text_name(name: str, own_prefix: str = "") -> tuple[str, bool]:
+    """Return the name that a tensor has in the text model alone, and whether it lies in one inside another model.
+
+    own_prefix: an expression for what comes off, too
+    """
     prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
-    return TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix), bool(prefix)
+    name = TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+    name = re.sub(f"^{own_prefix}", "", name) if own_prefix else name
+    old = next((old for old in OLD_NORMS if name.endswith(old)), None)
+    return name if old is None else name.removesuffix(old) + OLD_NORMS[old], bool(prefix)
 
 
 def with_draft_layers(settings: Settings, tensors: Sequence[LogicalTensor]) -> Settings:
