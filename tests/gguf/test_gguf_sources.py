@@ -81,6 +81,23 @@ def test_a_file_gives_back_the_model_that_it_was_made_from(name: str, tmp_path: 
         assert_any_range_is_read(tensor)
 
 
+@pytest.mark.parametrize(("high", "length"), [(3.0, 4096), (8.0, 2048)])
+def test_bounds_of_llama3_that_nobody_published_are_found_in_the_factors(
+    high: float, length: int, tmp_path: Path
+) -> None:
+    """The file has the factors alone; of the bounds and the length, only ratios matter."""
+    sizes = {"hidden_size": 256, "intermediate_size": 96, "vocab_size": 264, "num_attention_heads": 2}
+    bounds = {"low_freq_factor": 1.0, "high_freq_factor": high, "original_max_position_embeddings": length}
+    scaling = {"rope_type": "llama3", "factor": 4.0, **bounds}
+    config = {"rope_theta": 5e5, "rope_scaling": scaling, "max_position_embeddings": 4 * length}
+    model = language_models.with_tokenizer(write_llama(tmp_path / "llama", rows=264, sizes=sizes, config=config))
+    (tmp_path / "alone").mkdir()
+    file = shutil.move(write_gguf(model, "F32"), tmp_path / "alone" / "model.gguf")
+    found = open_source(file).config
+    assert found is not None and found["rope_scaling"].keys() == scaling.keys()
+    assert {key: found["rope_scaling"][key] for key in bounds} == approx(bounds, F32_SOLVED)
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "MXFP4", "IQ4_NL"])
 def test_the_file_of_a_source_has_the_weights_of_the_file(kind: str, llama: Path, tmp_path: Path) -> None:
     folder = source_of(llama, tmp_path / "src", kind)
