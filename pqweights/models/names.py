@@ -132,6 +132,7 @@ def is_embedding(name: str) -> bool:
     return is_input and tower_of(name) is None
 
 
+@functools.lru_cache(maxsize=1 << 17)  # each check of a plan asks for the names of all tensors
 def without_numbers(name: str) -> str:
     """Return the name with 0 for the numbers of layers, experts and so on.
 

@@ -358,7 +358,7 @@ def grid_of(tensor: PlainTensor, grids: Mapping[str, RoundingRule]) -> str | Non
     raw = np.empty(count * item_bytes("F32"), dtype=np.uint8)
     tensor.read(rows // 2 * width, count, "F32", raw)
     values = raw.view(np.float32)
-    if not np.isfinite(values).all():
+    if not np.isfinite(values).all() or not values.any():
         return None
     for name, rule in grids.items():
         if width % rule.group_size == 0:
