@@ -80,6 +80,7 @@ def unwrapped(
     for old, name in plain.items():
         name = name.removeprefix(owner)
         if name in result:
+            old = next(other for other, of in plain.items() if other != name == of.removeprefix(owner))
             raise SourceError(
                 f"{stored[old].file}: tensor {old!r}: without the prefix of its wrapper it would be called {name!r}, "
                 "like another tensor: save the state of the model itself, without the wrapper"

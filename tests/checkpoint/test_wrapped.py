@@ -87,8 +87,10 @@ def test_several_models_in_one_file_are_refused(one: str, other: str, tmp_path: 
     assert other in refused("plan", saved(tmp_path / "src", both))
 
 
-def test_two_tensors_that_would_have_one_name_are_refused(tmp_path: Path) -> None:
-    both = MODEL | {f"_orig_mod.{Q}": MODEL[Q]}
+@pytest.mark.parametrize("wrapped_first", [False, True])
+def test_two_tensors_that_would_have_one_name_are_refused(wrapped_first: bool, tmp_path: Path) -> None:
+    wrapped = {f"_orig_mod.{Q}": MODEL[Q]}
+    both = wrapped | MODEL if wrapped_first else MODEL | wrapped
     line = refused("plan", saved(tmp_path / "src", both))
     assert f"_orig_mod.{Q}" in line and "model.safetensors" in line
 
