@@ -1,12 +1,13 @@
 """What a calibrated master takes: seconds of each pass, memory, and room on the disk.
 
-    python benchmarks/calibration.py [--size 3.2GB] [--layers 34]
+    python benchmarks/calibration.py [--size 3.2GB] [--layers 22]
 
 `quantize --calibrate FILE` runs in a process of its own on a synthetic Llama (hidden size 2048, intermediate size 5632,
 a tied vocabulary of 32,000 words; 3.2 GB are 34 layers, 1.6 G weights) and a text of random words. The passes work
 layer by layer, so a smaller model shows what --layers would take: each further layer counts by the median layer of each
-pass. Seconds of the processor are those of all threads, and grow less than those of the clock when other processes
-run. Room on the disk is that of the work folder.
+pass. That holds while there is room to keep the moments of all layers, as there is for those of 22. Seconds of the
+processor are those of all threads, and grow less than those of the clock when other processes run. Room on the disk is
+that of the work folder.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="where the checkpoint is made; by default a temporary folder")
     parser.add_argument("--size", default="3.2GB", help="of the checkpoint; at least 500MB, for layers of that width")
-    parser.add_argument("--layers", type=int, default=34, help="of the model whose figures are computed")
+    parser.add_argument("--layers", type=int, default=22, help="of the model whose figures are computed")
     parser.add_argument("--threads", type=int, default=usable_cores())
     options = parser.parse_args()
     start = now()

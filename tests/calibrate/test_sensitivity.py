@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 from calls import measure_sensitivity, quantize
-from closeness import ONE_DRAW, SAMPLE, SMALL_SAMPLE, approx
+from closeness import ONE_DRAW, SAMPLE, approx
 from commands import answer, done, raises, refused
 from helpers import folder_bytes
 
 from pqweights.calibrate import sensitivity
+from pqweights.calibrate.drawing import drawn
 from pqweights.checkpoint.source import open_local
 from pqweights.common.options import Options
 from pqweights.errors import RecipeError
@@ -69,14 +70,17 @@ def windows(text: Path) -> torch.Tensor:
 
 
 def dense_alphas(folder: Path, family: str, ids: torch.Tensor) -> dict[str, float]:
-    """Half the sum of the mean squares of blocks times the squared gradients, of a whole model, window by window."""
+    """Half the sum of the mean squares of blocks times the squared gradients, of a whole model, window by window.
+
+    The labels are the same, but for some where rounded states have other predictions.
+    """
     model = families.load(folder, families.FAMILIES[family]).float().requires_grad_()
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim > 1}
     generator, sums = torch.Generator().manual_seed(sensitivity.SEED), dict.fromkeys(parameters, 0.0)
     for window in ids:
         model.zero_grad()
         logits = model(window[None], use_cache=False).logits[0]
-        labels = torch.multinomial(torch.softmax(logits.detach(), -1), 1, generator=generator)[:, 0]
+        labels = drawn(torch.softmax(logits.detach(), -1), generator)
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
         for name, parameter in parameters.items():
             mean_squares = blocks(parameter).square().sum(1) / BLOCK
@@ -84,10 +88,8 @@ def dense_alphas(folder: Path, family: str, ids: torch.Tensor) -> dict[str, floa
     return sums
 
 
-@pytest.mark.parametrize(
-    ("family", "accuracy"), [("llama", SAMPLE), ("llama-tied", ONE_DRAW), ("gpt_oss", SMALL_SAMPLE)]
-)
-def test_sensitivities_are_those_of_a_dense_reference(family, accuracy, text, tmp_path_factory, monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt_oss"])
+def test_sensitivities_are_those_of_a_dense_reference(family, text, tmp_path_factory, monkeypatch):
     """States between layers are rounded to bfloat16. Of a tied embedding, look-ups and products count apart."""
     monkeypatch.setattr(sensitivity, "LayerPasses", partial(sensitivity.LayerPasses, batch_tokens=256))
     folder = families.model(tmp_path_factory.getbasetemp(), family)
@@ -96,7 +98,7 @@ def test_sensitivities_are_those_of_a_dense_reference(family, accuracy, text, tm
     found, expected = measured(folder, text), dense_alphas(folder, family, ids)
     assert len(found.alphas) > 8 and any("embed" in name for name in found.alphas)
     for name, alpha in found.alphas.items():
-        assert alpha == approx(expected[name], accuracy), name
+        assert alpha == approx(expected[name], SAMPLE), name
 
 
 def divergence_of_noise(model: Any, parameter: torch.Tensor, ids: torch.Tensor, t2: float, seed: int) -> float:
