@@ -38,7 +38,7 @@ def learned(
     EvaluationError, OutputError or MissingDependencyError.
     """
     name = "calibrate" if options.awq is None else "awq"
-    if not source.is_dir() and not is_gguf(source):
+    if source.is_file() and not is_gguf(source):
         raise SourceError(f"{source}: expected the folder of a model for `{name}`, found a file")
     if options.engine is not None and out.is_elsewhere:
         raise OptionError(f"`ray`: expected a folder that all nodes share for a calibrated master, found {out}")

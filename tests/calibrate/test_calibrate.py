@@ -157,3 +157,9 @@ def test_few_windows_are_refused(tmp_path, tmp_path_factory, asked):
     message = refused("quantize", families.model(tmp_path_factory.getbasetemp(), "llama"), tmp_path / "s", *asked)
     assert "4096 tokens" in message and "2048" in message
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--calibrate", "--awq"])
+def test_a_source_that_is_not_there_is_called_so(option: str, tmp_path: Path) -> None:
+    line = refused("quantize", tmp_path / "none", tmp_path / "out", option, "self", "-r", "t4")
+    assert "no such file" in line and not list(tmp_path.iterdir())
