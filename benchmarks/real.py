@@ -5,8 +5,9 @@
 Each row is one result of the command line, or of another tool, from the same model. It is compared with the original in
 float32, on the first `--max-tokens` tokens of the text, in windows of 512 without overlap. The tools that read data get
 the tokens that follow; `self` is what the model writes itself. Bits are those of all files of weights, for each
-parameter. Seconds and processor seconds are those of the commands, interpreters and imports included. What MLX
-folders and other tools' folders hold is decoded, and computed with in float32.
+parameter. Seconds and processor seconds are those of the commands, interpreters and imports included; one command makes
+all calibrated GGUF types that are missing. What MLX folders and other tools' folders hold is decoded, and computed with
+in float32.
 
 A tool of real_peers.py runs with PREFIX-TOOL/bin/python of --environments, which `make bench-real-env` makes; mlx-lm,
 torchao and llama.cpp with this one.
@@ -31,7 +32,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,11 +206,12 @@ class Cost(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A result: what it took, its size, and what can be opened of it."""
+    """A result: what it took, its size, what can be opened of it, and how many results the command made."""
 
     cost: Cost
     bytes: int
     opened: Path
+    results: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +224,9 @@ class Bench:
     ids: the tokens that are scored
     text: the file of those that follow
     work: where results are made
+    rows: those that are measured
     environments: the beginning of the names of the folders of the tools' environments
+    costs: of the commands that have made all calibrated GGUF types, by their data
     """
 
     model: Path
@@ -231,7 +235,9 @@ class Bench:
     ids: Ids
     text: Path
     work: Path
+    rows: Sequence[Row]
     environments: str
+    costs: dict[str | None, Cost] = field(default_factory=dict)
 
     @functools.cached_property
     def importances(self) -> list[tuple[str, Any]]:
@@ -271,17 +277,35 @@ class Bench:
             "bits_per_parameter": 8 * made.bytes / self.weights,
             "seconds": made.cost.seconds,
             "cpu_seconds": made.cost.cpu_seconds,
+            "results": made.results,
         }
 
 
 def ours(bench: Bench, row: Row, out: Path) -> Made:
     """A result of our command line, of an export to GGUF its file. Groups of integers are those that others use."""
-    command, *arguments = (f"{bench.text}" if argument == TEXT else argument for argument in row.arguments)
-    if row.name in ("W4A16", "INT4"):
-        arguments += ["--group-size", f"{bench.group_size(row)}"]
-    cost = run_command([*PQWEIGHTS, command, f"{bench.model}", f"{out}", *arguments])
+    if row.format == GGUF and row.data is not None:
+        return one_of_types(bench, row)
+    more = ["--group-size", f"{bench.group_size(row)}"] if row.name in ("W4A16", "INT4") else []
+    cost = run_ours(bench, row.arguments, out, *more)
     result = next(iter(out.glob("*.gguf")), out)
-    return Made(Cost.of(cost), size(result).bytes, decoded(bench.model, out) if row.format == MLX else result)
+    return Made(cost, size(result).bytes, decoded(bench.model, out) if row.format == MLX else result)
+
+
+def one_of_types(bench: Bench, row: Row) -> Made:
+    """A GGUF file of the one command that calibrates for all those that are measured, and that command's cost."""
+    kinds = [other.name for other in bench.rows if (other.tool, other.format, other.data) == (OURS, GGUF, row.data)]
+    out, all_kinds = bench.work / f"types-{row.data}", ",".join(kinds)
+    if row.data not in bench.costs:
+        arguments = tuple(all_kinds if argument == row.name else argument for argument in row.arguments)
+        bench.costs[row.data] = run_ours(bench, arguments, out)
+    file = next(out.glob(f"*-{row.name.upper()}.gguf"))
+    return Made(bench.costs[row.data], size(file).bytes, file, len(kinds))
+
+
+def run_ours(bench: Bench, arguments: Sequence[str], out: Path, *more: str) -> Cost:
+    """Run our command line with the arguments of a row."""
+    command, *others = (f"{bench.text}" if argument == TEXT else argument for argument in arguments)
+    return Cost.of(run_command([*PQWEIGHTS, command, f"{bench.model}", f"{out}", *others, *more]))
 
 
 def by_llama_cpp(bench: Bench, row: Row, out: Path) -> Made:
@@ -373,7 +397,7 @@ MAKERS: dict[str, Callable[[Bench, Row, Path], Made]] = {
 # --- the document ---
 
 
-def open_bench(model: Path, text: str, options: Namespace, work: Path) -> Bench:
+def open_bench(model: Path, text: str, options: Namespace, work: Path, rows: Sequence[Row]) -> Bench:
     """A model, with the text cut into what is scored and what follows."""
     ids, tokens = tokenize(model, text), options.max_tokens
     rest = str(load_tokenizer(model).decode(ids[tokens:][: CALIBRATION_TOKENS + WINDOW].tolist()))
@@ -382,22 +406,28 @@ def open_bench(model: Path, text: str, options: Namespace, work: Path) -> Bench:
     base, environments = remembering(open_model(model)), f"{options.environments.absolute()}"
     weights = sum(parameter.numel() for parameter in base.net.parameters())
     return Bench(
-        model=model, base=base, weights=weights, ids=ids[:tokens], text=file, work=work, environments=environments
+        model=model,
+        base=base,
+        weights=weights,
+        ids=ids[:tokens],
+        text=file,
+        work=work,
+        rows=rows,
+        environments=environments,
     )
 
 
-def wanted(row: Row, known: Sequence[Document], options: Namespace) -> bool:
-    """Whether a row is to be measured now. known: the rows that the document has of the model"""
-    named = options.rows is None or any(fnmatch(row.title, pattern) for pattern in options.rows)
-    return named and (options.again or not any(of["row"] == row.title for of in known))
+def wanted(model: str, document: Document, options: Namespace) -> list[Row]:
+    """The rows that are to be measured of a model."""
+    known = {of["row"] for of in document["rows"] if of["model"] == model and not options.again}
+    named = (row for row in rows() if options.rows is None or any(fnmatch(row.title, each) for each in options.rows))
+    return [row for row in named if row.title not in known]
 
 
-def measured(bench: Bench, document: Document, options: Namespace) -> Iterator[Document]:
+def measured(bench: Bench, document: Document) -> Iterator[Document]:
     """Measure the rows of a model, and yield the document after each."""
     name = bench.model.name
-    for row in rows():
-        if not wanted(row, [of for of in document["rows"] if of["model"] == name], options):
-            continue
+    for row in bench.rows:
         about = {"model": name, "row": row.title, "format": row.format, "tool": row.tool, "name": row.name}
         document["rows"] = [of for of in document["rows"] if (of["model"], of["row"]) != (name, row.title)]
         document["absent"].pop(f"{name}: {row.title}", None)
@@ -483,7 +513,7 @@ def model_table(document: Document, model: str) -> str:
             f"{row['kl']:.4f} ± {row['kl_error']:.4f}",
             f"{row['top1']:.1%}",
             f"{row['change']:+.3f} ± {row['change_error']:.3f}",
-            f"{row['cpu_seconds']:.0f}{'*' * processors.index(row['processor'])}",
+            seconds_of(row) + "*" * processors.index(row["processor"]),
         )
         for row in found
     ]
@@ -491,6 +521,12 @@ def model_table(document: Document, model: str) -> str:
     of = f", decoded from {about['grid']}" if about["grid"] else ""
     title = f"{model}{of}: {about['parameters'] / 1e6:.0f} M parameters, {about['scored']} tokens of English"
     return f"{title}; perplexity {about['perplexity']:.2f}; seconds of {seconds}\n\n{table(header, lines)}"
+
+
+def seconds_of(row: Document) -> str:
+    """The processor seconds of the command that made a row, and of how many, if it made more."""
+    made = row.get("results", 1)
+    return f"{row['cpu_seconds']:.0f}{f' for {made}' if made > 1 else ''}"
 
 
 def main() -> None:
@@ -510,10 +546,13 @@ def main() -> None:
     if file is not None and file.exists():
         document = json.loads(file.read_text(encoding="utf-8"))
     for model in options.models:
+        missing = wanted(model.name, document, options)
+        if not missing:
+            continue
         with tempfile.TemporaryDirectory(dir=options.folder) as work:
-            bench = open_bench(model, read_text(options.text), options, Path(work))
+            bench = open_bench(model, read_text(options.text), options, Path(work), missing)
             document["settings"][model.name] = settings(bench, options.grid)
-            for found in measured(bench, document, options):
+            for found in measured(bench, document):
                 publish("real", found | {"machine": machine(start)}, {}, options, None)
     publish("real", document | {"machine": machine(start)}, sections(document), options, None)
 
