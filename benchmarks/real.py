@@ -5,9 +5,9 @@
 Each row is one result of the command line, or of another tool, from the same model. It is compared with the original in
 float32, on the first `--max-tokens` tokens of the text, in windows of 512 without overlap. The tools that read data get
 the tokens that follow; `self` is what the model writes itself. Bits are those of all files of weights, for each
-parameter. Seconds and processor seconds are those of the commands, interpreters and imports included; one command makes
-all calibrated GGUF types that are missing. What MLX folders and other tools' folders hold is decoded, and computed with
-in float32.
+parameter. Seconds, processor seconds and memory are those of the commands, interpreters and imports included; one
+command makes all calibrated GGUF types that are missing. What MLX folders and other tools' folders hold is decoded, and
+computed with in float32.
 
 A tool of real_peers.py runs with PREFIX-TOOL/bin/python of --environments, which `make bench-real-env` makes; mlx-lm,
 torchao and llama.cpp with this one.
@@ -42,7 +42,6 @@ import numpy as np
 from harness import (
     PQWEIGHTS,
     Document,
-    Run,
     argument_parser,
     machine,
     measured_with,
@@ -88,6 +87,14 @@ EXPORTS = (
     ("MLX, 4 bits", MLX, "4 bits"),
     ("MLX, 3 bits", MLX, "3 bits"),
 )
+
+# On Linux a command's peak is at least the memory of the process that starts it, and this one holds the original.
+STARTER = """
+import pathlib, resource, subprocess, sys
+run = subprocess.run(sys.argv[2:], stdout=subprocess.DEVNULL)
+pathlib.Path(sys.argv[1]).write_text(f"{resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss}")
+sys.exit(run.returncode)
+"""
 
 # Rows of the README.
 SHORT = (
@@ -191,18 +198,18 @@ def rows() -> Iterator[Row]:
 
 
 class Cost(NamedTuple):
-    """What making a result takes: wall time, and time of the processor.
-
-    No memory: on Linux a command would seem to take that of this process, which holds the original.
-    """
+    """What making a result takes: wall time, time of the processor, and memory, if that is known."""
 
     seconds: float
     cpu_seconds: float
+    peak_bytes: int | None = None
 
     @staticmethod
-    def of(run: Run) -> Cost:
-        """That of a command."""
-        return Cost(run.seconds, run.user_seconds + run.system_seconds)
+    def of(command: Sequence[str]) -> Cost:
+        """Run a command. Raises SystemExit if it fails."""
+        with tempfile.NamedTemporaryFile() as peak:
+            run = run_command([sys.executable, "-c", STARTER, peak.name, *command])
+            return Cost(run.seconds, run.user_seconds + run.system_seconds, 1024 * int(peak.read()))
 
 
 class Made(NamedTuple):
@@ -277,6 +284,7 @@ class Bench:
             "bits_per_parameter": 8 * made.bytes / self.weights,
             "seconds": made.cost.seconds,
             "cpu_seconds": made.cost.cpu_seconds,
+            "peak_bytes": made.cost.peak_bytes,
             "results": made.results,
         }
 
@@ -305,7 +313,7 @@ def one_of_types(bench: Bench, row: Row) -> Made:
 def run_ours(bench: Bench, arguments: Sequence[str], out: Path, *more: str) -> Cost:
     """Run our command line with the arguments of a row."""
     command, *others = (f"{bench.text}" if argument == TEXT else argument for argument in arguments)
-    return Cost.of(run_command([*PQWEIGHTS, command, f"{bench.model}", f"{out}", *others, *more]))
+    return Cost.of([*PQWEIGHTS, command, f"{bench.model}", f"{out}", *others, *more])
 
 
 def by_llama_cpp(bench: Bench, row: Row, out: Path) -> Made:
@@ -333,10 +341,10 @@ def by_ik_llama_cpp(bench: Bench, row: Row, out: Path) -> Made:
     if row.data is not None:
         data = ["--imatrix", f"{out.with_name('importances')}"]
         write_importances(bench.importances, Path(data[1]))
-    cost = run_command([f"{quantizer}", *data, f"{bench.plain}", f"{out}", row.name.upper(), f"{usable_cores()}"])
+    cost = Cost.of([f"{quantizer}", *data, f"{bench.plain}", f"{out}", row.name.upper(), f"{usable_cores()}"])
     decoded = out.with_name("decoded.gguf")
     run_command([f"{quantizer}", "--allow-requantize", f"{out}", f"{decoded}", "F32"])
-    return Made(Cost.of(cost), out.stat().st_size, decoded)
+    return Made(cost, out.stat().st_size, decoded)
 
 
 def write_importances(importances: Sequence[tuple[str, Any]], path: Path) -> None:
@@ -351,8 +359,8 @@ def by_mlx_lm(bench: Bench, row: Row, out: Path) -> Made:
     """A folder of mlx-lm's own converter."""
     bits = row.name.split()[0]
     command = ["mlx_lm.convert", "--hf-path", f"{bench.model}", "--mlx-path", f"{out}", "-q", "--q-bits", bits]
-    cost = run_command([sys.executable, "-m", *command])
-    return Made(Cost.of(cost), size(out).bytes, decoded(bench.model, out))
+    cost = Cost.of([sys.executable, "-m", *command])
+    return Made(cost, size(out).bytes, decoded(bench.model, out))
 
 
 def by_peer(bench: Bench, row: Row, out: Path) -> Made:
@@ -365,7 +373,7 @@ def by_peer(bench: Bench, row: Row, out: Path) -> Made:
     how = {"bits": bits, "group-size": bench.group_size(row), "windows": CALIBRATION_TOKENS // WINDOW, "window": WINDOW}
     options = [text for option, value in how.items() for text in (f"--{option}", f"{value}")]
     files = [f"{bench.model}", f"{bench.text}", f"{out}"]
-    cost = Cost.of(run_command([python, f"{HERE / 'real_peers.py'}", f"{row.method}", *files, *options]))
+    cost = Cost.of([python, f"{HERE / 'real_peers.py'}", f"{row.method}", *files, *options])
     stated = out / "bytes.json"
     if stated.exists():
         return Made(cost, int(json.loads(stated.read_text())), out)
@@ -500,7 +508,7 @@ def _first(
 def model_table(document: Document, model: str) -> str:
     """All rows of a model, by bits."""
     about = document["settings"][model]
-    header = ("", "data", "bits", "KL", "top-1", "perplexity", "CPU s")
+    header = ("", "data", "bits", "KL", "top-1", "perplexity", "CPU s", "memory")
     found = sorted(
         (row for row in document["rows"] if row["model"] == model), key=lambda row: -float(row["bits_per_parameter"])
     )
@@ -514,6 +522,7 @@ def model_table(document: Document, model: str) -> str:
             f"{row['top1']:.1%}",
             f"{row['change']:+.3f} ± {row['change_error']:.3f}",
             seconds_of(row) + "*" * processors.index(row["processor"]),
+            f"{row['peak_bytes'] / 1e9:.1f} GB" if row.get("peak_bytes") else None,
         )
         for row in found
     ]
