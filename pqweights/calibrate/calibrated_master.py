@@ -63,6 +63,7 @@ def calibrated_codes(
     stated = [*sample.stated, recipe.to_json(), planned, states, options.rate]
     key = hashlib.sha256(json.dumps(stated).encode()).hexdigest()
     if stated_by_result(out, "calibrated", key, overwrite=options.overwrite) is not None:
+        sample.save_again(out, key, options.thread_count)
         yield Learned(finished=finished_manifest(out, overwrite=False)), options
         return
     model = LayeredModel(checkpoint, source, remedy="quantize it without `calibrate`")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from pqweights import __version__
 from pqweights.calibrate.contents import Contents
+from pqweights.calibrate.work_folder import folder_beside, worked_on_in
 from pqweights.checkpoint.names import TOKENIZER_FILES
 from pqweights.checkpoint.readers import PlainTensor, element_count
 from pqweights.checkpoint.source import Checkpoint, described_folder
@@ -49,7 +51,7 @@ from pqweights.runtime.texts import (
     read_text,
     with_bos,
 )
-from pqweights.storage import open_store
+from pqweights.storage import Store, open_store
 from pqweights.targets.master import plan_quantize
 
 # Tokens of a window of the sample, unless the model takes fewer.
@@ -194,6 +196,19 @@ class SampleOf:
             return self._given.shape
         size = min(WINDOW, read_folder(self.described).context or WINDOW)
         return max(1, self.tokens // size), size
+
+    @functools.cached_property
+    def token_count(self) -> int:
+        """How many tokens it has, fewer than are wanted of a short text or a file. Raises EvaluationError."""
+        if self.kind in (SELF, TOKENS):
+            return math.prod(self.shape)
+        return self._windows(self.words, *self.shape).size
+
+    def save_again(self, out: Store, key: str, threads: int) -> None:
+        """Write the file that is asked for beside a finished result, whose sample is gone. key: see worked_on_in"""
+        if self.save is not None and not self.save.exists():
+            with worked_on_in(folder_beside(out), out, key, threads, self.contents.is_same) as work:
+                self.ids(work, threads)
 
     def ids(self, work: Path, threads: int) -> Tensor:
         """Return the token ids, [windows, tokens]; they are kept in a folder, so that no other is drawn."""

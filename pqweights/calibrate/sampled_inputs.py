@@ -112,7 +112,7 @@ class SampledInputs:
     @property
     def about(self) -> dict[str, Any]:
         """What manifests state: the sample, and the digest of everything on which the inputs depend."""
-        return {"sample": self.sample.kind, "tokens": self.sample.tokens, "identity": self.identity}
+        return {"sample": self.sample.kind, "tokens": self.sample.token_count, "identity": self.identity}
 
     def check_source(self) -> None:
         """Raise SourceChangedError if the model is no longer what it was."""

@@ -65,6 +65,7 @@ def found_scales(
     codecs = [(tensor.name, tensor.codec, tensor.bits) for tensor in planned]
     key = hashlib.sha256(json.dumps([*sample.stated, recipe.to_json(), codecs, KIND]).encode()).hexdigest()
     if (stated := stated_by_result(out, "awq", key, overwrite=options.overwrite)) is not None:
+        sample.save_again(out, key, options.thread_count)
         scaled = frozenset(name for name, told in stated["weights"].items() if "gain" in told)
         yield AwqScales(about=stated, scaled=scaled), options
         return

@@ -105,6 +105,7 @@ def sensitivity_for(
     """Measure the sensitivities by which the bit widths of a master are chosen; see `learned`."""
     sample, key = _sample(source, recipe, options)
     if (stated := stated_by_result(out, "fit", key, overwrite=options.overwrite)) is not None:
+        sample.save_again(out, key, options.thread_count)
         yield Sensitivity.read(stated), options
         return
     with worked_on_in(folder_beside(out), out, key, options.thread_count, sample.contents.is_same) as work:

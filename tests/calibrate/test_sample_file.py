@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import families
 import numpy as np
@@ -15,7 +16,11 @@ from safetensors.numpy import save_file
 import pqweights
 from pqweights.calibrate import sample
 from pqweights.calibrate.sample import read_sample, write_sample
+from pqweights.calibrate.sampled_inputs import inputs_of
+from pqweights.common.options import Options
 from pqweights.errors import EvaluationError
+from pqweights.storage import open_store
+from pqweights.storage.sources import open_source
 
 IDS = np.random.default_rng(1).integers(0, 500, (40, 64))
 
@@ -78,3 +83,28 @@ def test_exports_keep_and_take_samples(model: Path, tmp_path: Path, monkeypatch:
     pqweights.export(model, results[1], calibrate=kept, **options)
     drawn, given = map(folder_bytes, results)
     assert {name for name in drawn if drawn[name] != given[name]} == {"pqweights.json"}
+
+
+def test_exports_state_how_many_tokens_a_sample_has(kept: Path, model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("w17 " * 3000)
+    for given, expected in ((kept, 2560), (text, 2816), ("self", 4096)):
+        options = Options(calibrate=given, calibration_tokens=4096)
+        with inputs_of(model, open_source(model), open_store(tmp_path / "out"), options, 1) as inputs:
+            assert inputs.about["tokens"] == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"recipe": "t4", "calibrate": "self"}, {"target_bpw": 4, "calibrate": "self"}, {"awq": "self"}],
+    ids=["codes", "sensitivities", "scales"],
+)
+def test_a_finished_result_keeps_its_sample_when_asked(
+    options: dict[str, Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample, "WINDOW", 64)
+    out, first, again = tmp_path / "out", tmp_path / "first.safetensors", tmp_path / "again.safetensors"
+    for path in (first, again):
+        pqweights.quantize(model, out, calibration_tokens=2048, save_sample=path, **options)
+    assert again.read_bytes() == first.read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "first.safetensors", "again.safetensors"}
