@@ -64,7 +64,7 @@ def plain_plan(
     """
     decoded = is_weight(tensor, weights)
     stored = forced or stored_dtype(tensor, weights, model=model, dtype=dtype)
-    why = "decoded" if decoded else "as in the master" if stored == tensor.plain_dtype else "model dtype to BF16"
+    why = "decoded" if decoded else "as in the source" if stored == tensor.plain_dtype else "model dtype to BF16"
     specs = (TensorSpec(tensor.name, stored, tensor.shape),)
     action = DECODE if decoded else KEEP
     return TensorPlan.of(tensor, specs, role=role_of(tensor, known), action=action, reason=reason or why)
