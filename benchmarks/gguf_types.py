@@ -10,8 +10,8 @@ only get the same for all columns from it. Rates are those of Gaussian weights.
 `models`: each model as a BF16 file is quantized by llama_model_quantize; ours are exported from the same weights,
 with the second moments of text or without, and from masters. llama.cpp computes all of them, on the CPU; divergences
 are from the original in transformers, in float32. Both sides store the same types in the same tensors, so files have
-the same size. The importance matrix of llama.cpp's quantizer is made of the same moments; types that it makes with one
-only have no figure without. --types measures some again.
+the same size. The importance matrix of llama.cpp's quantizer is made of the same inputs, of which all count alike;
+types that it makes with one only have no figure without. --types measures some again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import gguf
 import numpy as np
 import peers
 import quality
+import torch
 from harness import Document, argument_parser, keep_rates, machine, measured_with, now, publish, table
 
 import pqweights
+from pqweights.calibrate import layer_statistics
 from pqweights.calibrate.sampled_inputs import inputs_of
 from pqweights.checkpoint.gguf.mixes import MIXES, OUTPUTS
 from pqweights.checkpoint.gguf.model import gguf_model
@@ -249,17 +252,22 @@ def quantize_by_llama_cpp(plain: Path, out: Path, name: str, held: list[tuple[st
 
 
 def importances(model: Path, text: Path, work: Path) -> list[tuple[str, np.ndarray]]:
-    """The mean squares of the inputs of matrices, by name in a GGUF file: llama.cpp's importance matrix."""
+    """The mean squares of the inputs of matrices, by name in a GGUF file: llama.cpp's importance matrix.
+
+    All tokens count alike there, which ours do not.
+    """
     held, options = [], Options(calibrate=text)
     checkpoint, out = open_local(model), open_store(work)
-    with inputs_of(model, checkpoint, out, options, usable_cores()) as inputs:
+    alike = patch.object(layer_statistics, "counts_of", lambda gradients: torch.ones(len(gradients)))
+    with alike, inputs_of(model, checkpoint, out, options, usable_cores()) as inputs:
         inputs.prepare(lambda *_: None)
         for tensor in gguf_model(checkpoint, name=None).tensors:
             sources = tensor.sources if isinstance(tensor, View) else ()
-            known = inputs.weights.get(sources[0].name) if sources and tensor.name != "token_embd.weight" else None
-            vectors = [] if known is None else [vector for vector in known.vectors if vector is not None]
-            if vectors:
-                held.append((tensor.name, np.concatenate([inputs.mean_squares(vector) for vector in vectors])))
+            name = sources[0].name if sources and tensor.name != "token_embd.weight" else ""
+            known = inputs.weights.get(name)
+            matrices = [] if known is None else [n for n, vector in enumerate(known.vectors) if vector is not None]
+            if matrices:
+                held.append((tensor.name, np.concatenate([inputs.mean_squares(name, matrix) for matrix in matrices])))
     return held
 
 

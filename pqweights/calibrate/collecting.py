@@ -19,6 +19,8 @@ Doubles = npt.NDArray[np.float64]
 HELD_BACK_OF = 4
 # Rows of a sum of products that are computed together, from the diagonal on: those below it are the same numbers.
 ROWS_TOGETHER = 256
+# The least that all inputs of a vector count together: where no gradient came back, their moments are zeros.
+LEAST_COUNTED = 2.0**-126
 
 
 def check_windows(windows: int, window: int) -> None:
@@ -111,6 +113,11 @@ class ProductSums:
                     block[own, start:].addmm_(of_block[:, own].T, of_block[:, start:])
 
 
+def counted(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return rows at which the sum of squares has each of them as often as it counts."""
+    return rows * counts.sqrt()[:, None]
+
+
 class VectorInputs:
     """The inputs of one vector, which come window by window.
 
@@ -121,20 +128,22 @@ class VectorInputs:
 
     def __init__(self, size: int, *, rows: int = 0, held_back: int, with_moments: bool = False) -> None:
         self.rows, self.held_back = RowSample(rows, size), RowSample(held_back, size)
-        self.tokens, self._windows = 0, 0
+        self.tokens, self._windows, self._counted = 0, 0, 0.0
         self._squares: Doubles = np.zeros(size)
         self._sum = ProductSums([slice(0, size)]) if with_moments else None
 
-    def add(self, rows: torch.Tensor) -> None:
-        """Add rows [n, K] f32 of a window."""
+    def add(self, rows: torch.Tensor, counts: torch.Tensor) -> None:
+        """Add rows [n, K] f32 of a window. counts: how much each counts, [n]"""
         self._windows += 1
+        rows = counted(rows, counts)
         values = rows.numpy()
         if self._windows % HELD_BACK_OF == 0:
             self.held_back.add(values, self._windows)
             return
         self.tokens += len(rows)
+        self._counted += float(counts.sum(dtype=torch.float64))
         if self._sum is not None:
-            self._sum.add(rows.clone())
+            self._sum.add(rows)
         self.rows.add(values, self._windows)
         with np.errstate(over="ignore", invalid="ignore"):
             self._squares += np.einsum("ij,ij->j", values, values, dtype=np.float64)
@@ -148,10 +157,10 @@ class VectorInputs:
         )
 
     def mean_squares(self) -> Floats:
-        """Return the mean square of each channel, [K]; zeros if there was no row."""
-        return (self._squares / max(self.tokens, 1)).astype(np.float32)
+        """Return the mean square of each channel, [K]; zeros if no row counted."""
+        return (self._squares / max(self._counted, LEAST_COUNTED)).astype(np.float32)
 
     def moments(self) -> Floats:
         """Return the mean of x x', [K, K], if its sum is kept."""
         assert self._sum is not None
-        return (self._sum.blocks[0] / max(self.tokens, 1)).numpy()
+        return (self._sum.blocks[0] / max(self._counted, LEAST_COUNTED)).numpy()

@@ -22,6 +22,8 @@ DRAWING = "drawing the sample"  # as users are told
 # A model knows texts if a token of them costs it at most FAMILIAR of what guessing among all tokens would, on average
 # over TRIED windows. What it draws costs less the more it repeats itself, so that is nothing to compare with.
 FAMILIAR, TRIED = 0.5, 6
+# Rows of probabilities whose sums are in memory together: they are in float64.
+ROWS_DRAWN = 64
 
 
 class RoomyLayer(DynamicLayer):
@@ -137,6 +139,9 @@ def drawn(probabilities: Tensor, random: torch.Generator) -> Tensor:
     It takes one random number, where torch.multinomial takes one for each token of the vocabulary, and so most of the
     time of a small model.
     """
-    totals = probabilities.cumsum(-1, dtype=torch.float64)
-    thresholds = torch.rand(len(totals), 1, dtype=torch.float64, generator=random) * totals[:, -1:]
-    return torch.searchsorted(totals, thresholds, right=True)[:, 0]
+    tokens = []
+    shares = torch.rand(len(probabilities), 1, dtype=torch.float64, generator=random)
+    for part, share in zip(probabilities.split(ROWS_DRAWN), shares.split(ROWS_DRAWN), strict=True):
+        totals = part.cumsum(-1, dtype=torch.float64)
+        tokens.append(torch.searchsorted(totals, share * totals[:, -1:], right=True)[:, 0])
+    return torch.cat(tokens)

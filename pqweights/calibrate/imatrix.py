@@ -32,7 +32,7 @@ from pqweights.checkpoint.writer import write_whole
 from pqweights.common.options import IMATRIX
 from pqweights.common.threads import Progress
 from pqweights.errors import OptionError, SourceError
-from pqweights.planning.inputs import InputVector, KnownInputs, WeightInputs
+from pqweights.planning.inputs import InputVector, KnownInputs, WeightInputs, importance_of, read_by
 
 Floats = npt.NDArray[np.float32]
 
@@ -157,7 +157,8 @@ class FileInputs:
             for number, values in enumerate(known.reshape(matrices, width)):
                 if counts[number] <= 0:
                     continue
-                for source, matrix, transposed in _read_by(tensor, number):
+                transposed = isinstance(tensor, View) and tensor.transposed
+                for source, matrix in read_by(tensor, number) or ():
                     if is_transposed.setdefault(source, transposed) == transposed:  # MLA's are read both ways
                         reads.setdefault(source, {}).setdefault(matrix, len(vectors))
                 vectors.append(InputVector(size=width, tokens=int(counts[number]), held_back=0, windows=0))
@@ -174,25 +175,15 @@ class FileInputs:
     def prepare(self, progress: Progress) -> None:
         """Do nothing: the file was read."""
 
-    def mean_squares(self, vector: int) -> Floats:
-        """Return the mean square of each channel of a vector, [K]."""
+    def mean_squares(self, name: str, matrix: int) -> Floats:
+        """Return the mean square of each channel that a matrix of a weight reads, [K]."""
+        vector = self.weights[name].vectors[matrix]
+        assert vector is not None
         return self.squares[vector]
 
     def moments(self, vector: int) -> tuple[Floats, Floats]:
         """Raise OptionError: a file of importances has none."""
         raise OptionError("`imatrix`: expected `calibrate`: a file of importances has no moments of pairs of inputs")
-
-
-def _read_by(tensor: LogicalTensor, number: int) -> list[tuple[str, int, bool]]:
-    """Return the matrices of the checkpoint whose rows a matrix of llama.cpp has: name, number, whether transposed."""
-    if not isinstance(tensor, View):
-        return [(tensor.name, number, False)]
-    result = []
-    for source, rows in tensor.runs_of_matrix(number) or ():
-        height = source.shape[-2]
-        first, last = sorted((rows[0] // height, rows[-1] // height))
-        result += [(source.name, matrix, tensor.transposed) for matrix in range(first, last + 1)]
-    return result
 
 
 def write_imatrix(path: Path, inputs: KnownInputs, checkpoint: Checkpoint, sample: str) -> None:
@@ -210,7 +201,8 @@ def write_imatrix(path: Path, inputs: KnownInputs, checkpoint: Checkpoint, sampl
             continue
         counts = np.array([[0 if n is None else inputs.vectors[n].tokens] for n in numbers], dtype=np.float32)
         squares: list[Floats] = [
-            np.zeros(tensor.shape[-1], dtype=np.float32) if n is None else inputs.mean_squares(n) for n in numbers
+            np.zeros(tensor.shape[-1], dtype=np.float32) if vector is None else importance_of(tensor, number, inputs)
+            for number, vector in enumerate(numbers)
         ]
         stored[tensor.name + SUMS] = (np.stack(squares) * counts).astype(np.float32)
         stored[tensor.name + COUNTS] = counts
@@ -230,7 +222,7 @@ def write_imatrix(path: Path, inputs: KnownInputs, checkpoint: Checkpoint, sampl
 
 def _vector_of(tensor: LogicalTensor, number: int, inputs: KnownInputs) -> int | None:
     vectors = set()
-    for source, matrix, _ in _read_by(tensor, number):
+    for source, matrix in read_by(tensor, number) or ():
         known = inputs.weights.get(source)
         vectors.add(None if known is None or matrix >= len(known.vectors) else known.vectors[matrix])
     return vectors.pop() if len(vectors) == 1 else None

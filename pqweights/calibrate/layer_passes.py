@@ -27,6 +27,7 @@ from pqweights.errors import SourceError
 STATES_DTYPE = torch.bfloat16
 # Tokens that a layer computes together: the memory that this takes is a small part of that of a large layer.
 BATCH_TOKENS = 1024
+COUNTS = "counts"  # files, and what lies in them
 
 
 class Watch(Protocol):
@@ -85,6 +86,14 @@ class LayerPasses:
     def read(self, kind: str, layer: int) -> dict[str, npt.NDArray[Any]]:
         """Return what was written of a layer."""
         return load_file(self.file(kind, layer))
+
+    def save_counts(self, layer: int, counts: Sequence[Tensor]) -> None:
+        """Write how much the inputs of a layer count, as `LayerStatistics` found it."""
+        self.save(COUNTS, layer, {COUNTS: torch.cat([*counts, torch.empty(0)]).numpy()})
+
+    def counts(self, layer: int) -> Tensor:
+        """Return how much the inputs of a layer count."""
+        return torch.from_numpy(self.read(COUNTS, layer)[COUNTS])
 
     def check_finite(self, layer: int, *tensors: Tensor) -> None:
         """Raise SourceError for values or gradients that cannot be used."""

@@ -3,7 +3,8 @@
 Of a weight W [N, K] in a product y = W x: H = E[x x'], [K, K], the second moments of its inputs; and
 g = E[(dL/dy)**2], [N], the mean squares of the gradients at its outputs. The loss L is that of tokens that are drawn
 from the model's own predictions, so the mean products of such gradients are the Fisher information, and g_i H is about
-its block that belongs to row i of W, as in K-FAC (Martens and Grosse, arXiv:1503.05671).
+its block that belongs to row i of W, as in K-FAC (Martens and Grosse, arXiv:1503.05671). In a pass with gradients
+it is also known how much each input counts for the loss: the squares of the gradients at all outputs that it makes.
 
 Products are recorded where torch computes them, so no architecture needs a rule of its own.
 """
@@ -26,6 +27,7 @@ from pqweights.calibrate.layered import ModelMatrix, StoredMatrices
 from pqweights.formats.column_encoding import DAMPING, best_damping, moment_blocks
 from pqweights.planning.inputs import WeightInputs
 
+Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 # Of every third batch the last so many inputs, a window, show which damping suits an H of the others.
@@ -54,8 +56,9 @@ class InputMoments:
         """The channels of each block."""
         return self._sums.parts
 
-    def add(self, rows: Tensor) -> None:
-        """Add inputs, [rows, K]."""
+    def add(self, rows: Tensor, counts: Tensor) -> None:
+        """Add inputs, [rows, K], all of which count alike: with `counts`, masters of 3 bits diverge 1.3 times more."""
+        del counts
         used = are_used(rows)
         rows = rows if used.all() else rows[used]
         self._sums.add(rows)
@@ -104,12 +107,32 @@ class ProductStatistics:
     along_rows: whether the model stores the matrix as [N, K], not as [K, N]
     makes_logits: whether its outputs are the model's predictions
     squares: the sums of squares of the gradients over all rows of outputs, [N]
+    input_squares: the sums of squares of its inputs, each times those of the gradients at its outputs, [K]
+    counted: the sum of the latter
     """
 
     vector: int
     along_rows: bool
     makes_logits: bool = False
     squares: Tensor | None = None
+    input_squares: Doubles | None = None
+    counted: float = 0.0
+
+
+@dataclass(eq=False)
+class InputsRead:
+    """Inputs that some matrices have read in this batch.
+
+    values: kept, so that no other tensor has their place
+    vector: the number of what is collected of them
+    by: the first of the matrices
+    counts: how much each row counts, [rows]: the squares of the gradients at its outputs; None without gradients
+    """
+
+    values: Tensor
+    vector: int
+    by: ModelMatrix
+    counts: Tensor | None = None
 
 
 def are_used(rows: Tensor) -> Tensor:
@@ -144,6 +167,8 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
     parameters: which, by name: matrices, or stacks of them [experts, ...]
     new: makes what collects the inputs of a vector with so many channels
     head: the parameter whose products are the model's predictions
+    known_counts: how much all inputs count, in the order in which they are read; None: by their gradients, if any
+    counts: what they counted, by batch and vector
     collected: of each vector of inputs, by number
     mixed: the vectors that matrices read which read the same in one batch, and not in another; these are not known
     products: what is known of each matrix that was multiplied by
@@ -152,6 +177,8 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
     parameters: Mapping[str, torch.nn.Parameter]
     new: Callable[[int], OfInputs]
     head: str | None = None
+    known_counts: Tensor | None = None
+    counts: list[Tensor] = field(default_factory=list)
     collected: dict[int, OfInputs] = field(default_factory=dict)
     mixed: set[int] = field(default_factory=set)
     products: dict[ModelMatrix, ProductStatistics] = field(default_factory=dict)
@@ -162,8 +189,7 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
         for name, parameter in self.parameters.items():
             stack = parameter if parameter.ndim == 3 else parameter[None]
             self._matrices |= {matrix.data_ptr(): ModelMatrix(name, number) for number, matrix in enumerate(stack)}
-        # What was added in this batch, to which vector, by which matrix; kept, so that no other tensor has its place.
-        self._inputs: list[tuple[Tensor, int, ModelMatrix]] = []
+        self._inputs: list[InputsRead] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at a call of any function of torch, and pass it on."""
@@ -177,14 +203,22 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
                 along_rows = weight.ndim > 1 and (axis == -1) == (weight.stride(-1) == 1)
                 for matrix, of_stack in self._matrices_of(weight, values):
                     inputs = values if of_stack is None else values[of_stack]
-                    product = self._record(matrix, inputs, along_rows)
+                    product, read = self._record(matrix, inputs, along_rows)
                     if result.requires_grad:
                         used = are_used(inputs.detach().reshape(-1, inputs.shape[-1]))
-                        result.register_hook(functools.partial(self._add_gradient, product, of_stack, used))
+                        result.register_hook(functools.partial(self._add_gradient, product, read, of_stack, used))
         return result
 
     def next_batch(self) -> None:
-        """Forget which inputs were the same tensors."""
+        """Collect the inputs of a batch, of which all gradients are there."""
+        for read in self._inputs:
+            rows = read.values.detach().reshape(-1, read.values.shape[-1])
+            if self.known_counts is not None:
+                counts, self.known_counts = self.known_counts.tensor_split([len(rows)])
+            else:
+                counts = torch.ones(len(rows)) if read.counts is None else read.counts
+                self.counts.append(counts)
+            self.collected[read.vector].add(rows, counts)
         self._inputs.clear()
 
     def mean_squares(self, matrix: ModelMatrix, tokens: int) -> Doubles | None:
@@ -194,6 +228,13 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
         """
         squares = self.products[matrix].squares if matrix in self.products else None
         return None if squares is None or not squares.any() else (squares / tokens).double().numpy()
+
+    def importance(self, matrix: ModelMatrix) -> Floats | None:
+        """Return the mean square of each input of a matrix, [K], as much as each token counts; None if none does."""
+        product = self.products[matrix]
+        if product.input_squares is None or not product.counted:
+            return None
+        return (product.input_squares / product.counted).astype(np.float32)
 
     def along_rows(self, parameter: str) -> bool:
         """Whether the model stores a parameter by which it multiplied as [..., N, K], not as [..., K, N]."""
@@ -223,30 +264,42 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
             return [(ModelMatrix(first.parameter, number), number) for number in range(len(weight))]
         return []
 
-    def _record(self, matrix: ModelMatrix, values: Tensor, along_rows: bool) -> ProductStatistics:
-        rows = values.detach().reshape(-1, values.shape[-1])
+    def _record(self, matrix: ModelMatrix, values: Tensor, along_rows: bool) -> tuple[ProductStatistics, InputsRead]:
         product = self.products.get(matrix)
-        known = next((vector for other, vector, _ in self._inputs if _same_place(other, values)), None)
+        known = next((read for read in self._inputs if _same_place(read.values, values)), None)
         if product is None:
-            vector = len(self.collected) if known is None else known
+            vector = len(self.collected) if known is None else known.vector
             product = self.products[matrix] = ProductStatistics(vector, along_rows, matrix.parameter == self.head)
-        if known != product.vector:
-            if any(vector == product.vector and by != matrix for _, vector, by in self._inputs):
+        if known is None or known.vector != product.vector:
+            if any(read.vector == product.vector and read.by != matrix for read in self._inputs):
                 self.mixed.add(product.vector)
             if product.vector not in self.collected:
-                self.collected[product.vector] = self.new(rows.shape[1])
-            self.collected[product.vector].add(rows)
-            self._inputs.append((values, product.vector, matrix))
-        return product
+                self.collected[product.vector] = self.new(values.shape[-1])
+            known = InputsRead(values, product.vector, matrix)
+            self._inputs.append(known)
+        return product, known
 
     @staticmethod
-    def _add_gradient(product: ProductStatistics, of_stack: int | None, used: Tensor, gradient: Tensor) -> None:
+    def _add_gradient(
+        product: ProductStatistics, read: InputsRead, of_stack: int | None, used: Tensor, gradient: Tensor
+    ) -> None:
         """Add the gradients at outputs. used: which inputs are not zero, so that an error of the weight shows there"""
         own = gradient.detach() if of_stack is None else gradient.detach()[of_stack]
         rows = own.reshape(-1, own.shape[-1])
+        inputs, counts = read.values.detach().reshape(-1, read.values.shape[-1]), counts_of(rows)
+        read.counts = counts if read.counts is None else read.counts + counts
+        input_squares = (counts @ inputs.square()).double().numpy()
+        product.input_squares = (0.0 if product.input_squares is None else product.input_squares) + input_squares
+        product.counted += float(counts.sum(dtype=torch.float64))
         rows = rows if used.all() else rows[used]
         squares = expected_squares(rows) if product.makes_logits else rows.square().sum(0)
         product.squares = squares if product.squares is None else product.squares + squares
+
+
+def counts_of(gradients: Tensor) -> Tensor:
+    """Return how much inputs count by the gradients at the outputs of a matrix, [rows, N]: [rows]."""
+    lengths: Tensor = torch.linalg.vector_norm(gradients, dim=1)
+    return lengths.square()
 
 
 def expected_squares(gradients: Tensor) -> Tensor:

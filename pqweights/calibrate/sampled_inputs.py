@@ -1,7 +1,8 @@
 """The inputs of the weights of a model, from a sample that goes through it layer by layer.
 
-The first pass keeps the mean squares of all inputs, which are small. Moments are as large as the weights, so they are
-kept of one layer at a time: which a layer read lies on the disk, and it is computed again when its moments are wanted.
+The passes, forward and back, keep the mean squares of all inputs, which are small, and how much each input counts.
+Moments are as large as the weights, so they are kept of one layer at a time: what a layer read lies on the disk, and it
+is computed again when its moments are wanted.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class SampledInputs:
     divergence: float | None = None
     vectors: list[InputVector] = field(default_factory=list)
     weights: dict[str, WeightInputs] = field(default_factory=dict)
-    _squares: list[Floats] = field(default_factory=list)
+    _squares: dict[tuple[str, int], Floats] = field(default_factory=dict)  # of matrices of weights
     _layers: list[int] = field(default_factory=list)  # of each vector
     _at_hand: dict[int, VectorInputs] = field(default_factory=dict)  # the vectors of one layer
 
@@ -105,7 +106,7 @@ class SampledInputs:
         model = LayeredModel(self.sample.checkpoint, self.sample.source, remedy="export it without `calibrate`")
         ids = self.sample.ids(self.work, self.threads)
         check_windows(*ids.shape)
-        check_space(self.work, states_bytes(self.sample.checkpoint.config, ids.numel()), {})
+        check_space(self.work, states_bytes(self.sample.checkpoint.config, ids.numel(), more=2), {})
         check = self.check_source
         return LayerPasses(model=model, ids=ids, work=self.work, batch_tokens=ids.shape[1], check=check)
 
@@ -122,13 +123,22 @@ class SampledInputs:
         """Have the model read the sample, unless it has."""
         if self.vectors:
             return
-        passes = self._passes
-        steps = passes.model.layers + 1
+        passes, last = self._passes, self._passes.model.layers
         with slow_step(READING):  # `progress` counts the bytes of the result
-            for layer in told_steps(range(steps), READING, "layers"):
+            steps = iter(told_steps(range(2 * last + 1), READING, "layers, forward and back"))
+
+            def done(layer: int) -> None:
+                next(steps)
+
+            passes.all_forward(done)
+            for step in steps:
+                layer = 2 * last - step
                 if not passes.file(KEY, layer).exists():
-                    self._run(layer, partial(self._write, layer), with_moments=False)
-                self._read(layer)
+                    back = passes.head_backward if layer == last else partial(passes.backward, layer)
+                    back(partial(self._watch, layer), partial(self._write, layer))
+                passes.file("gradients", layer + 1).unlink(missing_ok=True)
+        for layer in range(last + 1):
+            self._read(layer)
 
     def sensitivity(
         self, out: Store, export: Callable[[Sensitivity, Store], Checkpoint], *, overwrite: bool
@@ -160,32 +170,34 @@ class SampledInputs:
                 sensitivity = replace(sensitivity, method=sensitivity.method | sample.checked)
         return replace(sensitivity, method=sensitivity.method | {"identity": self.identity})
 
-    def mean_squares(self, vector: int) -> Floats:
-        """Return the mean square of each channel of a vector, [K]."""
-        return self._squares[vector]
+    def mean_squares(self, name: str, matrix: int) -> Floats:
+        """Return the mean square of each channel that a matrix of a weight reads, [K]; zeros if nothing counted."""
+        vector = self.weights[name].vectors[matrix]
+        assert vector is not None
+        known = self._squares.get((name, matrix))
+        return np.zeros(self.vectors[vector].size, dtype=np.float32) if known is None else known
 
     def moments(self, vector: int) -> tuple[Floats, Floats]:
         """Return the means of x x' over the inputs x of a vector, [K, K], and the rows that were held back, [n, K]."""
         if vector not in self._at_hand:
             self._at_hand.clear()
-            layer = self._layers[vector]
-            self._run(layer, partial(self._keep, self._layers.index(layer)), with_moments=True)
+            passes, layer = self._passes, self._layers[vector]
+            watch = partial(self._watch, layer, with_moments=True)
+            forward = passes.head if layer == passes.model.layers else partial(passes.forward, layer)
+            forward(watch, partial(self._keep, self._layers.index(layer)))
         inputs = self._at_hand[vector]
         return inputs.moments(), inputs.held_back.rows
 
-    def _run(self, layer: int, keep: Callable[[LayerStatistics[VectorInputs]], None], *, with_moments: bool) -> None:
-        """Compute a layer, or what comes after the last, and look at its inputs."""
-        passes, is_head = self._passes, layer == self._passes.model.layers
+    def _watch(self, layer: int, *, with_moments: bool = False) -> LayerStatistics[VectorInputs]:
+        """Return what looks at the inputs of a layer, or of what comes after the last.
 
-        def watch() -> LayerStatistics[VectorInputs]:
-            named = passes.model.parameters_of(OUTSIDE if is_head else layer)
-            matrices = {name: parameter for name, parameter in named.items() if parameter.ndim in (2, 3)}
-            return LayerStatistics(matrices, partial(VectorInputs, held_back=HELD_BACK_ROWS, with_moments=with_moments))
-
-        if is_head:
-            passes.head(watch, keep)
-        else:
-            passes.forward(layer, watch, keep)
+        with_moments: once it is known how much they count
+        """
+        passes, model = self._passes, self._passes.model
+        named = model.parameters_of(OUTSIDE if layer == model.layers else layer)
+        matrices = {name: parameter for name, parameter in named.items() if parameter.ndim in (2, 3)}
+        collect = partial(VectorInputs, held_back=HELD_BACK_ROWS, with_moments=with_moments)
+        return LayerStatistics(matrices, collect, known_counts=passes.counts(layer) if with_moments else None)
 
     def _keep(self, first: int, seen: LayerStatistics[VectorInputs]) -> None:
         """Have the moments of a layer at hand. first: the number of its first vector"""
@@ -199,16 +211,22 @@ class SampledInputs:
         for number, (matrices, inputs) in enumerate(seen.inputs()):
             number_of |= dict.fromkeys(matrices, number)
             vectors.append(as_json(inputs.about))
-            squares[f"{number}"] = inputs.mean_squares()
-            if not np.isfinite(squares[f"{number}"]).all():
-                raise SourceError(f"the inputs of {matrices[0].parameter} are not finite, or too large")
         weights = {}
         for tensor in model.tensors_of(OUTSIDE if layer == model.layers else layer):
-            reads = weight_inputs(model.matrices_of(tensor.name), number_of, seen.products)
-            if reads is not None:
-                weights[tensor.name] = as_json(reads)
+            stored = model.matrices_of(tensor.name)
+            reads = weight_inputs(stored, number_of, seen.products)
+            if reads is None:
+                continue
+            weights[tensor.name] = as_json(reads)
+            for number, matrix in enumerate(stored.matrices):
+                own = seen.importance(matrix) if matrix in number_of else None
+                if own is not None:
+                    squares[f"{number}:{tensor.name}"] = own
+                    if not np.isfinite(own).all():
+                        raise SourceError(f"the inputs of {tensor.name} are not finite, or too large")
         described = json.dumps({"vectors": vectors, "weights": weights})
         path = passes.file(KEY, layer)
+        passes.save_counts(layer, seen.counts)
         self.check_source()
         write_whole(path.parent, path, [save(squares, {KEY: described})])
 
@@ -217,7 +235,9 @@ class SampledInputs:
         first = len(self.vectors)
         with safe_open(self._passes.file(KEY, layer), "numpy") as stored:
             described = json.loads(stored.metadata()[KEY])
-            self._squares.extend(stored.get_tensor(f"{number}") for number in range(len(described["vectors"])))
+            for key in stored.offset_keys():
+                number, _, name = key.partition(":")
+                self._squares[name, int(number)] = stored.get_tensor(key)
         self.vectors.extend(InputVector(**vector) for vector in described["vectors"])
         self._layers.extend([layer] * len(described["vectors"]))
         for name, reads in described["weights"].items():

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.views import View
 from pqweights.common.threads import Progress
 
 Floats = npt.NDArray[np.float32]
@@ -42,6 +44,30 @@ class WeightInputs:
     transposed: bool
 
 
+def read_by(tensor: LogicalTensor, matrix: int) -> list[tuple[str, int]] | None:
+    """Return the matrices of the checkpoint whose rows a matrix of a tensor has, each by name and number.
+
+    None if its rows are not whole rows of others.
+    """
+    if not isinstance(tensor, View):
+        return [(tensor.name, matrix)]
+    runs = tensor.runs_of_matrix(matrix)
+    if runs is None:
+        return None
+    result = []
+    for source, rows in runs:
+        height = source.shape[-2]
+        first, last = sorted((rows[0] // height, rows[-1] // height))
+        result += [(source.name, number) for number in range(first, last + 1)]
+    return result
+
+
+def importance_of(tensor: LogicalTensor, matrix: int, inputs: KnownInputs) -> Floats:
+    """Return the mean square of each channel that a matrix of a tensor reads, [K]; see `KnownInputs.mean_squares`."""
+    known = [inputs.mean_squares(name, number) for name, number in read_by(tensor, matrix) or ()]
+    return known[0] if len(known) == 1 else np.mean(known, axis=0, dtype=np.float32)
+
+
 class KnownInputs(Protocol):
     """The inputs of the weights of a checkpoint, from a sample of tokens. `prepare` must be called before the rest."""
 
@@ -70,8 +96,11 @@ class KnownInputs(Protocol):
         """What each weight reads, by name."""
         ...
 
-    def mean_squares(self, vector: int) -> Floats:
-        """Return the mean square of each channel of a vector, [K]."""
+    def mean_squares(self, name: str, matrix: int) -> Floats:
+        """Return the mean square of each channel that a matrix of a weight reads, [K]: its importance.
+
+        Tokens count by the squares of the gradients at the outputs of this matrix, where these are known.
+        """
         ...
 
     def moments(self, vector: int) -> tuple[Floats, Floats]:

@@ -41,7 +41,7 @@ from pqweights.kernels.compensation import (
 from pqweights.kernels.gguf_encoding import BlockRule
 from pqweights.kernels.groups import TILE, FloatRule, GroupRule, Groups, merged, normalized_importance
 from pqweights.models.description import ModelDescription
-from pqweights.planning.inputs import KnownInputs
+from pqweights.planning.inputs import KnownInputs, importance_of, read_by
 from pqweights.planning.roles import role_of
 from pqweights.targets.integers import IntegerJob
 from pqweights.targets.target import GPTQ, IMPORTANCE
@@ -158,16 +158,11 @@ def _made(inputs: KnownInputs, vector: int) -> ReadyFactor | None:
 
 def _source(tensor: LogicalTensor, number: int, inputs: KnownInputs) -> int | str:
     """Return the vector of one matrix, or why it is rounded plainly."""
-    vectors = {_vector_of(tensor, number, inputs, transposed=False)}
-    if isinstance(tensor, View):
-        runs, vectors = tensor.runs_of_matrix(number), set()
-        if runs is None:
-            return "its rows are not whole rows of other weights"
-        for source, rows in runs:
-            height = source.shape[-2]
-            first, last = sorted((rows[0] // height, rows[-1] // height))
-            for matrix in range(first, last + 1):
-                vectors.add(_vector_of(source, matrix, inputs, transposed=tensor.transposed))
+    matrices = read_by(tensor, number)
+    if matrices is None:
+        return "its rows are not whole rows of other weights"
+    transposed = isinstance(tensor, View) and tensor.transposed
+    vectors = {_vector_of(name, matrix, inputs, transposed=transposed) for name, matrix in matrices}
     if len(vectors) != 1:
         reasons = sorted(vector for vector in vectors if isinstance(vector, str))
         return reasons[0] if reasons else "its rows have different inputs"
@@ -185,8 +180,8 @@ def _source(tensor: LogicalTensor, number: int, inputs: KnownInputs) -> int | st
     return vector
 
 
-def _vector_of(tensor: LogicalTensor, matrix: int, inputs: KnownInputs, *, transposed: bool) -> int | str:
-    known = inputs.weights.get(tensor.name)
+def _vector_of(name: str, matrix: int, inputs: KnownInputs, *, transposed: bool) -> int | str:
+    known = inputs.weights.get(name)
     if known is None or matrix >= len(known.vectors):
         return "no product of inputs with it was seen"
     if known.transposed != transposed:
@@ -228,7 +223,7 @@ class WeightedJob(_InformedJob):
         if isinstance(vector, str):
             return super()._round(matrix, values)
         assert isinstance(rule, BlockRule | FloatRule | GroupRule)
-        squares = self._compensation.inputs.mean_squares(vector)
+        squares = importance_of(self._tensor, matrix, self._compensation.inputs)
         if isinstance(rule, FloatRule):  # where nothing counted, any scale would be as good
             normalized = normalized_importance(squares, self._columns)
             if normalized is None:

@@ -61,7 +61,7 @@ def test_the_damping_suits_what_the_sample_shows(rank: int, expected: set[float]
     moments = InputMoments([slice(0, 96)])
     for _ in range(3):
         rows = torch.randn(64, rank, generator=random) @ directions
-        moments.add(rows + 0.01 * torch.randn(64, 96, generator=random))
+        moments.add(rows + 0.01 * torch.randn(64, 96, generator=random), torch.ones(64))
     assert moments.damping() in expected
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from closeness import F32_MATRIX, F32_SOLVED, ROUNDED_ONCE_MORE, each_near
 from helpers import Array, as_float32, folder_bytes, read_all
 
 import pqweights
-from pqweights.calibrate.collecting import RowSample
+from pqweights.calibrate import layer_passes, layer_statistics
+from pqweights.calibrate.collecting import RowSample, VectorInputs
 from pqweights.calibrate.layer_passes import LayerPasses
 from pqweights.calibrate.layer_statistics import LayerStatistics
 from pqweights.calibrate.layered import ModelMatrix
@@ -25,6 +27,7 @@ from pqweights.calibrate.sampled_inputs import SampledInputs, inputs_of
 from pqweights.checkpoint.source import open_local
 from pqweights.common.options import Options
 from pqweights.planning.decisions import rate_planner
+from pqweights.planning.inputs import importance_of, read_by
 from pqweights.planning.layout import QUANTIZE
 from pqweights.planning.recipe import load_recipe
 from pqweights.storage import open_store
@@ -66,39 +69,66 @@ def run(source: Path, out: Path) -> Iterator[SampledInputs]:
         yield known
 
 
-def hooked(model: Any, layers: list[str]) -> dict[str, Array]:
-    """The inputs of linear layers in every window, [windows, rows, K], recorded by hooks."""
+READ_TOGETHER = {"q_proj": ("q_proj", "k_proj", "v_proj"), "up_proj": ("gate_proj", "up_proj")}
+
+
+def readers(name: str) -> list[str]:
+    stem, dot, last = name.rpartition(".")
+    return [f"{stem}{dot}{reader}" for reader in READ_TOGETHER.get(last, (last,))]
+
+
+def hooked(model: Any, layers: list[str]) -> dict[str, tuple[Array, Array]]:
+    """The inputs of linear layers in every window, [windows, rows, K], and the squares of the gradients of the loss at
+    the outputs of each layer that reads them, its own first, [layers, windows, rows]; recorded by hooks. The labels are
+    the tokens themselves.
+    """
     rows: dict[str, list[Any]] = {name: [] for name in layers}
+    counts: dict[str, list[list[Any]]] = {name: [[] for _ in readers(name)] for name in layers}
+
+    def add(own: Array, gradient: torch.Tensor) -> None:
+        own += gradient[0].square().sum(-1).numpy()
+
+    def record(module: Any, args: Any, output: Any, *, name: str, reader: int) -> None:
+        if not reader:
+            rows[name].append(args[0].detach()[0].numpy().copy())
+        own = np.zeros(args[0].shape[1])
+        counts[name][reader].append(own)
+        output.register_hook(partial(add, own))
+
     for name in layers:
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, args, name=name: rows[name].append(args[0].reshape(-1, args[0].shape[-1]).numpy().copy())
-        )
-    with torch.inference_mode():
-        for window in IDS:
-            model(torch.from_numpy(window)[None], use_cache=False)
-    return {name: np.stack(found) for name, found in rows.items()}
+        for number, reader in enumerate(readers(name)):
+            model.get_submodule(reader).register_forward_hook(partial(record, name=name, reader=number))
+    for window in map(torch.from_numpy, IDS):
+        logits = model(window[None], use_cache=False).logits[0]
+        torch.nn.functional.cross_entropy(logits, window, reduction="sum").backward()
+    return {name: (np.stack(rows[name]), np.array(counts[name])) for name in layers}
 
 
-def test_moments_are_those_of_the_inputs_that_hooks_record(models, tmp_path):
-    """Those of the head are computed from states that were rounded to bfloat16."""
+def test_moments_are_those_of_the_inputs_by_the_gradients_that_hooks_record(models, tmp_path, monkeypatch):
+    """Hidden states and gradients on the disk are rounded to bfloat16."""
+    labels = iter(map(torch.from_numpy, IDS))
+    monkeypatch.setattr(layer_passes, "drawn", lambda probabilities, random: next(labels))
     stem = "model.layers.0."
     layers = [stem + name for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")]
     truth = hooked(families.load(models["llama"], SMALL["llama"]), [*layers, "lm_head"])
     with run(models["llama"], tmp_path / "out") as found:
-        for name, rows in truth.items():
-            accuracy = ROUNDED_ONCE_MORE if name == "lm_head" else F32_MATRIX
+        for name, (rows, of_each) in truth.items():
+            counts, flat = of_each.sum(0), rows.reshape(-1, rows.shape[-1]).astype(np.float64)
             (vector,) = found.weights[f"{name}.weight"].vectors
             assert vector is not None
             moments, held_back = found.moments(vector)
             assert np.array_equal(found.moments(vector)[0], moments)
-            learned = np.delete(rows, np.s_[3::4], axis=0).reshape(-1, rows.shape[-1]).astype(np.float64)
-            wanted = learned.T @ learned / len(learned)
-            assert np.abs(moments - wanted).max() < accuracy * np.abs(wanted).max()
-            assert each_near(found.mean_squares(vector), np.diagonal(wanted), 5 * accuracy)
+            counted = rows * np.sqrt(counts)[..., None]
+            learned = np.delete(counted, np.s_[3::4], axis=0).reshape(-1, rows.shape[-1]).astype(np.float64)
+            wanted = learned.T @ learned / np.delete(counts, np.s_[3::4], axis=0).sum()
+            assert np.abs(moments - wanted).max() < ROUNDED_ONCE_MORE * np.abs(wanted).max()
+            for reader, own in zip(readers(name), of_each, strict=True):
+                importance = own.reshape(-1) @ flat**2 / own.sum()
+                assert each_near(found.mean_squares(f"{reader}.weight", 0), importance, ROUNDED_ONCE_MORE)
             about = found.vectors[vector]
             assert (about.tokens, about.windows, about.held_back) == (len(learned), WINDOWS // 4, len(held_back))
-            distances = np.abs(held_back[:, None] - rows[3::4].reshape(1, -1, rows.shape[-1])).max(axis=2)
-            assert distances.min(axis=1).max() < accuracy * np.abs(rows).max()
+            distances = np.abs(held_back[:, None] - counted[3::4].reshape(1, -1, rows.shape[-1])).max(axis=2)
+            assert distances.min(axis=1).max() < ROUNDED_ONCE_MORE * np.abs(counted).max()
     assert not list(tmp_path.iterdir())
 
 
@@ -112,8 +142,9 @@ def test_matrices_that_read_the_same_share_a_vector(models, tmp_path):
     assert {frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"})} <= shared
 
 
-def test_experts_have_the_moments_of_their_own_tokens(models, tmp_path):
+def test_experts_have_the_moments_of_their_own_tokens(models, tmp_path, monkeypatch):
     """The input of an expert's down projection is computed from those of its gate and up projections."""
+    monkeypatch.setattr(layer_statistics, "counts_of", lambda gradients: torch.ones(len(gradients)))
     stored = read_all(models["mixtral"])
     with run(models["mixtral"], tmp_path / "out") as found:
         tokens = []
@@ -153,6 +184,18 @@ def test_an_export_that_was_interrupted_goes_on_and_a_finished_one_runs_no_model
     assert computed == [0, 0] and folder_bytes(broken) == folder_bytes(whole)
     assert pqweights.export(master, broken, **asked).already_done and computed == [0, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "master", "whole"]
+
+
+def test_inputs_at_whose_outputs_no_gradient_arrives_count_for_nothing():
+    """If none arrives at any, mean squares and moments are zeros, which weigh nothing; without gradients all count."""
+    rows = torch.randn(8, 4)
+    some, none, all_alike = (VectorInputs(4, held_back=0, with_moments=True) for _ in range(3))
+    for inputs, counts in ((some, torch.eye(8)[0] * 1e-30), (none, torch.zeros(8)), (all_alike, torch.ones(8))):
+        inputs.add(rows, counts)
+    assert each_near(some.mean_squares(), rows[0].square(), F32_MATRIX)
+    assert each_near(some.moments(), torch.outer(rows[0], rows[0]), F32_MATRIX)
+    assert not none.mean_squares().any() and not none.moments().any()
+    assert each_near(all_alike.mean_squares(), rows.square().mean(0), F32_MATRIX)
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
@@ -195,8 +238,10 @@ class Kept:
 
     def __init__(self, size: int) -> None:
         self.rows: list[Array] = []
+        self.counts: list[torch.Tensor] = []
 
-    def add(self, rows: torch.Tensor) -> None:
+    def add(self, rows: torch.Tensor, counts: torch.Tensor) -> None:
+        self.counts.append(counts)
         self.rows.append(rows.detach().numpy().copy())
 
 
@@ -219,6 +264,7 @@ def test_every_kind_of_product_is_recognised_with_the_gradients_at_its_outputs()
         outputs = [*products.values(), stacked]
         weights = [torch.randn_like(output) for output in outputs]
         sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True)).backward()
+        seen.next_batch()
     gradients = dict(zip(products, weights, strict=False)) | {("stack", n): weights[-1][n] for n in range(3)}
     assert seen.products.keys() == {ModelMatrix(*matrix) for matrix in gradients}
     for matrix, gradient in gradients.items():
@@ -226,3 +272,30 @@ def test_every_kind_of_product_is_recognised_with_the_gradients_at_its_outputs()
         assert product.along_rows == (matrix[0] in ("a", "c", "single"))
         assert each_near(product.squares.float(), gradient.square().sum(0), F32_MATRIX)
         assert np.array_equal(np.concatenate(seen.collected[product.vector].rows), x.detach().numpy())
+
+
+def test_the_importance_of_a_matrix_with_rows_of_several_weights_is_their_mean():
+    """Each has its own, although all read the same inputs."""
+
+    @dataclass
+    class Weight:
+        name: str
+        shape: tuple[int, ...] = (4, 8)
+
+    @dataclass
+    class Fused:
+        sources: tuple[Any, ...]
+        name: str = "fused"
+        transposed: bool = False
+
+        def runs_of_matrix(self, number: int) -> list[Any]:
+            return [(source, range(4)) for source in self.sources]
+
+    class Inputs:
+        def mean_squares(self, name: str, matrix: int) -> Array:
+            return np.full(8, {"q": 1, "k": 3}[name] + matrix, dtype=np.float32)
+
+    query, key = Weight("q"), Weight("k")
+    assert read_by(Fused((query, key)), 0) == [("q", 0), ("k", 0)]
+    assert importance_of(Fused((query, key)), 0, Inputs()).tolist() == [2.0] * 8
+    assert importance_of(query, 1, Inputs()).tolist() == [2.0] * 8

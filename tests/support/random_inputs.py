@@ -55,7 +55,9 @@ class RandomInputs:
         assert vector is not None
         return self.parts[vector][0]
 
-    def mean_squares(self, vector: int) -> Array:
+    def mean_squares(self, name: str, matrix: int) -> Array:
+        vector = self.weights[name].vectors[matrix]
+        assert vector is not None
         return np.diagonal(self.parts[vector][0])
 
     def moments(self, vector: int) -> tuple[Array, Array]:
