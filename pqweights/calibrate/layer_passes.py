@@ -27,7 +27,7 @@ from pqweights.errors import SourceError
 STATES_DTYPE = torch.bfloat16
 # Tokens that a layer computes together: the memory that this takes is a small part of that of a large layer.
 BATCH_TOKENS = 1024
-COUNTS = "counts"  # files, and what lies in them
+COUNTS = "counts"  # files
 
 
 class Watch(Protocol):
@@ -87,13 +87,13 @@ class LayerPasses:
         """Return what was written of a layer."""
         return load_file(self.file(kind, layer))
 
-    def save_counts(self, layer: int, counts: Sequence[Tensor]) -> None:
+    def save_counts(self, layer: int, counts: Mapping[str, Tensor]) -> None:
         """Write how much the inputs of a layer count, as `LayerStatistics` found it."""
-        self.save(COUNTS, layer, {COUNTS: torch.cat([*counts, torch.empty(0)]).numpy()})
+        self.save(COUNTS, layer, {key: values.numpy() for key, values in counts.items()})
 
-    def counts(self, layer: int) -> Tensor:
+    def counts(self, layer: int) -> dict[str, Tensor]:
         """Return how much the inputs of a layer count."""
-        return torch.from_numpy(self.read(COUNTS, layer)[COUNTS])
+        return {key: torch.from_numpy(values) for key, values in self.read(COUNTS, layer).items()}
 
     def check_finite(self, layer: int, *tensors: Tensor) -> None:
         """Raise SourceError for values or gradients that cannot be used."""

@@ -12,6 +12,7 @@ Products are recorded where torch computes them, so no architecture needs a rule
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -167,8 +168,8 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
     parameters: which, by name: matrices, or stacks of them [experts, ...]
     new: makes what collects the inputs of a vector with so many channels
     head: the parameter whose products are the model's predictions
-    known_counts: how much all inputs count, in the order in which they are read; None: by their gradients, if any
-    counts: what they counted, by batch and vector
+    known_counts: how much inputs count, as `counts` of a pass with gradients; None: by the gradients of this one
+    counts: how much the inputs counted that a matrix was the first to read in a batch
     collected: of each vector of inputs, by number
     mixed: the vectors that matrices read which read the same in one batch, and not in another; these are not known
     products: what is known of each matrix that was multiplied by
@@ -177,8 +178,8 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
     parameters: Mapping[str, torch.nn.Parameter]
     new: Callable[[int], OfInputs]
     head: str | None = None
-    known_counts: Tensor | None = None
-    counts: list[Tensor] = field(default_factory=list)
+    known_counts: Mapping[str, Tensor] | None = None
+    counts: dict[str, Tensor] = field(default_factory=dict)
     collected: dict[int, OfInputs] = field(default_factory=dict)
     mixed: set[int] = field(default_factory=set)
     products: dict[ModelMatrix, ProductStatistics] = field(default_factory=dict)
@@ -190,6 +191,7 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
             stack = parameter if parameter.ndim == 3 else parameter[None]
             self._matrices |= {matrix.data_ptr(): ModelMatrix(name, number) for number, matrix in enumerate(stack)}
         self._inputs: list[InputsRead] = []
+        self._batches = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at a call of any function of torch, and pass it on."""
@@ -211,15 +213,20 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
 
     def next_batch(self) -> None:
         """Collect the inputs of a batch, of which all gradients are there."""
+        times = Counter[ModelMatrix]()
         for read in self._inputs:
             rows = read.values.detach().reshape(-1, read.values.shape[-1])
+            counts = torch.ones(len(rows)) if read.counts is None else read.counts
+            key = f"{self._batches}:{times[read.by]}:{read.by.expert}:{read.by.parameter}"
+            times[read.by] += 1
             if self.known_counts is not None:
-                counts, self.known_counts = self.known_counts.tensor_split([len(rows)])
-            else:
-                counts = torch.ones(len(rows)) if read.counts is None else read.counts
-                self.counts.append(counts)
+                counts = self.known_counts.get(key, counts[:0])
+                if len(counts) != len(rows):  # a token went to another expert, which rounding may cause
+                    counts = counts.mean().nan_to_num().expand(len(rows))
+            self.counts[key] = counts
             self.collected[read.vector].add(rows, counts)
         self._inputs.clear()
+        self._batches += 1
 
     def mean_squares(self, matrix: ModelMatrix, tokens: int) -> Doubles | None:
         """Return g of a matrix for each token of the sample, [N]; None if no gradient reached its outputs.

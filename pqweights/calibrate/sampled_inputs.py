@@ -184,7 +184,7 @@ class SampledInputs:
             passes, layer = self._passes, self._layers[vector]
             watch = partial(self._watch, layer, with_moments=True)
             forward = passes.head if layer == passes.model.layers else partial(passes.forward, layer)
-            forward(watch, partial(self._keep, self._layers.index(layer)))
+            forward(watch, partial(self._keep, layer))
         inputs = self._at_hand[vector]
         return inputs.moments(), inputs.held_back.rows
 
@@ -199,9 +199,17 @@ class SampledInputs:
         collect = partial(VectorInputs, held_back=HELD_BACK_ROWS, with_moments=with_moments)
         return LayerStatistics(matrices, collect, known_counts=passes.counts(layer) if with_moments else None)
 
-    def _keep(self, first: int, seen: LayerStatistics[VectorInputs]) -> None:
-        """Have the moments of a layer at hand. first: the number of its first vector"""
-        self._at_hand.update(enumerate((inputs for _, inputs in seen.inputs()), first))
+    def _keep(self, layer: int, seen: LayerStatistics[VectorInputs]) -> None:
+        """Have the moments of a layer at hand, by the vectors that its matrices read in the pass before."""
+        model = self._passes.model
+        vector_of: dict[ModelMatrix, int | None] = {}
+        for tensor in model.tensors_of(OUTSIDE if layer == model.layers else layer):
+            if tensor.name in self.weights:
+                stored = model.matrices_of(tensor.name).matrices
+                vector_of |= zip(stored, self.weights[tensor.name].vectors, strict=True)
+        for matrices, inputs in seen.inputs():
+            known = {vector_of.get(matrix) for matrix in matrices}
+            self._at_hand.update((vector, inputs) for vector in known if vector is not None)
 
     def _write(self, layer: int, seen: LayerStatistics[VectorInputs]) -> None:
         """Write what is known of the vectors of a layer, numbered from 0 on, and what its weights read."""

@@ -274,6 +274,28 @@ def test_every_kind_of_product_is_recognised_with_the_gradients_at_its_outputs()
         assert np.array_equal(np.concatenate(seen.collected[product.vector].rows), x.detach().numpy())
 
 
+def test_a_token_that_goes_to_another_expert_when_moments_are_computed_changes_the_counts_of_these_experts_only():
+    """Rounding may do that. Their inputs count alike then, and those of an expert that had none before for nothing."""
+    named = {name: torch.nn.Parameter(torch.randn(4, 4)) for name in ("shared", "first", "second", "third")}
+    rows = torch.randn(6, 4, requires_grad=True)
+
+    def computed(seen: LayerStatistics[Any], **rows_of: slice) -> dict[str, list[float]]:
+        with seen:
+            for _ in range(2):
+                products = [torch.nn.functional.linear(rows[own].clone(), named[name]) for name, own in rows_of.items()]
+                torch.cat([product * n for n, product in enumerate(products, 1)]).sum().backward()
+                seen.next_batch()
+        read = {name: seen.collected_of(ModelMatrix(name, 0)) for name in rows_of}
+        return {name: torch.cat(kept.counts).tolist() for name, kept in read.items() if kept is not None}
+
+    before = LayerStatistics(named, Kept)
+    known = computed(before, shared=slice(6), first=slice(3), second=slice(3, 6))
+    assert known == {"shared": [4.0] * 12, "first": [16.0] * 6, "second": [36.0] * 6}
+    again = LayerStatistics(named, Kept, known_counts=before.counts)
+    moved = computed(again, third=slice(1), second=slice(2, 6), shared=slice(6), first=slice(1, 2))
+    assert moved == {"third": [0.0] * 2, "second": [36.0] * 8, "shared": [4.0] * 12, "first": [16.0] * 2}
+
+
 def test_the_importance_of_a_matrix_with_rows_of_several_weights_is_their_mean():
     """Each has its own, although all read the same inputs."""
 
