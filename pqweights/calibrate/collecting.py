@@ -55,6 +55,14 @@ class RowSample:
         for row in np.flatnonzero(into < most):
             self._room[into[row]], self._windows[into[row]] = rows[row], window
 
+    def include(self, other: RowSample) -> None:
+        """Take the rows that another sample has kept; no more can be added after that."""
+        self._room, self._windows = (
+            np.concatenate([self.rows, other.rows]),
+            np.concatenate([self.windows, other.windows]),
+        )
+        self._seen = len(self._room)
+
     @property
     def rows(self) -> Floats:
         """The rows that are kept, [rows, K]."""
@@ -147,6 +155,13 @@ class VectorInputs:
         self.rows.add(values, self._windows)
         with np.errstate(over="ignore", invalid="ignore"):
             self._squares += np.einsum("ij,ij->j", values, values, dtype=np.float64)
+
+    def include(self, other: VectorInputs) -> None:
+        """Add the moments and the rows held back of other inputs, which count as much."""
+        assert self._sum is not None and other._sum is not None
+        self._sum.include(other._sum.blocks)
+        self._counted += other._counted
+        self.held_back.include(other.held_back)
 
     @property
     def about(self) -> InputVector:

@@ -119,6 +119,12 @@ class ProductStatistics:
     input_squares: Doubles | None = None
     counted: float = 0.0
 
+    def add(self, inputs: Tensor, counts: Tensor) -> None:
+        """Add the squares of inputs [rows, K]. counts: of the gradients at its outputs, [rows]"""
+        squares = (counts @ inputs.square()).double().numpy()
+        self.input_squares = squares if self.input_squares is None else self.input_squares + squares
+        self.counted += float(counts.sum(dtype=torch.float64))
+
 
 @dataclass(eq=False)
 class InputsRead:
@@ -159,6 +165,7 @@ _PRODUCTS: dict[Any, tuple[tuple[str, ...], int]] = {
     torch.Tensor.bmm: (("self", "mat2"), -2),
     torch.addmm: (("input", "mat1", "mat2"), -2),
 }
+_LOOK_UPS: dict[Any, tuple[tuple[str, ...], int]] = {torch.nn.functional.embedding: (("input", "weight"), -1)}
 
 
 @dataclass(eq=False)
@@ -168,6 +175,8 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
     parameters: which, by name: matrices, or stacks of them [experts, ...]
     new: makes what collects the inputs of a vector with so many channels
     head: the parameter whose products are the model's predictions
+    looks_up: whether look-ups are recorded instead, with the gradients at their rows as inputs that count alike: an
+        error of a row costs the square of its product with them
     known_counts: how much inputs count, as `counts` of a pass with gradients; None: by the gradients of this one
     counts: how much the inputs counted that a matrix was the first to read in a batch
     collected: of each vector of inputs, by number
@@ -178,6 +187,7 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
     parameters: Mapping[str, torch.nn.Parameter]
     new: Callable[[int], OfInputs]
     head: str | None = None
+    looks_up: bool = False
     known_counts: Mapping[str, Tensor] | None = None
     counts: dict[str, Tensor] = field(default_factory=dict)
     collected: dict[int, OfInputs] = field(default_factory=dict)
@@ -196,11 +206,16 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at a call of any function of torch, and pass it on."""
         result = func(*args, **(kwargs or {}))
-        if func in _PRODUCTS:
-            names, axis = _PRODUCTS[func]
+        if func in (_LOOK_UPS if self.looks_up else _PRODUCTS):
+            names, axis = (_LOOK_UPS | _PRODUCTS)[func]
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
             values, weight = (given.get(name) for name in names[-2:])
-            if isinstance(values, Tensor) and isinstance(weight, Tensor):
+            if not isinstance(values, Tensor) or not isinstance(weight, Tensor):
+                return result
+            if self.looks_up:
+                for matrix, _ in self._matrices_of(weight, values):
+                    result.requires_grad_().register_hook(functools.partial(self._add_looked_up, matrix))
+            else:
                 # The strides tell, because transposed views have the address of their parameter.
                 along_rows = weight.ndim > 1 and (axis == -1) == (weight.stride(-1) == 1)
                 for matrix, of_stack in self._matrices_of(weight, values):
@@ -236,13 +251,6 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
         squares = self.products[matrix].squares if matrix in self.products else None
         return None if squares is None or not squares.any() else (squares / tokens).double().numpy()
 
-    def importance(self, matrix: ModelMatrix) -> Floats | None:
-        """Return the mean square of each input of a matrix, [K], as much as each token counts; None if none does."""
-        product = self.products[matrix]
-        if product.input_squares is None or not product.counted:
-            return None
-        return (product.input_squares / product.counted).astype(np.float32)
-
     def along_rows(self, parameter: str) -> bool:
         """Whether the model stores a parameter by which it multiplied as [..., N, K], not as [..., K, N]."""
         return next(product.along_rows for matrix, product in self.products.items() if matrix.parameter == parameter)
@@ -258,6 +266,12 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
             collected = self.collected.pop(vector)
             matrices = [matrix for matrix, product in self.products.items() if product.vector == vector]
             yield matrices, collected
+
+    def _add_looked_up(self, matrix: ModelMatrix, gradient: Tensor) -> None:
+        gradients = gradient.detach().reshape(-1, gradient.shape[-1])
+        product, read = self._record(matrix, gradients, along_rows=True)
+        read.counts = torch.ones(len(gradients))
+        product.add(gradients, read.counts)
 
     def _matrices_of(self, weight: Tensor, values: Tensor) -> list[tuple[ModelMatrix, int | None]]:
         """Return which matrices a weight is; of a whole stack each with the number of its inputs and outputs."""
@@ -293,11 +307,9 @@ class LayerStatistics(TorchFunctionMode, Generic[OfInputs]):
         """Add the gradients at outputs. used: which inputs are not zero, so that an error of the weight shows there"""
         own = gradient.detach() if of_stack is None else gradient.detach()[of_stack]
         rows = own.reshape(-1, own.shape[-1])
-        inputs, counts = read.values.detach().reshape(-1, read.values.shape[-1]), counts_of(rows)
+        counts = counts_of(rows)
         read.counts = counts if read.counts is None else read.counts + counts
-        input_squares = (counts @ inputs.square()).double().numpy()
-        product.input_squares = (0.0 if product.input_squares is None else product.input_squares) + input_squares
-        product.counted += float(counts.sum(dtype=torch.float64))
+        product.add(read.values.detach().reshape(-1, read.values.shape[-1]), counts)
         rows = rows if used.all() else rows[used]
         squares = expected_squares(rows) if product.makes_logits else rows.square().sum(0)
         product.squares = squares if product.squares is None else product.squares + squares

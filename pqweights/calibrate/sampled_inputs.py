@@ -44,10 +44,13 @@ from pqweights.planning.sensitivity import Sensitivity
 from pqweights.storage import Store, open_store
 
 Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 
 # The rows that are held back of each vector.
 HELD_BACK_ROWS = 512
 KEY = "inputs"
+# What is looked up before the layers has the number after that of the head, which has the number after the last layer.
+LOOK_UPS = 1
 READING, MEASURING = "reading the sample", "measuring the divergence of a result"  # as users are told
 
 
@@ -97,8 +100,9 @@ class SampledInputs:
     divergence: float | None = None
     vectors: list[InputVector] = field(default_factory=list)
     weights: dict[str, WeightInputs] = field(default_factory=dict)
-    _squares: dict[tuple[str, int], Floats] = field(default_factory=dict)  # of matrices of weights
-    _layers: list[int] = field(default_factory=list)  # of each vector
+    # Of matrices of weights, [K + 1]: the sums of the squares of inputs, as much as these count, and of the latter.
+    _squares: dict[tuple[str, int], Doubles] = field(default_factory=dict)
+    _layers: list[list[int]] = field(default_factory=list)  # in which each vector is read
     _at_hand: dict[int, VectorInputs] = field(default_factory=dict)  # the vectors of one layer
 
     @cached_property
@@ -125,19 +129,19 @@ class SampledInputs:
             return
         passes, last = self._passes, self._passes.model.layers
         with slow_step(READING):  # `progress` counts the bytes of the result
-            steps = iter(told_steps(range(2 * last + 1), READING, "layers, forward and back"))
+            steps = iter(told_steps(range(2 * last + 2), READING, "layers, forward and back"))
 
             def done(layer: int) -> None:
                 next(steps)
 
             passes.all_forward(done)
-            for step in steps:
-                layer = 2 * last - step
+            for layer, _ in zip((*range(last, -1, -1), last + LOOK_UPS), steps, strict=True):
                 if not passes.file(KEY, layer).exists():
-                    back = passes.head_backward if layer == last else partial(passes.backward, layer)
-                    back(partial(self._watch, layer), partial(self._write, layer))
+                    back = {last: passes.head_backward, last + LOOK_UPS: passes.embedding_backward}
+                    backward = back.get(layer, partial(passes.backward, layer))
+                    backward(partial(self._watch, layer), partial(self._write, layer))
                 passes.file("gradients", layer + 1).unlink(missing_ok=True)
-        for layer in range(last + 1):
+        for layer in range(last + LOOK_UPS + 1):
             self._read(layer)
 
     def sensitivity(
@@ -175,41 +179,53 @@ class SampledInputs:
         vector = self.weights[name].vectors[matrix]
         assert vector is not None
         known = self._squares.get((name, matrix))
-        return np.zeros(self.vectors[vector].size, dtype=np.float32) if known is None else known
+        if known is None:
+            return np.zeros(self.vectors[vector].size, dtype=np.float32)
+        squares: Doubles = known[:-1] / known[-1]
+        return squares.astype(np.float32)
 
     def moments(self, vector: int) -> tuple[Floats, Floats]:
         """Return the means of x x' over the inputs x of a vector, [K, K], and the rows that were held back, [n, K]."""
         if vector not in self._at_hand:
             self._at_hand.clear()
-            passes, layer = self._passes, self._layers[vector]
-            watch = partial(self._watch, layer, with_moments=True)
-            forward = passes.head if layer == passes.model.layers else partial(passes.forward, layer)
-            forward(watch, partial(self._keep, layer))
+            passes, last = self._passes, self._passes.model.layers
+            special = {last: passes.head, last + LOOK_UPS: passes.embedding_backward}
+            for layer in self._layers[vector]:
+                compute = special.get(layer, partial(passes.forward, layer))
+                compute(partial(self._watch, layer, with_moments=True), partial(self._keep, layer))
         inputs = self._at_hand[vector]
         return inputs.moments(), inputs.held_back.rows
 
     def _watch(self, layer: int, *, with_moments: bool = False) -> LayerStatistics[VectorInputs]:
-        """Return what looks at the inputs of a layer, or of what comes after the last.
+        """Return what looks at the inputs of a layer, or of what comes after the last, or at what is looked up.
 
         with_moments: once it is known how much they count
         """
         passes, model = self._passes, self._passes.model
-        named = model.parameters_of(OUTSIDE if layer == model.layers else layer)
+        named = model.parameters_of(self._part(layer))
         matrices = {name: parameter for name, parameter in named.items() if parameter.ndim in (2, 3)}
         collect = partial(VectorInputs, held_back=HELD_BACK_ROWS, with_moments=with_moments)
+        if layer == model.layers + LOOK_UPS:
+            return LayerStatistics(matrices, collect, looks_up=True)
         return LayerStatistics(matrices, collect, known_counts=passes.counts(layer) if with_moments else None)
+
+    def _part(self, layer: int) -> int:
+        return layer if layer < self._passes.model.layers else OUTSIDE
 
     def _keep(self, layer: int, seen: LayerStatistics[VectorInputs]) -> None:
         """Have the moments of a layer at hand, by the vectors that its matrices read in the pass before."""
         model = self._passes.model
         vector_of: dict[ModelMatrix, int | None] = {}
-        for tensor in model.tensors_of(OUTSIDE if layer == model.layers else layer):
+        for tensor in model.tensors_of(self._part(layer)):
             if tensor.name in self.weights:
                 stored = model.matrices_of(tensor.name).matrices
                 vector_of |= zip(stored, self.weights[tensor.name].vectors, strict=True)
         for matrices, inputs in seen.inputs():
-            known = {vector_of.get(matrix) for matrix in matrices}
-            self._at_hand.update((vector, inputs) for vector in known if vector is not None)
+            for vector in {vector_of.get(matrix) for matrix in matrices}:
+                if vector in self._at_hand:
+                    self._at_hand[vector].include(inputs)
+                elif vector is not None:
+                    self._at_hand[vector] = inputs
 
     def _write(self, layer: int, seen: LayerStatistics[VectorInputs]) -> None:
         """Write what is known of the vectors of a layer, numbered from 0 on, and what its weights read."""
@@ -220,17 +236,17 @@ class SampledInputs:
             number_of |= dict.fromkeys(matrices, number)
             vectors.append(as_json(inputs.about))
         weights = {}
-        for tensor in model.tensors_of(OUTSIDE if layer == model.layers else layer):
+        for tensor in model.tensors_of(self._part(layer)):
             stored = model.matrices_of(tensor.name)
             reads = weight_inputs(stored, number_of, seen.products)
             if reads is None:
                 continue
             weights[tensor.name] = as_json(reads)
             for number, matrix in enumerate(stored.matrices):
-                own = seen.importance(matrix) if matrix in number_of else None
-                if own is not None:
-                    squares[f"{number}:{tensor.name}"] = own
-                    if not np.isfinite(own).all():
+                read = seen.products[matrix] if matrix in number_of else None
+                if read is not None and read.input_squares is not None and read.counted:
+                    squares[f"{number}:{tensor.name}"] = np.append(read.input_squares, read.counted)
+                    if not (read.input_squares / read.counted <= np.finfo(np.float32).max).all():
                         raise SourceError(f"the inputs of {tensor.name} are not finite, or too large")
         described = json.dumps({"vectors": vectors, "weights": weights})
         path = passes.file(KEY, layer)
@@ -245,9 +261,13 @@ class SampledInputs:
             described = json.loads(stored.metadata()[KEY])
             for key in stored.offset_keys():
                 number, _, name = key.partition(":")
-                self._squares[name, int(number)] = stored.get_tensor(key)
+                self._squares[name, int(number)] = self._squares.get((name, int(number)), 0.0) + stored.get_tensor(key)
         self.vectors.extend(InputVector(**vector) for vector in described["vectors"])
-        self._layers.extend([layer] * len(described["vectors"]))
+        self._layers.extend([layer] for _ in described["vectors"])
         for name, reads in described["weights"].items():
-            read = tuple(None if number is None else first + number for number in reads["vectors"])
-            self.weights[name] = WeightInputs(vectors=read, transposed=reads["transposed"])
+            if name in self.weights:  # an embedding that is the head, too, has the inputs of both
+                for vector in (vector for vector in self.weights[name].vectors if vector is not None):
+                    self._layers[vector].append(layer)
+            else:
+                read = tuple(None if number is None else first + number for number in reads["vectors"])
+                self.weights[name] = WeightInputs(vectors=read, transposed=reads["transposed"])

@@ -40,9 +40,7 @@ from pqweights.kernels.compensation import (
 )
 from pqweights.kernels.gguf_encoding import BlockRule
 from pqweights.kernels.groups import TILE, FloatRule, GroupRule, Groups, merged, normalized_importance
-from pqweights.models.description import ModelDescription
 from pqweights.planning.inputs import KnownInputs, importance_of, read_by
-from pqweights.planning.roles import role_of
 from pqweights.targets.integers import IntegerJob
 from pqweights.targets.target import GPTQ, IMPORTANCE
 
@@ -70,13 +68,11 @@ class Compensation:
 
     inputs: what is known of them
     rounded: the weights, each with its rule
-    model: of which they are
     rounding: how codes are chosen, GPTQ or IMPORTANCE
     """
 
     inputs: KnownInputs
     rounded: Sequence[tuple[LogicalTensor, RoundingRule]]
-    model: ModelDescription
     rounding: str
     _kept: deque[tuple[int, ReadyFactor | None]] = field(default_factory=lambda: deque(maxlen=KEPT_FACTORS))
     _making: ProcessLock = field(default_factory=ProcessLock)
@@ -110,8 +106,6 @@ class Compensation:
             return ("its format has no compensated rounding",) * count
         if rule.rows > 1:
             return ("its scales are those of the largest weights of tiles",) * count
-        if role_of(tensor, self.model) == "embedding":
-            return ("it is looked up, not multiplied by inputs",) * count
         return tuple(_source(tensor, number, self.inputs) for number in range(count))
 
     def factor(self, vector: int) -> ReadyFactor | None:

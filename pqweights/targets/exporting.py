@@ -192,7 +192,7 @@ def _compensation(
     if settings.rounding == PLAIN:
         return None
     rules = [(tensor, how.rule) for tensor, how in assignment.rounded]
-    return Compensation(inputs, rules, text_model(checkpoint.config), settings.rounding)
+    return Compensation(inputs, rules, settings.rounding)
 
 
 def _container(assignment: Assignment, tensors: Sequence[TensorPlan], max_shard_bytes: int) -> Container:

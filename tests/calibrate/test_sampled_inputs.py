@@ -132,12 +132,58 @@ def test_moments_are_those_of_the_inputs_by_the_gradients_that_hooks_record(mode
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_reads_the_gradients_at_its_rows_and_what_a_head_that_is_tied_to_it_reads(
+    tied, tmp_path, monkeypatch
+):
+    labels = [torch.from_numpy(ids) for ids in IDS]
+    monkeypatch.setattr(layer_passes, "drawn", lambda probabilities, random: labels[drawn.pop(0)])
+    drawn = [*range(WINDOWS)]
+    family = replace(SMALL["llama"], settings=SMALL["llama"].settings | {"tie_word_embeddings": tied})
+    folder = families.build(family, tmp_path / "model")
+    model = families.load(folder, family)
+    read, counts = [], []
+
+    def look_up(module: Any, args: Any, output: Any) -> Any:
+        def add(gradient: torch.Tensor) -> None:
+            read[-1].append(gradient[0].double())
+
+        rows = output.detach().requires_grad_()
+        rows.register_hook(add)
+        return rows
+
+    model.get_input_embeddings().register_forward_hook(look_up)
+    model.lm_head.register_forward_pre_hook(lambda module, args: read.append([args[0][0].detach().double()]))
+    for window in labels:
+        logits = model(window[None], use_cache=False).logits[0]
+        logits.register_hook(lambda gradient: counts.append(gradient.square().sum(-1).double()))
+        torch.nn.functional.cross_entropy(logits, window, reduction="sum").backward()
+    rows, counts = torch.stack([torch.stack(of) for of in read]), torch.stack(counts)
+    rows[:, 0] *= counts.sqrt()[..., None]
+    used = rows if tied else rows[:, 1:]
+    total = counts.numel() + (counts.sum() if tied else 0)
+    learned = torch.from_numpy(np.delete(used.numpy(), np.s_[3::4], axis=0)).flatten(0, 2)
+    of_learned = 3 * WINDOWS // 4 * WINDOW + (np.delete(counts.numpy(), np.s_[3::4], axis=0).sum() if tied else 0)
+    with run(folder, tmp_path / "out") as found:
+        name = "model.embed_tokens.weight"
+        (vector,) = found.weights[name].vectors
+        moments, held_back = found.moments(vector)
+        wanted = learned.T @ learned / of_learned
+        assert np.abs(moments - wanted.numpy()).max() < ROUNDED_ONCE_MORE * wanted.abs().max()
+        importance = used.flatten(0, 2).square().sum(0) / total
+        assert each_near(found.mean_squares(name, 0), importance, ROUNDED_ONCE_MORE)
+        distances = np.abs(held_back[:, None] - used[3::4].reshape(1, -1, rows.shape[-1]).numpy()).max(axis=2)
+        assert distances.min(axis=1).max() < ROUNDED_ONCE_MORE * used.abs().max()
+        assert len(held_back) == used[3::4].numel() // rows.shape[-1]
+        assert found.weights.keys() >= ({name} if tied else {name, "lm_head.weight"})
+
+
 def test_matrices_that_read_the_same_share_a_vector(models, tmp_path):
     by_vector: dict[Any, set[str]] = {}
     with run(models["llama"], tmp_path / "out") as found:
         for name, weight in found.weights.items():
             by_vector.setdefault(weight.vectors, set()).add(name.split(".")[-2])
-        assert len(found.vectors) == len(by_vector) == 5
+        assert len(found.vectors) == len(by_vector) == 6
     shared = {frozenset(names) for names in by_vector.values()}
     assert {frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"})} <= shared
 
@@ -200,21 +246,17 @@ def test_inputs_at_whose_outputs_no_gradient_arrives_count_for_nothing():
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_inputs_of_every_multiplied_weight_are_seen(name, tmp_path_factory, tmp_path):
-    """Embeddings are looked up, and multiplied only if tied."""
+    """Of what an embedding looks up, the gradients are."""
     folder = families.model(tmp_path_factory.getbasetemp(), name)
     checkpoint = open_local(folder)
     planned = [t for t in rate_planner(checkpoint, load_recipe("q5")).planned({}) if t.action == QUANTIZE]
     with run(folder, tmp_path / "out") as found:
-        unseen = {tensor.name for tensor in planned} - found.weights.keys()
-        assert len(unseen) == (0 if name == "llama-tied" else 1)
-        assert all("embed_tokens" in weight or "wpe" in weight for weight in unseen)
         for tensor in planned:
-            if tensor.name not in unseen:
-                reads = found.weights[tensor.name]
-                assert reads.transposed == tensor.name.endswith(TRANSPOSED.get(name, ("-",))), tensor.name
-                assert len(reads.vectors) == (tensor.shape[0] if len(tensor.shape) == 3 else 1)
-                size = tensor.shape[-2 if reads.transposed else -1]
-                assert {found.vectors[vector].size for vector in reads.vectors if vector is not None} == {size}
+            reads = found.weights[tensor.name]
+            assert reads.transposed == tensor.name.endswith(TRANSPOSED.get(name, ("-",))), tensor.name
+            assert len(reads.vectors) == (tensor.shape[0] if len(tensor.shape) == 3 else 1)
+            size = tensor.shape[-2 if reads.transposed else -1]
+            assert {found.vectors[vector].size for vector in reads.vectors if vector is not None} == {size}
 
 
 def test_every_row_is_sampled_with_the_same_probability():

@@ -12,12 +12,10 @@ from export_decoders import values_of
 from gguf_files import CONFIG, converted, llama_tensors, metadata
 from helpers import Tensor, as_float32, bf16, gaussian, run_command, write_checkpoint
 from integer_exports import integer_names
-from random_inputs import RandomInputs
 
 from pqweights.checkpoint.source import Checkpoint, open_local
 from pqweights.convert.manifest import read_manifest
 from pqweights.errors import ExportError
-from pqweights.kernels.groups import BEST, GroupRule
 from pqweights.models.conventions import FUSED, FusedLayer
 from pqweights.models.description import ModelDescription
 from pqweights.models.llama_cpp import QKV, SILU_ONLY, Architecture
@@ -26,9 +24,7 @@ from pqweights.models.traits import Trait
 from pqweights.planning.decisions import rate_planner
 from pqweights.planning.recipe import load_recipe
 from pqweights.planning.sensitivity import groups_of
-from pqweights.targets.compensation import Compensation
 from pqweights.targets.linear import FUSED_WITH_KEPT
-from pqweights.targets.target import GPTQ
 
 NAME = "quokka"
 # Its modules, and what Llama calls them.
@@ -111,13 +107,6 @@ def test_exports_state_its_roles(target: str, tmp_path: Path) -> None:
     run_command({"export": str(tmp_path / "master"), "target": target}, tmp_path / "out")
     roles = {tensor.name: tensor.role for tensor in read_manifest(tmp_path / "out").tensors}
     assert roles == dict(zip(weights, ("attention", "embedding", "linear"), strict=True))
-
-
-def test_an_embedding_is_not_compensated(tmp_path: Path) -> None:
-    tensor = open_local(write_checkpoint(tmp_path, {"hop.board.weight": bf16(gaussian(64, 128))})).tensors[0]
-    rule = GroupRule(bits=4, group_size=32, symmetric=True, middle=True, rule=BEST)
-    sources = Compensation(RandomInputs(), [(tensor, rule)], ROW, GPTQ).sources
-    assert sources == {tensor.name: ("it is looked up, not multiplied by inputs",)}
 
 
 def test_targets_refuse_what_its_traits_rule_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
