@@ -8,9 +8,9 @@ codes, scales or a layout, and for nothing else: it covers tensors alone, and we
 processors and versions of numpy give the same.
 
 Names are those of the command line: `q5`, `trellis` (at several rates, and with all numbers of states), `columns` (the
-codec of calibrated masters), `gptq` and `gptq floats` (the rounding of calibrated exports), `lossless`, `gguf Q4_K`,
-`vllm w4a16`, `torchao int4`, `mlx q4`. `kv` is what codes of caches stand for: the codes themselves follow from
-products, which differ between processors.
+codec of calibrated masters), `gptq`, `gptq floats` and `gptq blocks` (the rounding of calibrated exports), `lossless`,
+`gguf Q4_K`, `vllm w4a16`, `torchao int4`, `mlx q4`. `kv` is what codes of caches stand for: the codes themselves follow
+from products, which differ between processors.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def columns() -> Pieces:
         yield from (part.tobytes() for part in (codes.trellis, codes.lengths, codes.row_scales, codes.column_scales))
 
 
-def gptq(*rules: GroupRule | FloatRule) -> Pieces:
+def gptq(*rules: GroupRule | FloatRule | BlockRule) -> Pieces:
     """Codes with the feedback of their errors, as exports with `--rounding gptq` have them."""
     moments = damped_moments().astype(np.float32)
     order = order_of(np.diagonal(moments))
@@ -110,7 +110,10 @@ def gptq(*rules: GroupRule | FloatRule) -> Pieces:
     assert diagonal is not None
     factor = MomentsFactor(order=order, matrix=matrix, diagonal=diagonal)
     for rule in rules:
-        groups, _ = compensate(weights(), rule.quantize(weights().reshape(-1)), rule, factor)
+        flat = weights().reshape(-1)
+        is_block = isinstance(rule, BlockRule)
+        start = rule.quantize_weighted(flat, factor.importance) if is_block else rule.quantize(flat)
+        groups, _ = compensate(weights(), start, rule, factor)
         yield from (part.tobytes() for part in (groups.codes, groups.scales, groups.offsets))
 
 
@@ -170,6 +173,7 @@ CODECS: dict[str, Callable[[], Pieces]] = {
     "columns": columns,
     "gptq": functools.partial(gptq, *INTEGERS),
     "gptq floats": functools.partial(gptq, *FLOATS),
+    "gptq blocks": functools.partial(gptq, *(rule for rule in BLOCK_TYPES.values() if rule.is_compensated)),
     "lossless": functools.partial(master, lossless=True),
     **{f"gguf {kind}": functools.partial(gguf, kind) for kind in BLOCK_TYPES},
     **{f"vllm {kind}": functools.partial(vllm_format, kind) for kind in vllm.FORMATS},

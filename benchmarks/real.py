@@ -99,9 +99,10 @@ sys.exit(run.returncode)
 # Rows of the README.
 SHORT = (
     "pqweights GGUF q4_k_m", "llama.cpp GGUF q4_k_m",
-    "pqweights GGUF q4_k_m, text", "llama.cpp GGUF q4_k_m, text", "pqweights GGUF q3_k_m", "llama.cpp GGUF q3_k_m",
-    "pqweights MLX 4 bits", "mlx-lm MLX 4 bits", "pqweights master q5", "pqweights master trellis 5.125, fitted",
-    "pqweights master trellis 5.125, self", "pqweights master trellis 4.125, fitted",
+    "pqweights GGUF q4_k_m, text", "llama.cpp GGUF q4_k_m, text",
+    "pqweights GGUF q3_k_m, text", "llama.cpp GGUF q3_k_m, text",
+    "pqweights MLX 4 bits", "mlx-lm MLX 4 bits", "pqweights MLX 4 bits, text", "pqweights master q5",
+    "pqweights master trellis 5.125, fitted", "pqweights master trellis 5.125, self",
     "pqweights master trellis 4.125, self",
 )  # fmt: skip
 
@@ -156,7 +157,8 @@ def rows() -> Iterator[Row]:
         more = () if data is None else calibrated(data)
         for kind in (*TYPES, *(TYPES_WITH_TEXT if data == TEXT else ())):
             arguments = ("export", "--target", "gguf", "--type", kind, *more)
-            yield Row(format=GGUF, tool=OURS, name=kind, data=data, arguments=arguments)
+            codecs = () if data is None else ("gptq blocks",)
+            yield Row(format=GGUF, tool=OURS, name=kind, data=data, arguments=arguments, codecs=codecs)
             if data != SELF:
                 yield Row(format=GGUF, tool=LLAMA_CPP, name=kind, data=data)
         gptq = () if data is None else ("gptq",)

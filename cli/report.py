@@ -348,9 +348,6 @@ def _rounding_lines(pairs: Pairs) -> list[str]:
     if not roundings:
         return []
     gains = [rounding["gain"] for rounding in roundings if rounding.get("compensated")]
-    weighed = any("weighed" in rounding for rounding in roundings)
-    done = sum(rounding["weighed" if weighed else "compensated"] for rounding in roundings)
-    matrices = sum(rounding["matrices"] for rounding in roundings)
     gain = (
         f"; the error of outputs on text held back falls by {sum(gains) / len(gains):.0%} on average" if gains else ""
     )
@@ -358,11 +355,12 @@ def _rounding_lines(pairs: Pairs) -> list[str]:
     for rounding in roundings:
         for reason, number in rounding["rounded_plainly"].items():
             reasons[reason] += number
-    kind = "errors weighed by inputs" if weighed else "compensated rounding"
-    return [
-        f"{kind}: {done} of {matrices} weight matrices{gain}",
-        *(f"  rounded plainly: {number}: {reason}" for reason, number in reasons.items()),
-    ]
+    lines = []
+    for key, kind in (("compensated", "compensated rounding"), ("weighed", "errors weighed by inputs")):
+        if own := [rounding for rounding in roundings if key in rounding]:
+            done, matrices = (sum(rounding[which] for rounding in own) for which in (key, "matrices"))
+            lines.append(f"{kind}: {done} of {matrices} weight matrices{gain if key == 'compensated' else ''}")
+    return [*lines, *(f"  rounded plainly: {number}: {reason}" for reason, number in reasons.items())]
 
 
 def _integer_error_lines(records: Sequence[TensorRecord]) -> list[str]:

@@ -19,18 +19,32 @@ of one K x K array. The only implementation is for the CPU.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pqweights.kernels import native
-from pqweights.kernels.groups import TILE, FloatRule, GroupRule, Groups, Tiles, fit_by_importance
+from pqweights.kernels.gguf_codes import with_codes
+from pqweights.kernels.gguf_encoding import FLOATS, PART, BlockRule, blocks_of_floats, steps
+from pqweights.kernels.groups import (
+    LARGEST_BF16,
+    TILE,
+    FloatRule,
+    GroupRule,
+    Groups,
+    Tiles,
+    fit_by_importance,
+    sums_of_squares,
+)
 
 Floats = npt.NDArray[np.float32]
 
 # The same as in native/compensation.cpp.
 QUAD, PANEL, STRIP = 4, 64, 32
+# What codes are: whole numbers, floats of 4 or 8 bits, or those of IQ4_NL and IQ4_XS.
+INTEGERS, E2M1, E4M3, IQ4 = 0, 4, 8, 16
 # How often all columns are looked at again after the first pass. More than two gain little.
 REPEATS = 2
 
@@ -47,6 +61,13 @@ class MomentsFactor:
     order: npt.NDArray[np.int64]
     matrix: Floats
     diagonal: Floats
+
+    @property
+    def importance(self) -> Floats:
+        """The diagonal of A in the order of the weights, [K]."""
+        result = np.empty_like(self.diagonal)
+        result[self.order] = self.diagonal
+        return result
 
 
 def order_of(diagonal: Floats) -> npt.NDArray[np.int64]:
@@ -91,41 +112,59 @@ def _checked_shape(matrix: Floats) -> tuple[int, int]:
 
 
 def compensate(
-    values: Floats, start: Groups, rule: GroupRule | FloatRule, factor: MomentsFactor
+    values: Floats, start: Groups, rule: GroupRule | FloatRule | BlockRule, factor: MomentsFactor
 ) -> tuple[Groups, Tiles]:
     """Round rows of weights [rows, K] with compensation.
 
-    start: their groups as `rule.quantize` returns them, where the search for scales and offsets of integers begins
+    start: their groups as `rule.quantize` returns them, where the search for scales and offsets of integers begins; as
+        blocks, weighed by the importance of the factor, whose scales are kept
 
     Returns their groups, with the squared errors of the codes, and W - Q in the order of the factor.
     """
-    weights = Tiles.of(values[:, factor.order])
-    if isinstance(rule, FloatRule):
-        importance = np.empty_like(factor.diagonal)
-        importance[factor.order] = factor.diagonal
-        start = rule.quantize_weighted(values.reshape(-1), importance)
-        scales = Tiles.of(rule.factors(start).reshape(weights.rows, -1), 1.0)
-        numbers, limits, float_bits = (scales, Tiles(np.zeros_like(scales.values), weights.rows)), (0, 0), rule.bits
+    if isinstance(rule, BlockRule) and rule.kind in FLOATS:
+        groups, left = compensate(values, start, FLOATS[rule.kind], factor)
+        return blocks_of_floats(rule, groups), left
+    weights, part, limits, kind = Tiles.of(values[:, factor.order]), rule.group_size, (0, 0), INTEGERS
+    if isinstance(rule, GroupRule):
+        numbers, limits = fit_by_importance(weights, start, rule, factor.diagonal, factor.order), rule.limits
     else:
-        numbers = fit_by_importance(weights, start, rule, factor.diagonal, factor.order)
-        limits, float_bits = rule.limits, 0
+        if isinstance(rule, FloatRule):
+            start = rule.quantize_weighted(values.reshape(-1), factor.importance)
+            scales, kind = rule.factors(start), rule.bits
+            offsets = np.zeros_like(scales)
+        else:
+            scales, offsets = steps(rule.kind, start.codes)
+            scales = np.where(scales == 0, np.float32(LARGEST_BF16), scales)  # any code is as good
+            part, limits, kind = PART, (0, 2**rule.bits - 1), IQ4 if rule.kind.startswith("IQ4") else INTEGERS
+        numbers = (Tiles.of(scales.reshape(weights.rows, -1), 1.0), Tiles.of(offsets.reshape(weights.rows, -1)))
     errors, codes = round_tiles(
         weights.values,
         (numbers[0].values, numbers[1].values),
-        factor.order // rule.group_size,
+        factor.order // part,
         factor,
         codes=limits,
-        float_bits=float_bits,
+        kind=kind,
     )
-    ordered = Tiles(codes, weights.rows).rows_of()
-    found = np.empty_like(ordered)
-    found[:, factor.order] = ordered
+    left, found = Tiles(errors, weights.rows), _in_order_of_weights(Tiles(codes, weights.rows), factor)
+    if isinstance(rule, GroupRule):
+        return rule.measured(values, found, numbers, start.energies), left
     if isinstance(rule, FloatRule):
-        return rule.measured(values, found, start), Tiles(errors, weights.rows)
-    return rule.measured(values, found, numbers, start.energies), Tiles(errors, weights.rows)
+        return rule.measured(values, found, start), left
+    size = rule.group_size
+    blocks = with_codes(rule.kind, start.codes, found.reshape(-1, size))
+    squares = sums_of_squares(_in_order_of_weights(left, factor).reshape(-1, size))
+    return replace(start, codes=blocks, errors=squares), left
 
 
-def errors_of(values: Floats, groups: Groups, rule: GroupRule | FloatRule, factor: MomentsFactor) -> Tiles:
+def _in_order_of_weights(tiles: Tiles, factor: MomentsFactor) -> npt.NDArray[Any]:
+    """Return the rows [rows, K] of tiles in the order of the factor."""
+    ordered = tiles.rows_of()
+    result = np.empty_like(ordered)
+    result[:, factor.order] = ordered
+    return result
+
+
+def errors_of(values: Floats, groups: Groups, rule: GroupRule | FloatRule | BlockRule, factor: MomentsFactor) -> Tiles:
     """Return W - Q of groups, in the order of the factor. values: [rows, K]"""
     return Tiles.of((values - rule.decode(groups).reshape(values.shape))[:, factor.order])
 
@@ -137,7 +176,7 @@ def round_tiles(
     factor: MomentsFactor,
     *,
     codes: tuple[int, int],
-    float_bits: int = 0,
+    kind: int = INTEGERS,
     repeats: int = REPEATS,
 ) -> tuple[Floats, npt.NDArray[np.uint8]]:
     """Round tiles of weights; return the errors and the codes counted from 0, both [tiles, K, 64].
@@ -146,7 +185,7 @@ def round_tiles(
     numbers: the scales and the offsets, [tiles, groups, 64] each
     group_of: the group of each column
     codes: the lowest and the highest code; more than 256 codes do not fit what is returned
-    float_bits: 4 or 8 if codes are E2M1 or E4M3 instead, which are returned with their signs
+    kind: what codes are instead: E2M1 or E4M3, which are returned with their signs, or IQ4
     repeats: how often all columns are looked at again
 
     Raises ValueError for arrays that do not fit together.
@@ -168,7 +207,7 @@ def round_tiles(
         native.array(panel, np.float32, panel.size, written=True),
     )
     for again in (False, *(True,) * repeats):
-        native.call("compensate", *arrays, size, stride, tiles, groups, again, *codes, float_bits)
+        native.call("compensate", *arrays, size, stride, tiles, groups, again, *codes, kind)
     return errors, found
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.kernels import native
+from pqweights.kernels.gguf_codes import PLANES, codes_of, with_codes
 from pqweights.kernels.gguf_grids import UNITS, grid_of
 from pqweights.kernels.gguf_searches import SEARCHES, Points
 from pqweights.kernels.groups import BEST, FloatRule, Groups, normalized_importance
@@ -30,6 +31,22 @@ Doubles = npt.NDArray[np.float64]
 FLOATS = {"MXFP4": FloatRule("mxfp4", 4, 32, BEST), "NVFP4": FloatRule("nvfp4", 4, 16, BEST)}
 # Types that hold integers of which a block is a group: what the codes are, and whether a number is added to products.
 INTEGER_TYPES = {"Q4_0": ("INT4", False), "Q4_1": ("INT4", True), "Q8_0": ("INT8", False)}
+
+# What codes stand for where a block has one scale, and perhaps a number that is added. The gguf package lacks two of
+# these types, and is slow in others.
+LEVELS = {
+    "Q4_1": range(16),
+    "Q5_1": range(32),
+    "Q1_0": (-1, 1),
+    "Q2_0": (-1, 0, 1, 2),
+    "Q4_0": range(-8, 8),
+    "Q5_0": range(-16, 16),
+    "Q8_0": (*range(128), *range(-128, 0)),
+    "IQ4_NL": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+}
+# The weights that have a scale and an offset in common, of the types that have the fewest; and the code of IQ4_NL and
+# IQ4_XS that stands for 1.
+PART, IQ4_ONE = 16, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +74,12 @@ class BlockRule:
     def codes(self) -> str:
         """What codes are."""
         return INTEGER_TYPES.get(self.kind, (self.kind, False))[0]
+
+    @property
+    def is_compensated(self) -> bool:
+        """Whether codes can be chosen one by one so that errors cancel."""
+        # The errors of Q8_0 are small beside those of inputs, which llama.cpp rounds to 8 bits.
+        return self.kind in PLANES.keys() - {"Q8_0"}
 
     @property
     def bits_per_weight(self) -> float:
@@ -162,27 +185,42 @@ def decode_blocks(type_name: str, data: npt.NDArray[np.uint8]) -> Floats:
     import gguf
 
     with np.errstate(all="ignore"):  # of scales that are not finite, which is found where values are used
-        if type_name == "Q1_0":  # the package lacks it, and the next one
-            signs = np.unpackbits(data[:, 2:], axis=1, bitorder="little").astype(np.float32) * 2 - 1
-            return np.ascontiguousarray(data[:, :2]).view("<f2") * signs
-        if type_name == "Q2_0":
-            codes = (data[:, 2:, None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & 3).astype(np.float32) - 1
-            return np.ascontiguousarray(data[:, :2]).view("<f2") * codes.reshape(len(data), -1)
+        if type_name in LEVELS:
+            levels = np.array(LEVELS[type_name], dtype=np.float32)
+            scales, lows = np.ascontiguousarray(data[:, :4]).view("<f2").astype(np.float32).T[:, :, None]
+            numbers: Floats = scales * levels[codes_of(type_name, data, BLOCK_TYPES[type_name].group_size)]
+            return numbers + lows if type_name in ("Q4_1", "Q5_1") else numbers
         decoded: Floats = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[type_name])
     return decoded.reshape(len(data), -1)
 
 
+def steps(type_name: str, blocks: npt.NDArray[np.uint8]) -> tuple[Floats, Floats]:
+    """Return what codes of blocks are multiplied by, and what is added then: f32 [blocks, parts of PART weights]."""
+    codes = np.zeros((len(blocks), BLOCK_TYPES[type_name].group_size), dtype=np.uint8)
+    if type_name.startswith("IQ4"):
+        factors = decode_blocks(type_name, with_codes(type_name, blocks, codes + np.uint8(IQ4_ONE)))[:, ::PART]
+        return factors, np.zeros_like(factors)
+    codes[:, 1::PART] = 1
+    decoded = decode_blocks(type_name, with_codes(type_name, blocks, codes))
+    return decoded[:, 1::PART] - decoded[:, ::PART], decoded[:, ::PART]
+
+
 def _encode_floats(block: BlockRule, values: Floats, importance: Floats | None) -> Groups:
-    """A block has the scales of its groups, then their codes, those of the first half of a group in the low bits."""
     rule, flat = FLOATS[block.kind], values.reshape(-1)
-    groups = rule.quantize(flat) if importance is None else rule.quantize_weighted(flat, importance)
-    in_block, half = block.group_size // rule.group_size, rule.group_size // 2
-    codes = groups.codes[:, :half] | groups.codes[:, half:] << 4
+    return blocks_of_floats(
+        block, rule.quantize(flat) if importance is None else rule.quantize_weighted(flat, importance)
+    )
+
+
+def blocks_of_floats(block: BlockRule, groups: Groups) -> Groups:
+    """Return groups of short floats as blocks, each the scales of its groups and then their codes."""
+    in_block = block.group_size // FLOATS[block.kind].group_size
     scales = groups.scales.astype(np.uint8).reshape(-1, in_block)
     squares = (numbers.reshape(-1, in_block).T for numbers in (groups.energies, groups.errors))
     energies, errors = (functools.reduce(np.add, of_groups) for of_groups in squares)
-    data = np.concatenate([scales, codes.reshape(len(scales), in_block * half)], axis=1)
-    return _groups_of(data, energies, errors)
+    data = np.zeros((len(scales), block.block_bytes), dtype=np.uint8)
+    data[:, :in_block] = scales
+    return _groups_of(with_codes(block.kind, data, groups.codes.reshape(-1, block.group_size)), energies, errors)
 
 
 def _groups_of(data: npt.NDArray[np.uint8], energies: Doubles, errors: Doubles) -> Groups:

@@ -24,10 +24,11 @@ from pqweights.checkpoint.native import NativeTensor
 from pqweights.checkpoint.readers import EncodedTensor, LogicalTensor, PlainTensor
 from pqweights.checkpoint.views import MovedTensor, ReadTogether
 from pqweights.common.dtypes import float8_table, from_float32, to_float32
-from pqweights.formats.gguf_blocks import half_floats, pack_blocks
+from pqweights.formats.gguf_blocks import half_floats
 from pqweights.formats.packed import QuantizedTensor
 from pqweights.formats.packing import CODES, DIVISOR, OFFSETS, SCALES, ZEROS, PackedFormat, RoundingRule
 from pqweights.kernels import VALUE_DTYPES
+from pqweights.kernels.gguf_codes import with_codes
 from pqweights.kernels.gguf_encoding import INTEGER_TYPES, BlockRule
 from pqweights.kernels.groups import MOST_WEIGHTS, FloatRule, GroupRule, Groups, sums_of_squares
 from pqweights.kernels.recovery import RECOVERED_TYPES, recover_blocks, recover_groups
@@ -320,7 +321,11 @@ def _blocks(
         heads = [half_floats(of) for of in ((scales, lows) if is_added else (scales,))] if is_exact else None
     if heads is None:
         return None
-    return _groups_of(pack_blocks(rule, codes, heads), np.zeros(len(codes), dtype=np.float32))
+    blocks = np.zeros((len(codes), rule.block_bytes), dtype=np.uint8)
+    blocks[:, : sum(head.shape[1] for head in heads)] = np.concatenate(heads, axis=1)
+    if rule.bits == 8:  # two's complement
+        codes = codes ^ np.uint8(0x80)
+    return _groups_of(with_codes(rule.kind, blocks, codes), np.zeros(len(codes), dtype=np.float32))
 
 
 def _groups_of(codes: Bytes, scales: Floats, offsets: Floats | None = None) -> Groups:

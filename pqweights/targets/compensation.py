@@ -121,6 +121,12 @@ class Compensation:
             return made
 
 
+def job_of(rule: RoundingRule, rounding: str) -> type[IntegerJob]:
+    """Return what rounds a weight by a rule with a view to its inputs; types that GPTQ does not round are weighed."""
+    is_weighed = rounding == IMPORTANCE or (isinstance(rule, BlockRule) and not rule.is_compensated)
+    return WeightedJob if is_weighed else CompensatedJob
+
+
 def _made(inputs: KnownInputs, vector: int) -> ReadyFactor | None:
     """Factorize the moments of a vector, with the best damping for rounding what looks random."""
     moments, rows = inputs.moments(vector)
@@ -243,7 +249,7 @@ class CompensatedJob(_InformedJob):
         self._dampings: dict[int, float | None] = {}  # by matrix
 
     def _round(self, matrix: int, values: Floats) -> tuple[Groups, Any]:
-        """Round rows plainly and with compensation, and take for each row what errs less on the inputs held back.
+        """Round rows plainly (blocks: weighed) and with compensation; rows take what errs less on inputs held back.
 
         Also returns the matrix, the errors of the outputs on these inputs, rounded plainly and as stored, f64 [rows],
         how many rows are stored as rounded plainly, and the damping of the factor; None if there is none.
@@ -251,13 +257,14 @@ class CompensatedJob(_InformedJob):
         vector, rule = self._sources[matrix], self._rounding.rule
         if isinstance(vector, str):
             return super()._round(matrix, values)
-        plain = self._quantized(values)
-        if not np.isfinite(plain.errors).all():
-            return plain, None
-        assert isinstance(rule, GroupRule | FloatRule)
+        assert isinstance(rule, GroupRule | FloatRule | BlockRule)
         ready = self._compensation.factor(vector)
         if ready is None:
-            return plain, (matrix, np.empty(0), np.empty(0), 0, None)
+            return self._quantized(values), (matrix, np.empty(0), np.empty(0), 0, None)
+        is_block = isinstance(rule, BlockRule)
+        plain = rule.quantize_weighted(values, ready.factor.importance) if is_block else self._quantized(values)
+        if not np.isfinite(plain.errors).all():
+            return plain, None
         better, better_errors = compensate(values.reshape(-1, self._columns), plain, rule, ready.factor)
         plain_errors = errors_of(values.reshape(-1, self._columns), plain, rule, ready.factor)
         before, after = output_errors(plain_errors, ready.held_back), output_errors(better_errors, ready.held_back)

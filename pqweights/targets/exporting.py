@@ -53,11 +53,11 @@ from pqweights.targets import get_target
 from pqweights.targets.architectures import unexamined_warnings
 from pqweights.targets.bf16 import is_weight, plain_plan, stored_dtype
 from pqweights.targets.carried import carried_unit
-from pqweights.targets.compensation import CompensatedJob, Compensation, WeightedJob
+from pqweights.targets.compensation import Compensation, job_of
 from pqweights.targets.integers import Assignment, IntegerJob
 from pqweights.targets.linear import FUSED_WITH_KEPT
 from pqweights.targets.several import one_by_one, together
-from pqweights.targets.target import IMPORTANCE, PLAIN, ExportSettings, ExportTarget
+from pqweights.targets.target import PLAIN, ExportSettings, ExportTarget
 from pqweights.targets.units import UnitJob, fused_weights, of_unit, reading_together, with_unit
 
 IN_WEIGHT_FILES = "the weight files already contain what the runtime needs"
@@ -311,7 +311,7 @@ def _encode(
     about: dict[str, Any] = {"master_error": master_errors.get(tensor.name), "is_original": is_original}
     kind: type[IntegerJob] = IntegerJob
     if compensation is not None:
-        kind = WeightedJob if compensation.rounding == IMPORTANCE else CompensatedJob
+        kind = job_of(decision.rule, compensation.rounding)
         about["compensation"] = compensation
 
     def rounding(format: PackedFormat) -> Job:

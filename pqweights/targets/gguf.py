@@ -60,14 +60,13 @@ from pqweights.targets.gguf_types import (
 from pqweights.targets.integers import Assignment
 from pqweights.targets.loading import PART, LoadableModel, files_of_type, into_comfyui, legal_files, shell
 from pqweights.targets.target import (
-    IMPORTANCE,
     INPUT_OPTIONS,
     LLAMA_CPP,
     PLAIN,
     RECIPE_OPTIONS,
     ExportSettings,
     ExportTarget,
-    one_of,
+    read_rounding,
 )
 
 MODELFILE = "Modelfile"
@@ -336,19 +335,15 @@ def read_options(options: Options) -> ExportSettings:
     name = options.name
     if name is not None and (not name or file_stem(name) != name):
         raise OptionError(f"`name`: expected letters, digits, '.', '_' and '-', at most 96, found {name[:100]!r}")
-    rounding = one_of(NAME, "rounding", options.rounding, allowed=(None, PLAIN, IMPORTANCE))
-    informed = options.calibrate is not None or options.imatrix is not None
-    if rounding == IMPORTANCE and not informed:
-        raise OptionError(f"`rounding` {IMPORTANCE}: expected `calibrate` or `imatrix` as well")
+    rounding = read_rounding(NAME, options)
     mixes, recipe = read_types(options)
-    weighed = informed and rounding != PLAIN
     stated: dict[str, Any] = {} if recipe.goal is not None else {"type": ",".join(mixes.values())}
     stated |= {"pure": True} if options.pure else {}
     return ExportSettings(
         stated={"target": NAME, **stated, **describe(recipe)},
-        assign=partial(_assign, mixes, recipe, options, weighed),
+        assign=partial(_assign, mixes, recipe, options, rounding != PLAIN),
         recipe=recipe,
-        rounding=IMPORTANCE if weighed else PLAIN,
+        rounding=rounding,
     )
 
 

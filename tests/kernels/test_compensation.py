@@ -19,6 +19,8 @@ from pqweights.kernels.compensation import (
     output_errors,
     round_tiles,
 )
+from pqweights.kernels.gguf_codes import with_codes
+from pqweights.kernels.gguf_encoding import BLOCK_TYPES, BlockRule, decode_blocks
 from pqweights.kernels.groups import BEST, FloatRule, GroupRule, Groups, Tiles, sums_of_squares
 
 Floats = npt.NDArray[np.float32]
@@ -33,6 +35,14 @@ RULES: dict[str, GroupRule | FloatRule] = {
     "mxfp4": FloatRule("mxfp4", 4, 32, BEST),
     "mxfp8": FloatRule("mxfp8", 8, 32, BEST),
 }
+BLOCKS: dict[str, BlockRule] = {kind: rule for kind, rule in BLOCK_TYPES.items() if rule.is_compensated}
+
+
+def started(weights: Floats, rule: GroupRule | FloatRule | BlockRule, factor: MomentsFactor) -> Groups:
+    """What weights are before they are compensated."""
+    if isinstance(rule, BlockRule):
+        return rule.quantize_weighted(weights, factor.importance)
+    return rule.quantize(weights.reshape(-1))
 
 
 def inputs(size: int, rows: int = 2000, seed: int = 1) -> Floats:
@@ -94,17 +104,19 @@ def test_matrix_that_the_kernels_would_leave_is_refused(shape: tuple[int, int]) 
         factorize(matrix, diagonal, 0.01)
 
 
-@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("kind", [*RULES, *BLOCKS])
 def test_errors_are_those_of_the_decoded_weights(kind: str) -> None:
-    rule = RULES[kind]
+    rule: GroupRule | FloatRule | BlockRule = (RULES | BLOCKS)[kind]
     size = 5 * rule.group_size  # with groups of 32, not a multiple of what the kernel takes at once
     factor, _ = ready(size)
     weights = gaussian(70, size, seed=5)
-    groups, left = compensate(weights, rule.quantize(weights.reshape(-1)), rule, factor)
+    groups, left = compensate(weights, started(weights, rule, factor), rule, factor)
     errors = weights - rule.decode(groups).reshape(weights.shape)
     assert kind != "awq" or np.isin(groups.offsets, np.arange(16)).all()
     assert np.array_equal(left.rows_of(), errors[:, factor.order])
-    assert np.array_equal(groups.errors, sums_of_squares(errors.reshape(-1, rule.group_size)))
+    part = NVFP4.group_size if kind == "NVFP4" else rule.group_size  # of which a block has four
+    sums = sums_of_squares(errors.reshape(-1, part)).reshape(len(groups.errors), -1)
+    assert np.array_equal(groups.errors, sums.sum(axis=1))
 
 
 Doubles = npt.NDArray[np.float64]
@@ -127,7 +139,7 @@ def by_passes(
         factor.order // rule.group_size,
         factor,
         codes=codes,
-        float_bits=bits,
+        kind=bits,
         repeats=repeats,
     )
     return Tiles(errors, rows).rows_of()
@@ -194,6 +206,36 @@ def test_every_pass_lowers_the_damped_error_of_every_row(kind: str) -> None:
         before = after
     plain = errors_of(weights, start, rule, factor).rows_of().astype(np.float64)
     assert before.sum() < 0.8 * np.einsum("ij,jk,ik->", plain, wanted, plain)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_keep_their_scales_and_err_less_at_the_outputs_than_without_correlations(kind: str) -> None:
+    rule, size = BLOCKS[kind], 512
+    factor, moments = ready(size)
+    weights, wanted = gaussian(64, size, seed=7), damped(factor, moments).astype(np.float64)
+    plain = rule.quantize(weights.reshape(-1))
+    weighed = started(weights, rule, factor)
+    found, _ = compensate(weights, weighed, rule, factor)
+    errors = [errors_of(weights, each, rule, factor).rows_of().astype(np.float64) for each in (plain, weighed, found)]
+    of_plain, of_weighed, of_found = (np.einsum("ij,jk,ik->", rows, wanted, rows) for rows in errors)
+    assert of_found < 0.8 * of_weighed < 0.8 * of_plain
+    none = np.zeros((len(found.codes), rule.group_size), dtype=np.uint8)
+    assert np.array_equal(with_codes(kind, found.codes, none), with_codes(kind, weighed.codes, none))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_without_correlations_codes_of_blocks_are_the_nearest(kind: str) -> None:
+    """Of all numbers that the gguf package decodes from a block with its scales, for each weight."""
+    rule, size = BLOCKS[kind], 512
+    weights, matrix, ones = gaussian(64, size, seed=4), empty_matrix(size), np.ones(size, dtype=np.float32)
+    diagonal = factorize(matrix, ones, 0.0)
+    assert diagonal is not None
+    factor = MomentsFactor(order=np.arange(size), matrix=matrix, diagonal=diagonal)
+    found, _ = compensate(weights, started(weights, rule, factor), rule, factor)
+    none = np.zeros((len(found.codes), rule.group_size), dtype=np.uint8)
+    numbers = np.stack([decode_blocks(kind, with_codes(kind, found.codes, none + n)) for n in range(2**rule.bits)])
+    least = np.abs(numbers - weights.reshape(1, -1, rule.group_size)).min(axis=0)
+    assert each_near(np.abs(rule.decode(found) - weights.reshape(-1, rule.group_size)), least, F32_FEW)
 
 
 def test_output_errors_are_those_of_the_product() -> None:

@@ -238,14 +238,14 @@ def factor() -> Arrays:
 
 
 def compensate() -> Arrays:
-    for size, repeats, float_bits in ((64, 2, 0), (160, 0, 0), (160, 2, 0), (160, 2, 4), (160, 2, 8)):
+    for size, repeats, kind in ((64, 2, 0), (160, 0, 0), (160, 2, 0), (160, 2, 4), (160, 2, 8), (160, 2, 16)):
         rng = np.random.default_rng(12)
         weights = groups.Tiles.of(rng.standard_normal((70, size)).astype(np.float32))
         scales, offsets = (np.float32(0.3) + rng.random((2, 70, size // 32))).astype(np.float32)
         numbers = (groups.Tiles.of(scales, 1.0).values, groups.Tiles.of(offsets).values)
         columns = np.arange(size) // 32
         results = compensation.round_tiles(
-            weights.values, numbers, columns, _factor(size), codes=(-8, 7), float_bits=float_bits, repeats=repeats
+            weights.values, numbers, columns, _factor(size), codes=(-8, 7), kind=kind, repeats=repeats
         )
         yield from (groups.Tiles(each, 70).rows_of() for each in results)
 

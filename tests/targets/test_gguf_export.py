@@ -265,17 +265,23 @@ def test_another_format_leaves_no_file_of_the_one_before(master, tmp_path):
         assert done("verify", out).stdout.startswith(f"{out}: ok")
 
 
-def test_errors_are_weighed_by_the_inputs(model, master, base, tmp_path):
+@pytest.mark.parametrize(("kind", "rounding"), [("q4_k_s", None), ("q4_k_s", "importance"), ("iq3_m", None)])
+def test_errors_cancel_or_are_weighed_by_the_inputs(kind, rounding, model, master, base, tmp_path):
+    """Types with a code for several weights are weighed, also where others of the mix are compensated."""
     text = tmp_path / "text.txt"
     text.write_text("some words that are not all the same, again and again. " * 400)
-    weighed = ("--calibrate", text, "--calibration-tokens", "4096")
-    found = answer("export", master, tmp_path / "out", "-t", "gguf", "--type", "q4_k_s", *weighed, "--json")
-    plainly = answer("export", master, tmp_path / "plain", "-t", "gguf", "--type", "q4_k_s", "--json")
-    by_name = {tensor["name"]: tensor for tensor in found["tensors"]}
-    assert by_name["blk.0.ffn_down.weight"]["rounding"] == {"matrices": 1, "weighed": 1, "rounded_plainly": {}}
-    assert by_name["token_embd.weight"]["rounding"]["weighed"] == 0
+    informed = ("--calibrate", text, "--calibration-tokens", "4096", *(("--rounding", rounding) if rounding else ()))
+    found = answer("export", master, tmp_path / "out", "-t", "gguf", "--type", kind, *informed, "--json")
+    plainly = answer("export", master, tmp_path / "plain", "-t", "gguf", "--type", kind, "--json")
+    by_name = {tensor["name"]: tensor for tensor in found["tensors"] if "rounding" in tensor}
+    assert {"blk.0.ffn_down.weight", "token_embd.weight"} < by_name.keys()
+    for tensor in by_name.values():
+        about = tensor["rounding"]
+        is_weighed = rounding == "importance" or tensor["codec"].lower().endswith("iq3_s")
+        assert about["matrices"] == about["weighed" if is_weighed else "compensated"] == 1, tensor
+        assert about["rounded_plainly"] == {} and (is_weighed or about["gain"] > 0)
     assert found["totals"]["relative_mse"] > plainly["totals"]["relative_mse"]
-    assert read_manifest(tmp_path / "out").made_by["rounding"] == "importance"
+    assert read_manifest(tmp_path / "out").made_by["rounding"] == (rounding or "gptq")
     assert done("verify", tmp_path / "out").stdout.startswith(f"{tmp_path / 'out'}: ok")
 
 

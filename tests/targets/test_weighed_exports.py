@@ -71,7 +71,7 @@ def test_weighed_errors_are_less_in_mlx(format: str, base: Path, tmp_path: Path)
     report = run_command({**asked, "rounding": "importance", "inputs": known}, tmp_path / "weighed")
     source = read_all(model)
     accounts = {record.name: record.rounding for record in report.records if record.rounding}
-    assert accounts.pop("model.embed_tokens.weight")["rounded_plainly"]
+    assert "model.embed_tokens.weight" in accounts
     errors = []
     for name, account in accounts.items():
         assert account["weighed"] == 1

@@ -3,6 +3,7 @@
 // All kernels are made of one loop: four rows of a panel times a long run of rows of 64 numbers (row_products.hpp).
 #include "group_fitting.hpp"
 #include "interface.hpp"
+#include "iq4_codes.hpp"
 #include "row_products.hpp"
 #include "short_floats.hpp"
 
@@ -121,6 +122,14 @@ struct ShortFloats {
     }
 };
 
+struct Iq4 : Iq4Codes {
+    INLINE Floats nearest(Floats t, Bytes& code) const {
+        Unsigned found = index(t);
+        code = converted<Bytes>(found);
+        return values[found];
+    }
+};
+
 // Round a column for 64 rows; returns by how much their errors change. sum: what is added to the weights.
 template <class Numbers>
 INLINE void round_column(const Rows& rows, const Numbers& numbers, int64_t column, const Row& sum, Row& change) {
@@ -156,16 +165,17 @@ void round_panel(const float* panel, int64_t stride, const Rows& rows, const Num
 // weights: [tiles, size, TILE]. scales, offsets: [tiles, groups, TILE]. group_of: [size], the group of each column.
 // errors: [tiles, size, TILE], zeros unless `again`. codes: u8 [tiles, size, TILE], counted from the lowest. panel:
 // [PANEL, stride], for work. again: whether each column looks at the errors of all others, not only of those before it.
-// float_bits: of codes that are floats, E2M1 or E4M3 with a sign; 0 if they are integers from lowest to highest.
+// kind: what codes are: 0, integers from lowest to highest; 4 or 8, E2M1 or E4M3 with a sign; 16, those of IQ4_NL.
 void pqweights::compensate(const float* matrix, const float* diagonal, const float* weights, const float* scales,
                            const float* offsets, const int64_t* group_of, float* errors, uint8_t* codes, float* panel,
                            int64_t size, int64_t stride, int64_t tiles, int64_t groups, int64_t again, int64_t lowest,
-                           int64_t highest, int64_t float_bits) {
+                           int64_t highest, int64_t kind) {
     Row sums[PANEL];
     const auto round = [&](const Rows& rows, int64_t start, int64_t end) {
         const auto run = [&](const auto& numbers) { round_panel(panel, stride, rows, numbers, start, end, sums); };
-        if (float_bits == 0) run(Integers{float(lowest), float(highest)});
-        else if (float_bits == 4) run(ShortFloats<E2m1>{});
+        if (kind == 0) run(Integers{float(lowest), float(highest)});
+        else if (kind == 16) run(Iq4{});
+        else if (kind == 4) run(ShortFloats<E2m1>{});
         else run(ShortFloats<E4m3>{});
     };
     for (int64_t end = size; end > 0; end -= PANEL) {

@@ -103,9 +103,6 @@ struct SignedBytes {
     }
 };
 
-// The values of the codes of IQ4_NL and IQ4_XS.
-constexpr float IQ4_VALUES[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-
 using Q8_0 = OnePart<8, -128, 127, SignedBytes>;
 using Q5_0 = OnePart<6, -16, 15, FiveBits<32, 1, 16>>;
 using Q4_0 = OnePart<2, -8, 7, FourBits<32, 16>>;

@@ -18,7 +18,7 @@
 // tests/references.md names what checks it.
 #include "gguf_blocks.hpp"
 #include "interface.hpp"
-#include "table.hpp"
+#include "iq4_codes.hpp"
 
 namespace {
 
@@ -48,27 +48,9 @@ struct WholeCodes {
     }
 };
 
-// Before each of IQ4_VALUES but the first, the middle between it and the one before.
-struct Iq4Limits {
-    float limits[LANES] = {};
-
-    constexpr Iq4Limits() {
-        for (int i = 1; i < LANES; i++) limits[i] = (IQ4_VALUES[i - 1] + IQ4_VALUES[i]) / 2;
-    }
-};
-constexpr Iq4Limits IQ4;
-
-struct TableCodes {
-    Table<LANES> values{IQ4_VALUES}, limits{IQ4.limits};
-
+struct TableCodes : Iq4Codes {
     explicit TableCodes(const SymmetricLimits&) {}
 
-    // The lower one on a tie: a binary search.
-    INLINE Unsigned index(Floats t) const {
-        Unsigned index = choose<Unsigned>(t > IQ4.limits[8], splat(8u), Unsigned{});
-        for (uint32_t bit : {4, 2, 1}) index = choose<Unsigned>(t > limits[index | bit], index | bit, index);
-        return index;
-    }
     INLINE Floats value(Floats t) const { return values[index(t)]; }
     INLINE std::pair<Ints, Floats> index_and_value(Floats t) const {
         Unsigned found = index(t);
