@@ -190,7 +190,7 @@ CASES = [
         "gguf-options-that-exclude-each-other",
         {
             GGUF + " --target-size 1GB --type q4_0": ("--target-size", "leave out --type"),
-            GGUF + " --rounding gptq": ("--rounding gptq", "takes plain, importance"),
+            GGUF + " --rounding gptq": ("--rounding gptq", "expected --calibrate as well"),
             GGUF + " --bits 4": ("--bits", "gguf"),
         },
     ),
