@@ -193,6 +193,8 @@ class SampledInputs:
             for layer in self._layers[vector]:
                 compute = special.get(layer, partial(passes.forward, layer))
                 compute(partial(self._watch, layer, with_moments=True), partial(self._keep, layer))
+            for other in [of for of in self._at_hand if not {*self._layers[of]} <= {*self._layers[vector]}]:
+                del self._at_hand[other]  # it is read elsewhere, too
         inputs = self._at_hand[vector]
         return inputs.moments(), inputs.held_back.rows
 

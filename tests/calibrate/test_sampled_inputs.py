@@ -178,6 +178,20 @@ def test_an_embedding_reads_the_gradients_at_its_rows_and_what_a_head_that_is_ti
         assert found.weights.keys() >= ({name} if tied else {name, "lm_head.weight"})
 
 
+def test_moments_do_not_depend_on_what_was_asked_before(tmp_path_factory, tmp_path):
+    """GPT-2 looks up positions beside its embedding, which is also the head: one pass shows only part of the latter."""
+    folder = families.model(tmp_path_factory.getbasetemp(), "gpt2")
+    found = []
+    for order in (("wte", "wpe"), ("wpe", "wte")):
+        with run(folder, tmp_path / "out") as known:
+            names = [next(name for name in known.weights if f"{part}." in name) for part in order]
+            asked = {name: known.moments(known.weights[name].vectors[0])[0].copy() for name in names}
+        found.append(asked)
+    assert len(found[0]) == 2
+    for name, moments in found[0].items():
+        assert np.array_equal(found[1][name], moments), name
+
+
 def test_matrices_that_read_the_same_share_a_vector(models, tmp_path):
     by_vector: dict[Any, set[str]] = {}
     with run(models["llama"], tmp_path / "out") as found:
