@@ -34,6 +34,7 @@ from pqweights.formats.gguf_blocks import block_format
 from pqweights.formats.lloyd_max import codebook
 from pqweights.formats.mlx import mlx_format as packed_by_mlx
 from pqweights.formats.packing import PackedFormat
+from pqweights.kernels import gguf_encoding
 from pqweights.kernels.compensation import MomentsFactor, compensate, empty_matrix, factorize, order_of
 from pqweights.kernels.gguf_encoding import BLOCK_TYPES, BlockRule
 from pqweights.kernels.groups import FloatRule, GroupRule
@@ -166,6 +167,7 @@ def kv() -> Pieces:
 
 INTEGERS = [GroupRule(bits=4, group_size=128, symmetric=way, middle=way, rule="best") for way in (True, False)]
 FLOATS = (FloatRule("nvfp4", 4, 16, "best", unit=2.0**-7), FloatRule("mxfp4", 4, 32, "best"))
+BLOCKS = [rule for kind, rule in BLOCK_TYPES.items() if rule.is_compensated and kind not in gguf_encoding.FLOATS]
 
 CODECS: dict[str, Callable[[], Pieces]] = {
     **{f"q{bits}": functools.partial(master, bits=bits) for bits in range(2, 9)},
@@ -173,7 +175,7 @@ CODECS: dict[str, Callable[[], Pieces]] = {
     "columns": columns,
     "gptq": functools.partial(gptq, *INTEGERS),
     "gptq floats": functools.partial(gptq, *FLOATS),
-    "gptq blocks": functools.partial(gptq, *(rule for rule in BLOCK_TYPES.values() if rule.is_compensated)),
+    "gptq blocks": functools.partial(gptq, *BLOCKS),
     "lossless": functools.partial(master, lossless=True),
     **{f"gguf {kind}": functools.partial(gguf, kind) for kind in BLOCK_TYPES},
     **{f"vllm {kind}": functools.partial(vllm_format, kind) for kind in vllm.FORMATS},

@@ -25,10 +25,9 @@ FLOAT_MODES = {"mxfp4": 4, "mxfp8": 5, "nvfp4": 6, "fp8": 7, "fp8-tensor": 9}
 KINDS = {"affine": 0, "symmetric": 1, "asymmetric": 2}
 # The most weights of a group in fit_groups, whose kernel has no more room.
 MOST_WEIGHTS = 256
-# What weights are multiplied by before they are rounded to floats of 4 bits: 1 and the relative squared error that
-# Gaussian weights have then. Codes of least squared error are orthogonal to their error, hence too small by the
-# relative error, and a scale in E8M0 cannot be enlarged afterwards.
-FLOAT_GAINS = {"mxfp4": 1.0124, "nvfp4": 1.0066}
+# What weights are multiplied by before they are rounded to floats: 1 and the relative squared error that Gaussian
+# weights have then. Codes of least squared error are orthogonal to their error, hence too small by the relative error.
+FLOAT_GAINS = {"nvfp4": 1.0066}
 # Of the largest weight of a row of FP8, the shares that are tried as its largest number; others differ from these by
 # about a power of two, which changes no error but of weights that saturate.
 FP8_SHARES = tuple(np.float32(16 - step) / 16 for step in range(8))
@@ -463,7 +462,8 @@ def fit_floats(
 ) -> None:
     """Fill `out` from the weights [groups * size] with the scales of least squared error, by a key of FLOAT_MODES.
 
-    Weights are enlarged before by FLOAT_GAINS; errors are those of the weights themselves.
+    Weights are enlarged before by FLOAT_GAINS; errors are those of the weights themselves. In mxfp4, errors that all
+    columns count alike count by the square of the weight.
 
     importance: how much errors count by column, [K], of which groups are parts; None: all the same.
     """

@@ -3,7 +3,8 @@
 // The scales near the one that takes the largest weight to the largest float are all tried: of E4M3 those from two bytes
 // below to six above it (one and a half times the scale is what Four over Six, arXiv 2512.02010, adds), of E8M0 it and
 // the half. On the weights of all-MiniLM-L6-v2 no scale further away is better. Where columns count unequally, smaller ones
-// may be, and are tried.
+// may be, and are tried. Between two scales of MXFP4, of which one is twice the other, errors count by the square of the
+// weight, if no column counts more: the smaller one clips the largest weights, of which models notice more.
 #include "group_fitting.hpp"
 #include "interface.hpp"
 #include "short_floats.hpp"
@@ -50,6 +51,7 @@ template <class Element, class Scale, class Importance>
 INLINE Result fit_sixteen(const float* values, int64_t groups, int64_t size, float unit, float gain,
                           Importance importance, uint8_t* codes) {
     constexpr bool weighted = !std::is_same_v<decltype(importance(0)), Alike>;
+    constexpr bool by_size = !weighted && std::is_same_v<Element, E2m1> && std::is_same_v<Scale, PowerScale>;
     constexpr int below = weighted ? Scale::WEIGHTED_BELOW : Scale::BELOW, count = below + Scale::ABOVE + 1;
     Floats work[MOST_WEIGHTS], most{};
     auto see = [&](auto& columns) ALWAYS {
@@ -67,10 +69,11 @@ INLINE Result fit_sixteen(const float* values, int64_t groups, int64_t size, flo
     });
     // Errors in steps of each scale, so that their squares stay in range.
     for (int64_t j = 0; j < size; j++) {
-        Floats w = magnitude(work[j]);
+        Floats w = magnitude(work[j]), steps = w * inverses[0];
         each<count>([&](auto c) ALWAYS {
-            Floats t = w * inverses[c], left = t - nearest<Element>(t);
-            errors[c] += importance(j) * (left * left);
+            Floats t = w * inverses[c], left = t - nearest<Element>(t), squared = importance(j) * (left * left);
+            if constexpr (by_size) squared *= steps * steps;
+            errors[c] += squared;
         });
     }
     Unsigned byte = bytes[0];
