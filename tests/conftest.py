@@ -1,4 +1,4 @@
-"""The environment of every run: a cache of its own, and one torch thread a process."""
+"""The environment of every run: a cache of its own, and one torch thread a process, or more that sleep as they wait."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ pytest_plugins = ["ray_cluster", "remote_server"]
 BYTES_PER_WORKER = 2 << 30  # torch, transformers and their models; most workers need less
 
 # Workers, and the processes that tests start, share the cores; on tiny products, more threads only wait for each other.
+# A calibration takes one for each core, and those of torch spin as they wait: it took five times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_configure(config: pytest.Config) -> None:
