@@ -297,14 +297,18 @@ def _rescued_line(tensor: TensorPlan, record: TensorRecord) -> str:
 
 
 def type_lines(made_by: Mapping[str, Any], pairs: Pairs) -> list[str]:
-    """Return a line for each type of a result with a file of each: its size and its error; nothing for another one."""
+    """Return a line for each type of a result with a file of each: its size and its error; then how all were rounded.
+
+    Nothing for another result.
+    """
     from pqweights.convert.records import figures_by_type
 
-    return [
+    types = [
         f"{of.type}: {size_text(of.bytes)}, {of.bits:.2f} bits per parameter"
         + ("" if of.relative_mse is None else f", relative MSE {of.relative_mse:.6f}")
         for of in figures_by_type(made_by, pairs)
     ]
+    return [*types, *_rounding_lines(pairs)] if types else []
 
 
 def integer_form_lines(pairs: Pairs) -> list[str]:

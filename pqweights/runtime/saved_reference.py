@@ -230,11 +230,12 @@ class SavedReference:
         self._stored = {tensor.name: tensor for tensor in tensors}
         lengths = {tensor.name: tensor.shape[0] for tensor in tensors if tensor.shape}
         rows = {name: lengths.get(name, 0) for name in ("losses", "tokens", "text")}
-        expected = {spec.name: spec for spec in _specs(self.facts, *rows.values())}
-        for name in expected.keys() | self._stored.keys():
-            spec, held = expected.get(name), self._stored.get(name)
+        specs = {spec.name: spec for spec in _specs(self.facts, *rows.values())}
+        for name in specs.keys() | self._stored.keys():
+            spec, held = specs.get(name), self._stored.get(name)
             if spec is None or held is None or (spec.dtype, spec.shape) != (held.dtype, held.shape):
-                raise self._damaged(f"tensor {name[:80]!r}: expected {spec}, found {held}")
+                expected, found = ("none" if of is None else f"{of.dtype} {list(of.shape)}" for of in (spec, held))
+                raise self._damaged(f"tensor {name[:80]!r}: expected {expected}, found {found}")
 
     def _damaged(self, problem: str) -> EvaluationError:
         return EvaluationError(f"{self.path}: not a reference that eval --save-reference wrote: {problem}")

@@ -147,6 +147,9 @@ def test_calibrated_formats_equal_runs_of_their_own(
         expected = folder_bytes(tmp_path / folder)
         del expected["pqweights.json"]
         assert folder_bytes(tmp_path / "out" / folder) == expected
+    tensors = json.loads((tmp_path / "out/pqweights.json").read_text())["tensors"]
+    matrices = sum(tensor["action"] == "integer" for tensor in tensors)
+    assert f"compensated rounding: {matrices} of {matrices} weight matrices" in done("inspect", tmp_path / "out").stdout
     line = refused(
         "export", base / "source", tmp_path / "no", "-t", "vllm", "--format", "w4a16,fp8", "--calibrate", "self", code=2
     )
