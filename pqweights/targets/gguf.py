@@ -264,14 +264,14 @@ def _assign(
     mixes: Mapping[str, str],
     recipe: Recipe,
     options: Options,
-    imatrix: bool,
+    rounding: str,
     checkpoint: Checkpoint,
     called: str | None,
 ) -> Assignment:
     """Decide which types tensors get; names and shapes are those of llama.cpp, or of an image or video model.
 
     mixes: see read_types
-    imatrix: whether errors are weighed by importances
+    rounding: how codes are chosen: PLAIN, GPTQ or IMPORTANCE
 
     Raises MissingDependencyError without gguf, ExportError if llama.cpp cannot take the model or its tokenizer, or if
     it has none; OptionError for types that nothing decodes which runs image and video models.
@@ -293,14 +293,14 @@ def _assign(
             model = replace(model, notes=(*model.notes, WITHOUT_TOKENIZER))
     tensors, types, warnings = list[LogicalTensor](), dict[str, tuple[str, str]](), list[str]()
     for label, mix in mixes.items():
-        chosen = chosen_types(mix, recipe, model, checkpoint, pure=options.pure, imatrix=imatrix)
+        chosen = chosen_types(mix, recipe, model, checkpoint, pure=options.pure, rounding=rounding)
         if diffusion is not None:
             check_types(chosen)
         # Several files have tensors of the same names, which a result tells apart.
         of_type = "" if len(mixes) == 1 else label + TYPE_END
         tensors += [RenamedTensor.of(of_type + t.name, t) for t in model.tensors] if of_type else model.tensors
         types |= {of_type + name: of for name, of in chosen.items()}
-        warnings += [] if imatrix else _wanting(chosen)
+        warnings += [] if rounding != PLAIN else _wanting(chosen)
     types |= {tensor.name: tower_type(tensor) for tensor in model.tower}
     return Assignment(
         tensors=(*tensors, *model.tower),
@@ -341,7 +341,7 @@ def read_options(options: Options) -> ExportSettings:
     stated |= {"pure": True} if options.pure else {}
     return ExportSettings(
         stated={"target": NAME, **stated, **describe(recipe)},
-        assign=partial(_assign, mixes, recipe, options, rounding != PLAIN),
+        assign=partial(_assign, mixes, recipe, options, rounding),
         recipe=recipe,
         rounding=rounding,
     )

@@ -33,9 +33,10 @@ from pqweights.checkpoint.source import open_local
 from pqweights.errors import OptionError
 from pqweights.formats.lloyd_max import DISTORTION
 from pqweights.kernels.gguf_encoding import BLOCK_TYPES
-from pqweights.planning.recipe import NOTHING
+from pqweights.planning.recipe import NOTHING, Goal
 from pqweights.runtime import llama_library
 from pqweights.targets.gguf_types import chosen_types
+from pqweights.targets.target import GPTQ, IMPORTANCE, PLAIN
 
 VOCABULARY, WIDTH, INNER = 64, 256, 512
 
@@ -168,7 +169,7 @@ def test_types_in_layers_of_several_kinds_are_those_of_llama_cpp(name, tmp_path)
         settings = library.llama_model_quantize_default_params()
         settings.ftype = file_type(mix)
         assert library.llama_model_quantize(str(plain).encode(), str(out).encode(), ctypes.byref(settings)) == 0
-        types = chosen_types(mix, NOTHING, model, open_local(tmp_path), imatrix=False)
+        types = chosen_types(mix, NOTHING, model, open_local(tmp_path), rounding=PLAIN)
         expected = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
         assert {name: type_name for name, (type_name, _) in types.items()} == expected
 
@@ -225,3 +226,19 @@ def test_shares_of_masters_follow_from_the_errors_of_gaussian_weights() -> None:
         own = BLOCK_TYPES[name].distortion
         errors = [DISTORTION[bits] for bits in (8, 7, 6, 5, 4)]
         assert re.findall(r"\d+%", cells) == [f"{error / (error + own * (1 - error)):.0%}" for error in errors]
+
+
+@pytest.mark.parametrize(
+    ("rounding", "taken", "left"), [(PLAIN, "Q3_K", "IQ3_S"), (IMPORTANCE, "IQ3_S", "Q3_K"), (GPTQ, "Q3_K", "IQ3_S")]
+)
+def test_a_size_is_met_with_types_that_suit_how_codes_are_chosen(rounding, taken, left, tmp_path):
+    """With grids if errors are weighed; with codes of single weights if errors cancel, which those of grids do not."""
+    import gguf_cases
+
+    case = gguf_cases.CASES["lfm2 moe"]
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 256)
+    gguf_cases.saved(dataclasses.replace(case, settings=case.settings | sizes), tmp_path)
+    recipe = dataclasses.replace(NOTHING, goal=Goal(bits_per_weight=3.0))
+    types = chosen_types("Q4_K_M", recipe, converted(tmp_path), open_local(tmp_path), rounding=rounding)
+    kinds = {kind for kind, _ in types.values()}
+    assert taken in kinds and left not in kinds
