@@ -420,7 +420,7 @@ def test_error_is_below_that_of_llama_cpp(name: str) -> None:
 
     All weights in one process: llama.cpp's tables of a grid take it up to 11 seconds, once.
     """
-    of_others = {"Q5_K": 0.93, "Q4_K": 0.97, "Q2_K": 0.98, "Q5_1": 0.98, "Q4_1": 0.98, "MXFP4": 0.98, "Q1_0": 0.997}
+    of_others = {"Q5_K": 0.93, "Q4_K": 0.97, "Q2_K": 0.98, "Q5_1": 0.98, "Q4_1": 0.98, "MXFP4": 0.83, "Q1_0": 0.997}
     kinds = ("gaussian", "heavy tails", "outlier columns", "sparse", "uniform", "minilm")
     for kind, weighted in itertools.product(kinds, (False, True)):
         values = sample(kind)[:16] if name in GRIDS else sample(kind)  # llama.cpp takes long for the points of grids
@@ -433,9 +433,10 @@ def test_error_is_below_that_of_llama_cpp(name: str) -> None:
         if name not in FLOATS or (name == "MXFP4" and not weighted):
             assert relative_error(values, ours, f) < most * relative_error(values, theirs, f), (kind, weighted)
         # Where all squared errors count alike, ours is below as well, though another error was minimised. But of signs
-        # alone the best factor is then the mean magnitude, which llama.cpp takes; ours is larger.
+        # alone the best factor is then the mean magnitude, which llama.cpp takes; ours is larger. Of MXFP4, in which
+        # errors count by the square of the weight, a share of that gain is left.
         if not weighted:
-            alike, most = np.ones_like(f), 1.19 if name == "Q1_0" else most
+            alike, most = np.ones_like(f), {"Q1_0": 1.19, "MXFP4": 0.98}.get(name, most)
             assert relative_error(values, ours, alike) < most * relative_error(values, theirs, alike), kind
 
 
