@@ -91,12 +91,12 @@ INLINE Result fit_sixteen(const float* values, int64_t groups, int64_t size, flo
     const Floats inverse = gain / scale;
     for (int64_t at = 0; at < size; at += LANES) {
         Bytes columns[LANES];
-        each<LANES>([&](auto k) ALWAYS {
+        for (int k = 0; k < LANES; k++) {
             Floats w = work[at + k];
             Unsigned code = Element::code_of(magnitude(w) * inverse);
             result.measure(w, magnitude(w) - Element::value_of(code) * scale);
             columns[k] = converted<Bytes>(choose<Unsigned>(code > 0, code | Element::sign_bit(w), code));
-        });
+        }
         store_codes(columns, codes + at, size, groups, LANES);
     }
     return result;

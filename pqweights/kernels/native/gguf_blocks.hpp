@@ -94,13 +94,13 @@ struct Blocks : Weights<SIZE<S>> {
     INLINE void write_codes(int part, Encode encode) {
         for (int at = part * PART_SIZE; at < (part + 1) * PART_SIZE; at += LANES) {
             Bytes codes[LANES];
-            each<LANES>([&](auto k) ALWAYS {
+            for (int k = 0; k < LANES; k++) {
                 auto [code, own_error] = encode(weights[at + k]);
                 Doubles wide = converted<Doubles>(weights[at + k]);
                 energy += wide * wide;
                 error += own_error * own_error;
                 codes[k] = converted<Bytes>(code);
-            });
+            }
             transpose(codes);
             each<LANES>([&](auto lane) ALWAYS { store(codes[lane], fields[lane].codes + at); });
         }

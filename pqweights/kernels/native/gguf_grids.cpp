@@ -100,14 +100,14 @@ struct Search {
     template <int count>
     INLINE void find(const Wanted (&wanted)[count], Floats inverse, Found (&found)[count]) const {
         Floats first[HALVES][count], second[HALVES][count], best_second[count]{};
-        each<count>([&](auto k) ALWAYS {
+        for (int k = 0; k < count; k++) {
             auto [point, shift] = wanted[k];
             tabulate(point * POINT, inverse, shift, [&](int code, Floats error) ALWAYS { first[code][k] = error; });
             // The lowest bits of an error say which half it is of, so that a minimum finds both.
             tabulate(point * POINT + HALF, inverse, shift, [&](int code, Floats error) ALWAYS {
                 second[code][k] = floats((bits(error) & ~uint32_t(HALVES - 1)) | uint32_t(code));
             });
-        });
+        }
         const uint8_t* at = grid.seconds;
         for (const Grid::Run* run = grid.runs; run->first >= 0; run++) {
             Floats least[count];
@@ -271,7 +271,7 @@ struct GridBlocks : Blocks<S> {
     }
 
     // Make magnitudes of eight weights. Returns a bit for each minus sign.
-    INLINE Unsigned take_signs(int first) {
+    [[gnu::noinline]] Unsigned take_signs(int first) {
         Unsigned negative{}, cheapest{};
         Truths odd{};
         Floats least = splat(INFINITE);
@@ -304,7 +304,7 @@ struct GridBlocks : Blocks<S> {
     };
 
     // Try a d with the best factors for it, by the first `count` parabolas of each part.
-    INLINE void try_factors(Floats d, int count, Fit& best) const {
+    [[gnu::noinline]] void try_factors(Floats d, int count, Fit& best) const {
         const Floats half_inverse = inverse_of(d) * 0.5f;
         Fit own;
         own.error = {};

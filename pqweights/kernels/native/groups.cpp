@@ -326,12 +326,12 @@ INLINE Doubles encode(const Rule& rule, const Work& work, const Candidate& winne
     if (kind == Kind::ASYMMETRIC) zero = winner.offset;
     for (int64_t at = 0; at < rule.size; at += LANES) {
         Bytes columns[LANES];
-        each<LANES>([&](auto k) ALWAYS {
+        for (int k = 0; k < LANES; k++) {
             Floats w = work.weights[at + k], code = code_of<kind>(rule, w, winner);
             Doubles e = left_of<kind>(w, code, winner);
             error += e * e;
             columns[k] = converted<Bytes>(converted<Ints>(code + zero));
-        });
+        }
         store_codes(columns, codes + at, rule.size, groups, LANES);
     }
     return error;

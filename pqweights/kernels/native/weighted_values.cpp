@@ -59,7 +59,7 @@ INLINE void add_coordinates(const uint8_t* codes, int64_t stride, int64_t count,
 
 // Add up to TOKENS tokens to all sums.
 template <int width, int entries>
-INLINE void add_tokens(const uint8_t* codes, int64_t stride, int64_t count, int64_t size, const Table<entries>& levels,
+[[gnu::noinline]] void add_tokens(const uint8_t* codes, int64_t stride, int64_t count, int64_t size, const Table<entries>& levels,
                        const float* weights, int64_t rows, float* sums) {
     const int64_t even = count / 4 * 4;
     for (int64_t k = 0; k < loads_of_token<width>(size); k++) {
