@@ -98,7 +98,8 @@ void quantize(Search& search, int64_t place, const Floats (&targets)[BLOCK], con
     Ints& start = search.starts[place % LANES];
 
     begin_search(start, *(Floats(*)[states])search.metrics);
-    extend<state_bits>((const float*)targets, factor, penalty, search.decisions, search.metrics, search.room);
+    pqweights::extend<state_bits>((const float*)targets, factor, penalty, search.decisions, search.metrics,
+                                  search.room);
     start = cheapest_states<state_bits>(search.metrics);
     Planes<state_bits> planes;
     split<state_bits>(start, planes);

@@ -15,11 +15,12 @@
 
 namespace {
 
-// --- loading ---
+// --- loading; functions of their own, because they would be the largest part of most kernels ---
 
 // The first `count` weights, at most sixteen, of `groups` groups: in vector k weight k of each. Those that are missing
 // are zeros. One group begins `stride` weights after the other.
-[[gnu::noinline]] inline void load_weights(const float* values, int64_t stride, int64_t groups, int64_t count, Floats (&columns)[LANES]) {
+[[gnu::noinline]] inline void load_weights(const float* values, int64_t stride, int64_t groups, int64_t count,
+                                           Floats (&columns)[LANES]) {
     if (groups >= LANES && count >= LANES) return load_columns(values, stride * int64_t(sizeof(float)), columns);
     float some[LANES][LANES]{};
     for (int64_t lane = 0; lane < groups && lane < LANES; lane++) {
@@ -29,7 +30,8 @@ namespace {
 }
 
 // The inverse, for codes; the columns become rows.
-[[gnu::noinline]] inline void store_codes(Bytes (&columns)[LANES], uint8_t* codes, int64_t stride, int64_t groups, int64_t count) {
+[[gnu::noinline]] inline void store_codes(Bytes (&columns)[LANES], uint8_t* codes, int64_t stride, int64_t groups,
+                                          int64_t count) {
     transpose(columns);
     for (int64_t lane = 0; lane < groups && lane < LANES; lane++) {
         store_first(columns[lane], codes + lane * stride, count);

@@ -181,7 +181,7 @@ struct Outputs {
     double factor;
 
     // Of `count` rows of W from the first one, and of one row of inputs.
-    INLINE void write(Floats sums, int64_t row, int64_t first, int64_t count) const {
+    [[gnu::noinline]] void write(Floats sums, int64_t row, int64_t first, int64_t count) const {
         Floats y = converted<Floats>(converted<Doubles>(sums) * factor);
         if (bias) y = y + load_first<Floats>(bias + column + first, count);
         Element* to = out + row * stride + column + first;

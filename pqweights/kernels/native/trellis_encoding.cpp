@@ -92,8 +92,8 @@ void quantize(Superblock& it, const ClassModel& model, double step) {
 
     begin_search(Ints{}, *(Floats(*)[states])it.metrics);
     for (int tile = 0; tile < it.tiles; tile++)
-        extend<state_bits>(it.work + TILE * tile, by_block<Floats>(tile, factors), by_block<Floats>(tile, penalties),
-                           decisions(tile), it.metrics, it.room);
+        pqweights::extend<state_bits>(it.work + TILE * tile, by_block<Floats>(tile, factors),
+                                      by_block<Floats>(tile, penalties), decisions(tile), it.metrics, it.room);
     Planes<state_bits> planes;
     split<state_bits>(cheapest_states<state_bits>(it.metrics), planes);
     for (int tile = it.tiles - 1; tile >= 0; tile--) {
