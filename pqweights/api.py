@@ -218,6 +218,8 @@ def _quantized(source: str | Path, store: Store, options: Options, show: Progres
             from pqweights.calibrate.learning import learned
 
             folder, options = _fetched(source, options)
+            if chosen.goal is not None and chosen.goal.divergence is None:
+                plan_quantize(folder, chosen, options)  # refuses a size before anything runs for it
             known, options = kept.enter_context(learned(folder, store, chosen, options, progress=show))
         yield plan_quantize(source, chosen, options, known, out=store), options
 
@@ -364,8 +366,10 @@ def _exported(source: str | Path, store: Store, target: str, options: Options) -
             folder, options = _fetched(source, options)
             store.check_apart(folder)
             local = replace(options, revision=None, include_files=(), low_disk=False)
-            checkpoint, wanted = open_exported(folder, local)[0], None if goal is None else goal.divergence
-            known = kept.enter_context(inputs_of(folder, checkpoint, store, options, options.thread_count, wanted))
+            of_folder, wanted = open_exported(folder, local), None if goal is None else goal.divergence
+            if goal is not None and wanted is None:
+                plan_export(folder, of_folder, store, target, options=options)  # refuses a size before anything runs
+            known = kept.enter_context(inputs_of(folder, of_folder[0], store, options, options.thread_count, wanted))
             options = replace(options, check=known.check_source)
         opened = open_exported(source, options)
         inputs: KnownInputs | None = known

@@ -134,6 +134,12 @@ class Goal:
         assert self.bits_per_weight is not None
         return math.floor(min(self.bits_per_weight * weights / 8, 2.0**62))
 
+    def measured(self, size: int, weights: int) -> str:
+        """Return what messages say of a size in bytes: in the unit of the goal, rounded up."""
+        if self.output_bytes is not None:
+            return f"{size} bytes"
+        return f"{math.ceil(80_000 * size / weights) / 10_000:.4f} bits per weight"
+
     def to_json(self) -> dict[str, Any]:
         """Return the goal with its key in a recipe."""
         if self.divergence is not None:

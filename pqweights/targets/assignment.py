@@ -110,7 +110,7 @@ def chosen_within(
     limit = recipe.goal.limit(parameters)
     solution = best_within(choices, limit, lambda solution: solution.cost + besides)
     if solution.cost + besides > limit:
-        least = f"{solution.cost + besides} bytes"
+        least = recipe.goal.measured(solution.cost + besides, parameters)
         raise RecipeError(f"target: {recipe.goal}: below the smallest possible, {least}")
     return _chosen(layers, solution)
 

@@ -59,7 +59,8 @@ def read_types(options: Options) -> tuple[dict[str, str], Recipe]:
     recipe = recipe_of(options, (*BLOCK_TYPES, *PLAIN_TYPES))
     if recipe.goal is not None:
         if stated is not None or options.pure:
-            raise OptionError("`target_size`: chooses the types itself; leave out `type` and `pure`")
+            (name,) = recipe.goal.to_json()
+            raise OptionError(f"`{name}`: chooses the types itself; leave out `type` and `pure`")
         return {"fit": mixes[0]}, recipe
     end = "-mixed" if recipe.decides else ""
     by_label = {(MIXES[mix][0] if options.pure else mix) + end: mix for mix in mixes}

@@ -36,6 +36,6 @@ generate-kv-cache-heads-of-no-multiple fit-size-no-size fit-size-zero fit-size-b
 fit-bits-and-target fit-both-targets fit-bits-nan fit-bits-negative fit-recipe-with-bits memory-zero memory-no-size
 memory-context-negative memory-context-no-number memory-context-zero memory-context-beyond-numbers
 memory-context-alone memory-runtime-unknown memory-runtime-alone awq-and-calibrate awq-of-few-tokens awq-tokens-alone
-calibrate-beside-other-options
+calibrate-beside-other-options export-bits-and-type
 """
 USAGE_ERRORS = frozenset(WRONG_IN_THEMSELVES.split())

@@ -6,6 +6,7 @@ from hostile.case import Case, Content
 from hostile.evaluation import GOOD_MODEL, evaluating
 
 MEASURE = "quantize model out --target-bpw 4.5 --calibrate text.txt"
+EXPORT = "export model out --target mlx --calibrate text.txt"
 
 
 def fitting(name: str, options: str, *fragments: str, recipe: str | None = None) -> Case:
@@ -57,5 +58,12 @@ CASES = [
     evaluating("measure-keep-matches-nothing", "--keep x*: the pattern 'x*'", command=MEASURE + " --keep x*"),
     evaluating("measure-text-missing", "nowhere.txt", "No such file", command=MEASURE.replace("text", "nowhere")),
     evaluating("measure-text-short", "2048 tokens", "found 3", command=MEASURE, text="w1 w2 w3"),
+    # What is refused before the text, which is too short, is read.
+    evaluating("measure-bits-too-few", "2.1250 bits", command=MEASURE.replace("4.5", "1"), text="w1 w2 w3"),
+    evaluating("export-bits-too-few", "8.0228 bits per weight", command=f"{EXPORT} --target-bpw 1", text="w1 w2 w3"),
+    evaluating("export-bytes-too-few", "1000 bytes", " bytes", command=f"{EXPORT} --target-size 1kB", text="w1 w2 w3"),
+    evaluating(
+        "export-bits-and-type", "--target-bpw: chooses", command="export model out -t gguf --target-bpw 5 --type q4_0"
+    ),
     evaluating("measure-without-a-target", "trellis", "target", command="quantize model out --calibrate text.txt"),
 ]
