@@ -26,8 +26,8 @@ from pqweights.planning.sensitivity import Sensitivity
 from pqweights.runtime.saved_reference import SavedTokens
 
 Doubles = npt.NDArray[np.float64]
-# Windows that a layer computes together.
-BATCH = 4
+# Windows that a layer computes together, and tokens of which there are predictions at a time.
+BATCH, TOKENS = 4, 128
 # How far a divergence may be below what is wanted, as a share of it; and how many results are made for it.
 MOST_BELOW, ATTEMPTS = 0.1, 5
 
@@ -44,18 +44,18 @@ class LayerwiseDivergence:
 
     def of(self, other: LayeredModel) -> float:
         """Return KL(model || other), in nats per token. Raises SourceError if one cannot be run."""
-        of_windows = zip(self._reference, self._logs(other), strict=True)
-        return float(np.mean([saved.divergences(logs) for saved, logs in of_windows]))
+        parts = zip(self._reference, self._logs(other), strict=True)
+        return float(np.concatenate([saved.divergences(logs) for saved, logs in parts]).mean())
 
     @functools.cached_property
     def _reference(self) -> list[SavedTokens]:
-        """The predictions of the model as it is, of each window: its logits take too much room."""
-        chosen = np.zeros(self._ids.shape[1], dtype=np.int64)  # nothing depends on the losses
-        return [SavedTokens.of(logs, chosen, first=0) for logs in self._logs(self._model)]
+        """The predictions of the model as it is: its logits take too much room."""
+        chosen = np.zeros(TOKENS, dtype=np.int64)  # nothing depends on the losses
+        return [SavedTokens.of(logs, chosen[: len(logs)], first=0) for logs in self._logs(self._model)]
 
     @torch.no_grad()
     def _logs(self, model: LayeredModel) -> Iterator[Doubles]:
-        """Yield the log-probabilities of each window, [tokens, vocabulary]."""
+        """Yield the log-probabilities of a few tokens at a time, [tokens, vocabulary]."""
         batches = self._ids.split(BATCH)
         with model.loaded(OUTSIDE):
             begun = [model.begin(batch) for batch in batches]
@@ -66,8 +66,9 @@ class LayerwiseDivergence:
                 states = [model.run(layer, hidden, of[layer]) for hidden, of in zip(states, calls, strict=True)]
         with model.loaded(OUTSIDE):
             for ids, hidden in zip(self._ids, torch.cat(states), strict=True):
-                logits = model.end(ids[None], hidden[None])[0]
-                yield torch.log_softmax(logits.double(), -1).numpy()
+                for part in zip(ids.split(TOKENS), hidden.split(TOKENS), strict=True):
+                    logits = model.end(part[0][None], part[1][None])[0]
+                    yield torch.log_softmax(logits.double(), -1).numpy()
 
 
 def scaled_for(

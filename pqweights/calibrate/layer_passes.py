@@ -180,6 +180,7 @@ class LayerPasses:
                 gradient[torch.arange(len(labels)), labels] -= 1
                 logits.backward(gradient)
                 gradients[window : window + 1] = _gradient(inputs)
+                del logits, gradient  # before the next ones: they are larger than all else
                 watch.next_batch()
             self.check_finite(OUTSIDE, gradients)
             self._save_states("gradients", last, gradients)

@@ -330,7 +330,7 @@ def expected_squares(gradients: Tensor) -> Tensor:
     that of the gradients.
     """
     sizes = gradients.abs()
-    expected = torch.addcmul(sizes, sizes, sizes, value=-1).clamp_(min=0).sum(0)
+    expected = sizes.addcmul_(sizes, sizes, value=-1).clamp_(min=0).sum(0)
     squares = float(torch.linalg.vector_norm(gradients, dim=-1).double().square().sum())
     total = float(expected.sum(dtype=torch.float64))
     return expected.mul_(squares / total if total else 0.0)

@@ -9,6 +9,7 @@ states of a batch to the next.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pqweights.checkpoint.readers import LogicalTensor, element_count
+from pqweights.checkpoint.readers import LogicalTensor, element_count, whole_blocks
 from pqweights.checkpoint.source import Checkpoint, described_folder
+from pqweights.convert.jobs import CHUNK_WEIGHTS
 from pqweights.errors import SourceError
 from pqweights.runtime.folders import read_folder, transformers_config
 from pqweights.runtime.models import loader_of
@@ -277,6 +279,7 @@ class LayeredModel:
                     module._parameters[name] = None if parameter is None else _on_meta(parameter)
             if layer == OUTSIDE:
                 self.model.tie_weights()
+            _give_back_memory()
 
     def _tie(self) -> None:
         """Give embedding and head the same weight, whichever of them the checkpoint has, if they share it."""
@@ -403,9 +406,19 @@ def _on_meta(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def _read(tensor: LogicalTensor) -> Tensor:
-    values = np.empty(4 * element_count(tensor), dtype=np.uint8)
-    tensor.read(0, element_count(tensor), "F32", values)
-    return torch.from_numpy(values.view(np.float32)).view(tensor.shape)
+    count, step = element_count(tensor), whole_blocks(tensor, CHUNK_WEIGHTS)
+    values = np.empty(count, dtype=np.float32)
+    for start in range(0, count, step):
+        part = values[start : start + step]
+        tensor.read(start, len(part), "F32", part.view(np.uint8))
+    return torch.from_numpy(values).view(tensor.shape)
+
+
+def _give_back_memory() -> None:
+    """Return what was freed to the system: glibc keeps the room of temporary tensors that lies below what stays."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _equal(first: Any, second: Any) -> bool:
