@@ -59,8 +59,8 @@ INLINE void add_coordinates(const uint8_t* codes, int64_t stride, int64_t count,
 
 // Add up to TOKENS tokens to all sums.
 template <int width, int entries>
-[[gnu::noinline]] void add_tokens(const uint8_t* codes, int64_t stride, int64_t count, int64_t size, const Table<entries>& levels,
-                       const float* weights, int64_t rows, float* sums) {
+[[gnu::noinline]] void add_tokens(const uint8_t* codes, int64_t stride, int64_t count, int64_t size,
+                                  const Table<entries>& levels, const float* weights, int64_t rows, float* sums) {
     const int64_t even = count / 4 * 4;
     for (int64_t k = 0; k < loads_of_token<width>(size); k++) {
         int64_t row = 0;
