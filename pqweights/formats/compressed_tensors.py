@@ -5,6 +5,7 @@ Format: https://github.com/vllm-project/compressed-tensors (quantization/quant_c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,22 @@ def schemes(settings: Mapping[str, Any]) -> list[tuple[int, int | None]]:
         if weights.get("type", "int") == "int":
             widths.append((weights["num_bits"], size if isinstance(size, int) and size > 0 else None))
     return list(dict.fromkeys(widths))
+
+
+def float_tiles(settings: Mapping[str, Any]) -> list[Any]:
+    """Return how many rows and columns share a scale of weights in FP8, as far as they are not whole rows."""
+    said: list[Any] = []
+    for group in config_groups(settings):
+        weights = group.get("weights")
+        if isinstance(weights, dict) and (weights.get("type"), weights.get("num_bits")) == ("float", 8):
+            block = weights.get("block_structure")
+            if isinstance(block, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", block):  # as older versions write it
+                block = [int(number) for number in block.split("x")]
+            if weights.get("strategy") == "block" and block is not None:
+                said.append(block)
+            elif weights.get("strategy") == "group":
+                said.append([1, weights.get("group_size")])
+    return said
 
 
 def why_not(settings: Mapping[str, Any]) -> str | None:

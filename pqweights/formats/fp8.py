@@ -17,6 +17,7 @@ from typing import Any
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.common.dtypes import FLOAT8_DTYPES, FLOAT_DTYPES
 from pqweights.errors import SourceError
+from pqweights.formats.compressed_tensors import float_tiles
 from pqweights.formats.packed import QuantizedTensor, Source, weight_of
 from pqweights.formats.packing import CODES, SCALES, UNIT, PackedFormat, RoundingRule, Shape, StoredPart
 from pqweights.kernels.groups import FloatRule
@@ -57,12 +58,15 @@ def deepseek_configuration(rule: RoundingRule, modules: Sequence[str], expressio
     }
 
 
-def _configured_tile(settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many rows and columns share a scale by the configuration, 128 by default."""
-    block = settings.get("weight_block_size") or TILE
-    if isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
-        return (block[0], block[1])
-    raise SourceError(f"config.json: weight_block_size: expected two positive integers, found {block!r}")
+def _configured_tiles(settings: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return how many rows and columns share a scale in some weights by the configuration, 128 if it says nothing."""
+    said = [("weight_block_size", settings["weight_block_size"])] if settings.get("weight_block_size") else []
+    said += [("block_structure or group_size", tile) for tile in float_tiles(settings)]
+    for where, block in said:
+        is_pair = isinstance(block, list | tuple) and len(block) == 2
+        if not is_pair or not all(isinstance(n, int) and n > 0 for n in block):
+            raise SourceError(f"config.json: {where}: expected two positive integers, found {block!r}")
+    return list(dict.fromkeys((block[0], block[1]) for _, block in said)) or [TILE]
 
 
 # --- the weights of sources ---
@@ -82,13 +86,13 @@ def find_scaled(source: Source, name: str, codes: StoredTensor) -> QuantizedTens
     """
     if codes.dtype not in FLOAT8_DTYPES or name.rpartition(".")[2] in ACTIVATION_SCALES:
         return None
-    tile, scales = _configured_tile(source.settings), scales_of(name, source.stored)
+    tiles, scales = _configured_tiles(source.settings), scales_of(name, source.stored)
     matrix = (math.prod(codes.shape[:-1]), codes.shape[-1]) if codes.shape else (1, 1)
     size: Shape = (1, 1)
     if scales is None:
         _check_unscaled(codes, source)
     else:
-        matrix, size = _tiled(codes, scales, tile)
+        matrix, size = _tiled(codes, scales, tiles)
     kind = "fp8" if codes.dtype == "F8_E4M3" else "fp8-e5m2"
     kind = "mxfp8" if kind == "fp8" and scales is not None and scales.dtype in ("U8", "F8_E8M0") else kind
     how = PackedFormat(FloatRule(kind, 8, size[1], rows=size[0]), FLOAT_QUANTIZED)
@@ -96,7 +100,9 @@ def find_scaled(source: Source, name: str, codes: StoredTensor) -> QuantizedTens
     return weight_of(source, name, codes.shape, codes.dtype, how, stored, matrix=matrix, plain_dtype="BF16")
 
 
-def _tiled(codes: StoredTensor, scales: StoredTensor, default: tuple[int, int]) -> tuple[tuple[int, int], Shape]:
+def _tiled(
+    codes: StoredTensor, scales: StoredTensor, tiles: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, int], Shape]:
     """Return the rows and columns of matrices, and of the tiles that share a scale, from shapes and configuration."""
     if scales.dtype not in (*FLOAT_DTYPES, "F8_E8M0", "U8"):
         raise SourceError(f"{scales.file}: scales {scales.name!r}: expected a floating dtype, found {scales.dtype}")
@@ -106,28 +112,33 @@ def _tiled(codes: StoredTensor, scales: StoredTensor, default: tuple[int, int]) 
         return whole, (max(whole[0], 1), max(whole[1], 1))
     if len(counts) == len(shape) - 1:  # one scale per row, with or without a last dimension of 1
         counts = (*counts, 1)
-    block = []
-    configured = (1,) * (len(shape) - 2) + ((1, 32) if scales.dtype == "U8" else default)  # OCP's MXFP8
-    if len(counts) == len(shape):
-        for size, count, step in zip(shape, counts, configured[-len(shape) :], strict=True):
-            if count == 1:
-                block.append(max(size, 1))
-            elif count == size:
-                block.append(1)
-            elif count == -(-size // step):
-                block.append(step)
-    if len(block) != len(shape):
+    tiles = [(1, 32)] if scales.dtype == "U8" else tiles  # OCP's MXFP8
+    fitting = {of for tile in tiles if (of := _block(shape, counts, tile)) is not None}
+    if len(fitting) != 1:
+        each = " or ".join(f"{rows} x {columns}" for rows, columns in tiles)
         raise SourceError(
-            f"{scales.file}: scales {scales.name!r}: expected one per tensor, per row or per {default[0]} x "
-            f"{default[1]} block of {list(codes.shape)}, found shape {list(scales.shape)}"
+            f"{scales.file}: scales {scales.name!r}: expected one per tensor, per row or per {each} block of "
+            f"{list(codes.shape)}{', and one of these alone' if fitting else ''}, found shape {list(scales.shape)}"
         )
-    sizes = list(shape)
+    block, sizes = list(fitting.pop()), list(shape)
     while len(sizes) > 2 and block[-2:] == sizes[-2:]:  # whole matrices are rows
         block[-2:] = [block[-2] * block[-1]]
         sizes[-2:] = [sizes[-2] * sizes[-1]]
     rows, columns = (1, *sizes)[-2:]
     tall, wide = (1, *block)[-2:]
     return (rows, columns), (tall, wide)
+
+
+def _block(shape: Shape, counts: Shape, tile: tuple[int, int]) -> Shape | None:
+    """Return the elements of a shape along each axis that share a scale; None if tiles give other counts of scales."""
+    if len(counts) != len(shape):
+        return None
+    block = []
+    for size, count, step in zip(shape, counts, ((1,) * (len(shape) - 2) + tile)[-len(shape) :], strict=True):
+        if count not in (1, size, -(-size // step)):
+            return None
+        block.append(max(size, 1) if count == 1 else 1 if count == size else step)
+    return tuple(block)
 
 
 def _check_unscaled(tensor: StoredTensor, source: Source) -> None:

@@ -159,6 +159,9 @@ def find_pack_quantized(source: Source, name: str, codes: StoredTensor) -> Quant
         group = columns if size is None else size
         if columns > 0 and -(-columns * bits // 32) == words and -(-columns // group) == groups:
             fitting[bits, columns] = group
+    if len(fitting) > 1:
+        stated = _columns(source, shape)
+        fitting = {found: group for found, group in fitting.items() if found[1] == stated}
     if len(fitting) != 1 or next(iter(fitting))[0] not in INTEGER_BITS:
         raise SourceError(
             f"{codes.file}: tensor {codes.name!r}: expected I32 [rows, words] of 2, 3, 4 or 8 bits as one of "
@@ -189,6 +192,9 @@ def find_int_quantized(source: Source, name: str, codes: StoredTensor) -> Quanti
     check_scales(scales, rows, groups)
     if groups == 0 or columns % groups:
         raise unlike(scales, "scales", f"a number of columns that divides {columns}")
+    sizes = [size for _, size in schemes(source.settings) if size is not None]
+    if groups > 1 and columns // groups not in sizes:
+        raise unlike(scales, "scales", f"one for each group of {' or '.join(map(str, sizes)) or columns} columns")
     zeros = source.stored.get(f"{name}_zero_point")
     if zeros is not None and math.prod(scales.shape) > 1:
         zeros = source.part(codes, zeros.name, ("I8",), (rows, groups))
@@ -246,6 +252,11 @@ def find_llm_int8(source: Source, name: str, codes: StoredTensor) -> QuantizedTe
         raise unlike(codes, "codes", "I8 [rows, columns]")
     scales = source.part(codes, f"{module}.SCB", ("F32",), codes.shape[:1])
     of_layout = source.stored.get(f"{name}_format")
+    if of_layout is not None and any(number := source.bytes_of(of_layout)):
+        raise SourceError(
+            f"{of_layout.file}: {of_layout.name!r}: expected 0, for codes in rows, found {number[0]}, one of the "
+            "layouts that old versions of bitsandbytes made for GPUs"
+        )
     rule = GroupRule(bits=8, group_size=codes.shape[1], symmetric=True, middle=True, scale_dtype="F32")
     how, others = PackedFormat(rule, INT_QUANTIZED, OF_127), () if of_layout is None else (of_layout,)
     return weight_of(source, name, codes.shape, "SCB8", how, {CODES: codes, SCALES: scales}, others=others)

@@ -101,6 +101,10 @@ def test_bitsandbytes_is_number_times_scale_of_the_block(
 
 def test_llm_int8_is_code_times_scale_of_the_row(tmp_path: Path) -> None:
     assert_decoded(llm_int8(), tmp_path / "src", "SCB8")
+    tensors, *rest = llm_int8()
+    tensors["weight_format"] += 2  # col_turing
+    with pytest.raises(SourceError, match="weight_format': expected 0, for codes in rows, found 2"):
+        assert_decoded((tensors, *rest), tmp_path / "turing", "SCB8")
 
 
 # --- all of them ---

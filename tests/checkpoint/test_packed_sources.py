@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,51 @@ def test_compressed_tensors_are_decoded_as_by_the_library(
     assert (tensor.shape, tensor.dtype, tensor.plain_dtype) == (shape, dtype, "BF16")
     assert torch.equal(values(tensor, "BF16").reshape(shape), expected.to(torch.bfloat16))
     assert_any_range_is_read(tensor)
+
+
+# Of the first and the third, 128 x 128 would give as many scales.
+@pytest.mark.parametrize(
+    ("tile", "shape", "more"),
+    [
+        ((96, 128), (192, 256), {"strategy": "block", "block_structure": [96, 128]}),
+        ((64, 64), (128, 130), {"strategy": "block", "block_structure": "64x64"}),
+        ((1, 100), (64, 200), {"strategy": "group", "group_size": 100}),
+    ],
+)
+def test_tiles_of_float8_are_those_of_the_configuration(
+    tile: tuple[int, int], shape: tuple[int, int], more: dict[str, Any], tmp_path: Path
+) -> None:
+    """compressed-tensors: quantization/lifecycle/forward.py multiplies each tile by its scale."""
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+    counts = [-(-size // step) for size, step in zip(shape, tile, strict=True)]
+    scales = torch.rand(counts, generator=generator) + 0.5
+    expected = (
+        codes.float() * scales.repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)[: shape[0], : shape[1]]
+    )
+    group = scheme("float-quantized", 8, "float", **more)
+    packed = {"weight": codes, "weight_scale": scales}
+    source = source_of(tmp_path / "src", packed, settings_of(group))
+    assert torch.equal(values(tensor_of(source), "F32").reshape(shape), expected)
+    other = source_of(tmp_path / "other", {**packed, "weight_scale": torch.ones(3, 3)}, settings_of(group))
+    with pytest.raises(SourceError, match=f"block of {re.escape(str(list(shape)))}"):
+        tensor_of(other)
+
+
+def test_groups_of_integers_are_those_of_the_configuration(tmp_path: Path) -> None:
+    group = scheme("int-quantized", 8, group=32)
+    packed = {"weight": torch.zeros(64, 100, dtype=torch.int8), "weight_scale": torch.ones(64, 4)}
+    with pytest.raises(SourceError, match="one for each group of 32 columns"):  # not four of 25
+        tensor_of(source_of(tmp_path / "src", packed, settings_of(group)))
+
+
+def test_schemes_that_fit_the_same_tensors_are_told_apart_by_the_shape(tmp_path: Path) -> None:
+    both = [scheme("pack-quantized", bits, group=size) for bits, size in ((4, 64), (8, 32))]
+    for number, group in enumerate(both):
+        columns = 256 >> number
+        packed, expected = compress((40, columns), group)
+        tensor = tensor_of(source_of(tmp_path / str(number), packed, settings_of(*both)))
+        assert torch.equal(values(tensor, "BF16").reshape(40, columns), expected)
 
 
 def test_groups_of_several_widths_are_told_apart(tmp_path: Path) -> None:
