@@ -10,7 +10,7 @@ from pqweights.checkpoint.config import edited_config, model_dtype
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.native import NativeTensor
 from pqweights.checkpoint.positions import stated_once
-from pqweights.checkpoint.readers import LogicalTensor
+from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.views import sources_of
 from pqweights.common.options import Options
@@ -72,16 +72,16 @@ def plain_plan(
 
 def stored_dtype(tensor: LogicalTensor, weights: frozenset[str], *, model: str, dtype: str | None) -> str:
     """Return the dtype of a tensor that is stored plainly. weights, model, dtype: see plain_plan"""
-    is_rounded = is_weight(tensor, weights) and not is_native(tensor)
+    is_rounded = is_weight(tensor, weights) and not is_plain_in_source(tensor)
     is_changed = dtype is not None and (tensor.plain_dtype == model or is_rounded)
     return dtype if dtype is not None and is_changed else tensor.plain_dtype
 
 
-def is_native(tensor: LogicalTensor) -> bool:
-    """Whether the master holds all that a tensor is put together from without loss."""
+def is_plain_in_source(tensor: LogicalTensor) -> bool:
+    """Whether a master holds without loss what a tensor is put together from, which are plain numbers in the source."""
     if sources := sources_of(tensor):
-        return all(map(is_native, sources))
-    return isinstance(tensor, NativeTensor)
+        return all(map(is_plain_in_source, sources))
+    return isinstance(tensor, NativeTensor) and isinstance(tensor.source, PlainTensor)
 
 
 def is_weight(tensor: LogicalTensor, weights: frozenset[str]) -> bool:

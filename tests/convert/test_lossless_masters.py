@@ -169,6 +169,17 @@ def test_any_range_of_a_master_is_that_of_its_source(name: str, tmp_path: Path) 
     opened.finish_checks()
 
 
+@pytest.mark.parametrize("name", sorted(SOURCES.keys() - {"plain"}))  # of which a master keeps F16 beside BF16
+def test_what_is_decoded_of_a_master_is_what_is_decoded_of_its_source(name: str, tmp_path: Path) -> None:
+    source = SOURCES[name](tmp_path / "source")
+    for of, out in ((source, "direct"), (made(tmp_path, source), "of-master")):
+        done("export", of, tmp_path / out, "--target", "bf16")
+    held = [helpers.read_all(tmp_path / out) for out in ("direct", "of-master")]
+    assert held[0].keys() == held[1].keys()
+    for stored, (dtype, array) in held[0].items():
+        assert (dtype, array.tobytes()) == (held[1][stored][0], held[1][stored][1].tobytes()), stored
+
+
 def stored_bytes(file: Path) -> dict[str, Any]:
     return {name: tensor.view(torch.uint8) if tensor.ndim else tensor for name, tensor in load_file(file).items()}
 
