@@ -152,8 +152,7 @@ def companions(
             continue
         reason, matching = _reason(name), set[str]()
         if name not in REASONS and ("/" in name or not is_weight_file(name)):  # not files that a result writes itself
-            paths = (name, name.rpartition("/")[2])
-            matching = {pattern for pattern in include if any(fnmatchcase(path, pattern) for path in paths)}
+            matching = {pattern for pattern in include if is_included(name, [pattern])}
         unused -= matching
         if name in outside_links:
             if reason is None or matching:
@@ -169,6 +168,11 @@ def companions(
             "the source, or a pattern such as 'data/*' (weights at the top are never copied)"
         )
     return tuple(copied), left_out
+
+
+def is_included(name: str, include: Collection[str]) -> bool:
+    """Whether patterns of paths or names match a file."""
+    return _any_match(name, include) or _any_match(name.rpartition("/")[2], include)
 
 
 def is_weight_file(name: str) -> bool:

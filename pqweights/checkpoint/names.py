@@ -10,6 +10,7 @@ QUANT_METHOD = "pqweights"  # of a master, in its quantization_config
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 MANIFEST_FILE = "pqweights.json"
 CARD_FILE = "README.md"
 EVALUATION_FILE = "pqweights-eval.json"

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pqweights.checkpoint.names import GENERATION_CONFIG
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
 from pqweights.checkpoint.storage import Storage, read_json_object
@@ -26,7 +27,6 @@ from pqweights.runtime.packages import Refused, package, silent
 from pqweights.runtime.texts import Ids, check_vocabulary, load_tokenizer
 from pqweights.targets.target import MLX
 
-GENERATION_CONFIG = "generation_config.json"
 Show = Callable[[str, bool], None]
 # What generates with the formats that transformers does not load.
 COMMANDS = {MLX: "mlx_lm.generate --model", LLAMA_CPP: "llama-cli -m"}

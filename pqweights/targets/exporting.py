@@ -11,12 +11,13 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pqweights.checkpoint.companions import is_included, is_needed
 from pqweights.checkpoint.config import CONFIG_DTYPES, model_dtype, model_facts
 from pqweights.checkpoint.header import byte_count
 from pqweights.checkpoint.names import CONFIG_FILE, file_stem
@@ -148,7 +149,8 @@ def plan_export(
     known: dict[str, Any] = {"is_original": not checkpoint.is_master, "master_errors": master_errors}
     fused = fused_weights(assignment.tensors, assignment.decisions)
     read = replace(checkpoint, tensors=reading_together(assignment.tensors, fused))
-    read = read if assignment.companions is None else _with_companions(read, assignment.companions)
+    if assignment.companions is not None:
+        read = _with_companions(read, assignment.companions, options.include_files)
     tensors = [_planned(tensor, read, assignment) for tensor in read.tensors]
     most = options.max_shard_size or to.max_shard_bytes
     by_columns = sorted(how.column_bytes(tensor.shape) for tensor, how in assignment.rounded)
@@ -383,8 +385,14 @@ def _plain_warnings(assignment: Assignment, checkpoint: Checkpoint) -> tuple[str
     )
 
 
-def _with_companions(checkpoint: Checkpoint, companions: tuple[str, ...]) -> Checkpoint:
-    """Return a checkpoint of which only these files are copied."""
+def _with_companions(checkpoint: Checkpoint, kept: Collection[str], include: Collection[str]) -> Checkpoint:
+    """Return a checkpoint of which only these files are copied, and those that were asked for, here or of a master.
+
+    include: patterns of paths or names
+    """
+    companions = tuple(
+        name for name in checkpoint.companions if name in kept or not is_needed(name) or is_included(name, include)
+    )
     left_out = dict.fromkeys((name for name in checkpoint.companions if name not in companions), IN_WEIGHT_FILES)
     return replace(checkpoint, companions=companions, left_out=dict(sorted((checkpoint.left_out | left_out).items())))
 

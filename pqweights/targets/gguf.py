@@ -31,13 +31,13 @@ from pqweights.checkpoint.gguf.model import (
     gguf_model,
     gives_vectors,
     model_tensors,
+    sampling_settings,
     tensor_info,
 )
 from pqweights.checkpoint.gguf.views import RenamedTensor
 from pqweights.checkpoint.names import file_stem, gguf_name
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.storage import read_json_object
 from pqweights.common.markdown import fenced
 from pqweights.common.options import Options
 from pqweights.convert.plan import SmallFiles
@@ -76,7 +76,6 @@ MAX_SHARD_BYTES = 45_000_000_000
 TYPE_END = "/"
 # llama.cpp and others take a file of that name for the tower of the model beside it.
 TOWER_PREFIX = "mmproj-"
-GENERATION_CONFIG = "generation_config.json"
 NO_TOKENIZER = (
     "put tokenizer.json and tokenizer_config.json beside the weights (of a master: quantize again), or pass "
     "`without_tokenizer` for programs that give it token ids"
@@ -85,8 +84,7 @@ WITHOUT_TOKENIZER = (
     "the file has no tokenizer: use it with programs that give llama.cpp token ids, such as pqweights eval "
     "--tokenizer DIR; llama-cli, llama-server and Ollama abort at the first text"
 )
-# Settings of generation_config.json that a Modelfile has under the same names.
-SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# What a Modelfile calls settings that have other names there than in GENERATION_CONFIG.
 OLLAMA_NAMES = {"repetition_penalty": "repeat_penalty"}
 
 
@@ -135,16 +133,9 @@ def _small_files(checkpoint: Checkpoint, has_tower: bool, shards: Sequence[Shard
 
 
 def _modelfile(checkpoint: Checkpoint, files: Sequence[str]) -> bytes:
-    settings = {}
-    if GENERATION_CONFIG in checkpoint.companions:
-        settings = read_json_object(checkpoint.storage, GENERATION_CONFIG)
-    known = {key: settings[key] for key in SETTINGS if _is_number(settings.get(key))}
-    lines = [f"PARAMETER {OLLAMA_NAMES.get(key, key)} {value}" for key, value in known.items()]
+    settings = sampling_settings(checkpoint)
+    lines = [f"PARAMETER {OLLAMA_NAMES.get(key, key)} {value}" for key, value in settings.items()]
     return "\n".join(["# ollama create NAME -f Modelfile", *(f"FROM ./{file}" for file in files), *lines, ""]).encode()
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _listed(tensors: Iterable[TensorPlan]) -> dict[str, Any]:
@@ -278,6 +269,7 @@ def _assign(
     """
     diffusion, name = diffusion_family(checkpoint), options.name or called
     base_name = (name or UNKNOWN).rpartition("/")[2]
+    name = None if name == UNKNOWN else name
     stated: dict[str, Any] = {"name": names_together(base_name, mixes)}
     if diffusion is not None:
         model = diffusion_model(checkpoint, diffusion, name=name)

@@ -18,6 +18,7 @@ from typing import Any
 
 from pqweights.checkpoint.config import declare_drafts, edited_config, model_dtype
 from pqweights.checkpoint.header import byte_count
+from pqweights.checkpoint.names import GENERATION_CONFIG
 from pqweights.checkpoint.promise import differing_head
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
@@ -79,7 +80,6 @@ MIXES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 GROUP_SIZES = {"affine": (64, 32, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
 # The tensors that mlx computes, for the most part norms, are held in memory until they are written.
 MOST_EVALUATED_BYTES = 256_000_000
-GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ def source_of(model: Path, folder: Path, dtype: str) -> Path:
     """The folder of a GGUF file of a model, with what a user puts beside it."""
     folder.mkdir()
     shutil.move(write_gguf(model, dtype), folder / "model.gguf")
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         if (model / name).exists():
             shutil.copy(model / name, folder)
     return folder

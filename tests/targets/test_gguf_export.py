@@ -19,6 +19,7 @@ from converting import interrupt
 from export_decoders import values_of
 from ggml_quantizer import ggml_decoded
 from helpers import read_all, run_command
+from safetensors.torch import load_file, save_file
 
 from pqweights.checkpoint.storage import read_bytes
 from pqweights.common.units import parse_size
@@ -204,6 +205,33 @@ def test_files_of_several_types_are_made_in_one_run_and_are_those_of_single_runs
     assert "Q8_0" in refused("export", source, out, "-t", "gguf", "--type", "q8_0,Q8_0", code=2)
     pure = refused("export", source, out, "-t", "gguf", "--type", "q4_k_m,q4_k_s", "--pure", code=2)
     assert "q4_k_m,q4_k_s" in pure  # both would be called Q4_K
+
+
+def test_all_files_say_how_to_sample_and_what_was_included_lies_beside_them(model, tmp_path):
+    source = Path(shutil.copytree(model, tmp_path / "model"))
+    (source / "data").mkdir()
+    (source / "data/x.csv").write_text("1")
+    out, stated = tmp_path / "out", gguf.Metadata.load(model_path=source)  # of llama.cpp's converter
+    done("export", source, out, "-t", "gguf", "--type", "q8_0,q4_0", "--include-files", "data/*")
+    expected = {"temp": stated.sampling_temp, "top_p": stated.sampling_top_p}
+    expected |= {"penalty_repeat": json.loads((source / "generation_config.json").read_text())["repetition_penalty"]}
+    for file in out.glob("*.gguf"):
+        fields = gguf.GGUFReader(file).fields
+        found = {key.rpartition(".")[2]: of.contents() for key, of in fields.items() if ".sampling." in key}
+        assert found == {key: np.float32(value) for key, value in expected.items()}
+    assert (out / "data/x.csv").read_text() == "1" and not (out / MODELFILE).exists()
+
+
+def test_a_tensor_of_which_nothing_is_left_is_named(model, tmp_path):
+    """Scales of Q4_K are products of an F16 and six bits: what is smaller than all of them becomes zero."""
+    source = Path(shutil.copytree(model, tmp_path / "model"))
+    (file,) = source.glob("*.safetensors")
+    held = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(held | {name: (held[name].float() * 1e-7).to(held[name].dtype)}, file, {"format": "pt"})
+    said = done("export", source, tmp_path / "out", "-t", "gguf").stderr
+    assert "WARNING: blk.1.ffn_up.weight: hardly anything is left" in said and said.count("hardly") == 1
+    assert "hardly" not in done("export", source, tmp_path / "kept", "-t", "gguf", "--keep", name).stderr
 
 
 def test_rows_that_blocks_do_not_divide_get_the_fallbacks_of_llama_cpp(base, tmp_path):

@@ -19,13 +19,15 @@ from pqweights.checkpoint.gguf.pooling import add_pooling, dense_tensors, poolin
 from pqweights.checkpoint.gguf.rope import add_rope, own_betas, rope_parameters
 from pqweights.checkpoint.gguf.settings import ignored_window, read_settings, settings_of, value_of
 from pqweights.checkpoint.gguf.tensors import gguf_tensors, with_draft_layers
+from pqweights.checkpoint.gguf.tokenizer_files import SAMPLING
 from pqweights.checkpoint.gguf.tokens import Vocabulary
 from pqweights.checkpoint.gguf.towers import gguf_tower
 from pqweights.checkpoint.gguf.vocabulary import ENDS, add_vocabulary, model_name, read_vocabulary
 from pqweights.checkpoint.header import aligned
+from pqweights.checkpoint.names import GENERATION_CONFIG
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.storage import Storage
+from pqweights.checkpoint.storage import Storage, read_json_object
 from pqweights.checkpoint.views import sources_of
 from pqweights.errors import ExportError
 from pqweights.models.diffusion import Found
@@ -177,7 +179,7 @@ def _notes(
 
 
 def add_general(checkpoint: Checkpoint, tensors: tuple[LogicalTensor, ...], writer: Any, *, name: str | None) -> None:
-    """Write what the file says of the model: its name, size, licence and languages."""
+    """Write what the file says of the model: its name, size, licence, languages, and how to sample from it."""
     writer.add_type(gguf_package().GGUFType.MODEL)
     if name:
         writer.add_name(name)
@@ -194,6 +196,23 @@ def add_general(checkpoint: Checkpoint, tensors: tuple[LogicalTensor, ...], writ
         writer.add_tags([facts["pipeline_tag"]])
     if "language" in facts:
         writer.add_languages(facts["language"])
+    sampling = sampling_settings(checkpoint)
+    for key, setting in SAMPLING.items():
+        if setting == "top_k" and setting in sampling:
+            writer.add_int32(f"general.sampling.{key}", int(sampling[setting]))
+        elif setting in sampling:
+            writer.add_float32(f"general.sampling.{key}", sampling[setting])
+
+
+def sampling_settings(checkpoint: Checkpoint) -> dict[str, int | float]:
+    """Return how the makers of a model sample from it, under the names of GENERATION_CONFIG."""
+    stated: dict[str, Any] = {}
+    if GENERATION_CONFIG in checkpoint.companions:
+        stated = read_json_object(checkpoint.storage, GENERATION_CONFIG)
+    known = {name: stated.get(name) for name in SAMPLING.values()}
+    return {
+        name: value for name, value in known.items() if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def add_hyper_parameters(settings: Settings, writer: Any, tensors: tuple[LogicalTensor, ...]) -> None:
