@@ -186,7 +186,8 @@ def rows() -> Iterator[Row]:
     for bits, (tool, method) in itertools.product(
         ("4", "3"), (("GPTQ", "gptq"), ("AWQ", "awq"), ("DWQ", "dwq-longer"))
     ):
-        yield Row(format=MLX, tool=f"{MLX_LM} {tool}", name=f"{bits} bits", data=TEXT, method=f"mlx-{method}")
+        if (tool, bits) != ("GPTQ", "3"):  # it takes 2, 4, and 8
+            yield Row(format=MLX, tool=f"{MLX_LM} {tool}", name=f"{bits} bits", data=TEXT, method=f"mlx-{method}")
     for tool, name, method in (
         ("llm-compressor GPTQ", "W4A16", "llmcompressor-w4a16-gptq"),
         ("llm-compressor GPTQ", "NVFP4", "llmcompressor-nvfp4-gptq"),
@@ -194,6 +195,7 @@ def rows() -> Iterator[Row]:
         ("llm-compressor AWQ", "W4A16", "llmcompressor-w4a16-awq"),
         ("llm-compressor AWQ and GPTQ", "W4A16", "llmcompressor-w4a16-awq-gptq"),
         ("GPTQModel", "W4A16", "gptqmodel"),
+        ("AutoRound light", "W4A16", "autoround-light"),
         ("AutoRound", "W4A16", "autoround"),
     ):
         yield Row(format=VLLM, tool=tool, name=name, data=TEXT, method=method)

@@ -84,7 +84,7 @@ def llmcompressor(task: Task, scheme: str, *methods: str) -> None:
 
 
 def autoround(task: Task, **how: Any) -> None:
-    """AutoRound with its default settings, or with those given."""
+    """AutoRound with its default settings, or with those given, of which its recipes "best" and "light" have some."""
     import torch
     from auto_round import AutoRound
     from transformers import AutoTokenizer
@@ -314,6 +314,7 @@ METHODS: dict[str, Callable[[Task], None]] = {
     "llmcompressor-w4a16-awq-gptq": lambda task: llmcompressor(task, "w4a16", "awq", "gptq"),
     "autoround": autoround,
     "autoround-best": lambda task: autoround(task, iters=1000),
+    "autoround-light": lambda task: autoround(task, iters=50, lr=5e-3),
     "gptqmodel": gptqmodel,
     "torchao": lambda task: torchao(task, "tinygemm"),
     "torchao-hqq": lambda task: torchao(task, "hqq"),

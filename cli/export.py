@@ -100,12 +100,14 @@ def _show(done: RewriteReport, folder: str, out: str, *, dry_run: bool, json: bo
 
 
 def _lines(done: RewriteReport, folder: str, out: str) -> list[str]:
-    plan, types = done.plan, report.type_lines(done.plan.made_by, done.pairs)
+    plan = done.plan
+    types = report.type_lines(plan.made_by, done.pairs, plan.shards)
     sizes = f"{size_text(plan.totals.source_bytes)} -> {size_text(plan.output_bytes)}"
     stored = f"{counted(len(plan.tensors), 'tensor')} in {counted(len(plan.shards), 'file')}"
     return [
         f"{folder} -> {out}: {sizes}, {stored}",
         *(types or (*report.bits_and_coverage(done.totals), *integer_form_lines(done.pairs))),
-        *report.divergence_lines(done.plan.made_by),
+        *report.divergence_lines(plan.made_by),
+        *report.already_quantized_lines(plan, done.carried),
         *report.left_out_lines(plan),
     ]

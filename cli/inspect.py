@@ -49,7 +49,7 @@ def command(
         if isinstance(result.where, Path) and _is_foreign_gguf(result.where):
             if html is not None:
                 raise OptionError(
-                    f"`html`: expected a result of pqweights, found {folder}, a GGUF file that pqweights did not make"
+                    f"`html`: expected the folder of a result, which has its manifest, found the GGUF file {folder}"
                 )
             inspection = inspect_gguf(result.where)
             if json:
@@ -159,7 +159,9 @@ def _files(manifest: Manifest) -> str:
 
 def _error_lines(manifest: Manifest) -> list[str]:
     if any(tensor.action == "integer" for tensor in manifest.tensors):
-        return type_lines(manifest.made_by, manifest.pairs) or integer_form_lines(manifest.pairs)
+        from pqweights.convert.manifest import shards_of
+
+        return type_lines(manifest.made_by, manifest.pairs, shards_of(manifest)) or integer_form_lines(manifest.pairs)
     return quality_lines(manifest.pairs)
 
 

@@ -149,14 +149,20 @@ Overwrite = Annotated[
         "--overwrite", help="Replace an earlier result in OUT. Only files listed in its manifest are deleted."
     ),
 ]
-MaxShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of an output file, e.g. 5GB.")]
+MaxShardSize = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="Maximum size of an output file, e.g. 5GB, without its header; a larger tensor has a file of its own.",
+    ),
+]
 MaxExportedSize = Annotated[
     str | None,
     typer.Option(
         "--max-shard-size",
         metavar="SIZE",
         show_default="2GB, for gguf 45GB",
-        help="Maximum size of an output file, e.g. 5GB.",
+        help="Maximum size of an output file, e.g. 5GB, without its header; a larger tensor has a file of its own.",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan without writing anything.")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pqweights.common.units import counted, first_names, size_text
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pqweights.convert.plan import Plan
     from pqweights.convert.records import TensorRecord
     from pqweights.convert.report import RewriteReport
-    from pqweights.planning.layout import TensorPlan, Totals
+    from pqweights.planning.layout import ShardPlan, TensorPlan, Totals
     from pqweights.targets.memory import PossibleExport
 
     Pairs = Sequence[tuple[TensorPlan, TensorRecord]]
@@ -158,14 +158,17 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {counted(more, 'more file')}" if more > 0 else "")
 
 
-def already_quantized_lines(plan: Plan) -> list[str]:
-    """Return a line for each format in which the source has weights already, of those that are quantized again."""
+def already_quantized_lines(plan: Plan, exact: Collection[str] = ()) -> list[str]:
+    """Return a line for each format in which the source has weights already, of those that are quantized again.
+
+    exact: see Plan.already_quantized
+    """
     original = f"the original, {plan.original}" if plan.original else "the original in 16 bits, if there is one"
     return [
         f"{counted(of['tensors'], 'weight')} already quantized to {of['bits']} bits by {of['format']}: a second "
         f"rounding adds to its loss, and the squared errors of both add up; give {printable(original)}"
-        f"{'' if of['format'] == 'GGUF' else ', or keep the codes with --lossless'}"
-        for of in plan.already_quantized
+        f"{', or keep the codes with --lossless' if plan.kind == 'master' and of['format'] != 'GGUF' else ''}"
+        for of in plan.already_quantized(exact)
     ]
 
 
@@ -296,7 +299,7 @@ def _rescued_line(tensor: TensorPlan, record: TensorRecord) -> str:
     return f"rescued: {tensor.name}: {state}, relative MSE {record.relative_mse:.6f}"
 
 
-def type_lines(made_by: Mapping[str, Any], pairs: Pairs) -> list[str]:
+def type_lines(made_by: Mapping[str, Any], pairs: Pairs, shards: Sequence[ShardPlan]) -> list[str]:
     """Return a line for each type of a result with a file of each: its size and its error; then how all were rounded.
 
     Nothing for another result.
@@ -306,7 +309,7 @@ def type_lines(made_by: Mapping[str, Any], pairs: Pairs) -> list[str]:
     types = [
         f"{of.type}: {size_text(of.bytes)}, {of.bits:.2f} bits per parameter"
         + ("" if of.relative_mse is None else f", relative MSE {of.relative_mse:.6f}")
-        for of in figures_by_type(made_by, pairs)
+        for of in figures_by_type(made_by, pairs, shards)
     ]
     return [*types, *_rounding_lines(pairs)] if types else []
 

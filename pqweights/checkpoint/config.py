@@ -214,9 +214,23 @@ class _YamlLoader(yaml.SafeLoader):
         """Leave `<<` a key like any other."""
 
 
-def load_yaml(text: str) -> Any:
+class _UniqueKeysLoader(_YamlLoader):
+    """One that refuses a key that is there twice; others take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping whose keys differ."""
+        known = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in known:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+                known.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(text: str, *, with_unique_keys: bool = False) -> Any:
     """Parse a YAML text. Raises YAMLError, ValueError, TypeError or RecursionError if it is none."""
-    return yaml.load(text, _YamlLoader)  # a SafeLoader
+    return yaml.load(text, _UniqueKeysLoader if with_unique_keys else _YamlLoader)  # SafeLoaders
 
 
 def front_matter(card: str) -> tuple[dict[str, Any], str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from pqweights.formats.native import Native
 from pqweights.planning.fit import Fit
 from pqweights.planning.layout import (
     DEFAULT_MAX_SHARD_BYTES,
+    INTEGER,
     QUANTIZE,
     Container,
     Safetensors,
@@ -112,7 +113,7 @@ class Plan:
             raise SourceError(f"tensor {twice!r}: two tensors of the output would have this name")
         self.shards = self.container.shards(self.tensors, self.max_shard_bytes)  # the files that hold tensors
         # The model that the source says it was made from: a master of that is rounded only once.
-        self.original = original_of(self.checkpoint.storage) if self.already_quantized else None
+        self.original = original_of(self.checkpoint.storage) if self.already_quantized() else None
 
     @property
     def companions(self) -> tuple[str, ...]:
@@ -140,22 +141,22 @@ class Plan:
         """What the user should know of the source, a sentence each."""
         return (*self.checkpoint.remarks, *(pair.seems for pair in self.checkpoint.unproven))
 
-    @functools.cached_property
-    def already_quantized(self) -> list[dict[str, Any]]:
-        """The formats in which weights were that a master rounds again: the squared errors of both add up.
+    def already_quantized(self, exact: Collection[str] = ()) -> list[dict[str, Any]]:
+        """The formats in which weights were that are rounded again: the squared errors of both add up.
 
         Each has `format`, what users call it, `bits`, those of a code, and `tensors`, how many there are.
+
+        exact: the names of tensors whose values the result has, all of them, as measured
         """
         formats = {**PACKED_DTYPES, **dict.fromkeys(FLOAT8_DTYPES, (8, "FP8"))}
-        again = (t for t in self.tensors if t.action == QUANTIZE and t.codec != Native.codec)
-        of = Counter(formats[t.dtype] for t in again if t.dtype in formats)
+        again = (t for t in self.tensors if t.action in (QUANTIZE, INTEGER) and t.codec != Native.codec)
+        of = Counter(formats[t.dtype] for t in again if t.dtype in formats and t.name not in exact)
         return [{"format": name, "bits": bits, "tensors": count} for (bits, name), count in of.items()]
 
-    def quantized_before(self) -> dict[str, Any]:
-        """Return what plan --json and quantize --json say about it."""
-        if not self.already_quantized:
-            return {}
-        return {"already_quantized": {"formats": self.already_quantized, "original": self.original}}
+    def quantized_before(self, exact: Collection[str] = ()) -> dict[str, Any]:
+        """Return what plan --json, quantize --json and export --json say about it. exact: see already_quantized"""
+        formats = self.already_quantized(exact)
+        return {"already_quantized": {"formats": formats, "original": self.original}} if formats else {}
 
     @property
     def output_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pqweights.common.documents import Number
 from pqweights.common.strict_json import rounded
 from pqweights.formats.master import largest_error
-from pqweights.planning.layout import INTEGER, QUANTIZE, TensorPlan, format_of
+from pqweights.planning.layout import INTEGER, QUANTIZE, ShardPlan, TensorPlan, format_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +158,8 @@ def mean_error(records: Sequence[TensorRecord], of: str) -> float | None:
 class TypeFigures(NamedTuple):
     """What one type of several in a result takes, and how well it holds the weights.
 
-    bytes: of its tensors
-    bits: per parameter
+    bytes: of its files
+    bits: per parameter, of all that is in them
     relative_mse: over all of its rounded weights, against the original where that is known; None if there are none
     """
 
@@ -169,21 +169,27 @@ class TypeFigures(NamedTuple):
     relative_mse: float | None
 
 
-def figures_by_type(made_by: Mapping[str, Any], pairs: Iterable[tuple[TensorPlan, TensorRecord]]) -> list[TypeFigures]:
+def figures_by_type(
+    made_by: Mapping[str, Any], pairs: Sequence[tuple[TensorPlan, TensorRecord]], shards: Iterable[ShardPlan]
+) -> list[TypeFigures]:
     """Return the figures of each type or format of a result that has files of several; nothing for another one.
 
     made_by: how it was made; types and formats stand before the names of tensors
+    shards: its files
     """
     if "," not in str(made_by.get("type")) and "results" not in made_by:
         return []
     by_type: dict[str, list[tuple[TensorPlan, TensorRecord]]] = defaultdict(list)
-    for tensor, record in pairs:
-        kind, _, name = tensor.name.partition("/")
+    sizes = Counter[str]()
+    for shard in shards:
+        held = [pairs[number] for number in shard.tensors]
+        kind, _, name = held[0][0].name.partition("/") if held else ("", "", "")
         if name:
-            by_type[kind].append((tensor, record))
+            by_type[kind] += held
+            sizes[kind] += shard.file_bytes
     result = []
     for kind, held in by_type.items():
-        size, weights = sum(tensor.bytes for tensor, _ in held), sum(tensor.weights for tensor, _ in held)
+        size, weights = sizes[kind], sum(tensor.weights for tensor, _ in held)
         error = mean_error([record for _, record in held], "total_mse")
         result.append(TypeFigures(kind, size, 8 * size / max(1, weights), error))
     return result

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pqweights.convert.listed_files import UNCHECKED
-from pqweights.convert.plan import Plan
+from pqweights.convert.plan import EXPORT, Plan
 from pqweights.convert.records import (
     TensorRecord,
     TensorReport,
@@ -19,6 +19,8 @@ from pqweights.convert.records import (
 )
 from pqweights.planning.layout import TensorPlan, Totals
 
+# Above this relative error, hardly anything of a tensor is left.
+MOST_LOST = 0.9
 # Above this share of the error, the master decides how good an export is, and no longer its format.
 MOST_BY_MASTER = 0.5
 
@@ -55,6 +57,11 @@ class RewriteReport:
         return tensor_reports(self.pairs)
 
     @property
+    def carried(self) -> frozenset[str]:
+        """The names of the tensors whose values the result has, all of them."""
+        return frozenset(record.name for record in self.records if record.rounding and "carried" in record.rounding)
+
+    @property
     def totals(self) -> Totals:
         """Sizes, counts and bits per weight of the whole result."""
         return self.plan.totals
@@ -68,7 +75,8 @@ class RewriteReport:
     def warnings(self) -> tuple[str, ...]:
         """What the user should know of the result before using it, a sentence each."""
         unchecked = (UNCHECKED,) if self.unchecked else ()
-        return (*self.plan.remarks, *self.plan.warnings, *_of_master(self.records), *unchecked)
+        lost = _of_lost(self.pairs) if self.plan.kind == EXPORT else ()
+        return (*self.plan.remarks, *self.plan.warnings, *lost, *_of_master(self.records), *unchecked)
 
     def __repr__(self) -> str:
         return f"<RewriteReport of the {self.plan.kind}: {self.totals}>"
@@ -88,10 +96,21 @@ class RewriteReport:
             "copied_files": list(self.plan.companions),
             "left_out_files": self.plan.left_out,
             "left_out_tensors": self.plan.left_out_tensors,
-            **self.plan.quantized_before(),
+            **self.plan.quantized_before(self.carried),
             "warnings": list(self.warnings),
             **({} if self.pushed is None else {"pushed": self.pushed.to_json()}),
         }
+
+
+def _of_lost(pairs: Sequence[tuple[TensorPlan, TensorRecord]]) -> tuple[str, ...]:
+    """Return a warning for each tensor of which rounding has left hardly anything."""
+    return tuple(
+        f"{tensor.name}: hardly anything is left of it: its relative MSE is {record.relative_mse:.4f} in "
+        f"{tensor.codec}, whose scales may not be small enough for its weights; keep it (`keep`), or give it another "
+        "format (`set_format`)"
+        for tensor, record in pairs
+        if record.relative_mse is not None and record.relative_mse > MOST_LOST
+    )
 
 
 def _of_master(records: Sequence[TensorRecord]) -> tuple[str, ...]:

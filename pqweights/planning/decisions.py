@@ -59,7 +59,7 @@ def decide(recipe: Recipe, tensors: Sequence[LogicalTensor], model: ModelDescrip
 
     Raises RecipeError for a name pattern that matches no tensor at all; the message names the nearest one.
     """
-    named = [rule for _, rule in recipe.labelled if rule.name or rule.layers]
+    named = [rule for _, rule in recipe.labelled if rule.name or rule.layers or rule in recipe.overrides]
     about = [tensor for tensor in tensors if any(rule.is_about([tensor.name]) for rule in named)] if named else []
     recipe.check(model, about, [tensor.name for tensor in tensors])
     made: dict[tuple[object, ...], Decision] = {}

@@ -98,7 +98,10 @@ def _numbers(layers: Iterable[int | str]) -> set[int]:
     numbers: set[int] = set()
     for entry in layers:
         first, _, last = str(entry).partition("-")
-        numbers |= set(range(int(first), int(last or first) + 1))
+        of_entry = range(int(first), int(last or first) + 1)
+        if not of_entry:
+            raise ValueError(f"{entry}: the last layer comes before the first")
+        numbers |= set(of_entry)
     return numbers
 
 
@@ -210,6 +213,9 @@ class Recipe:
         decided: dict[str, tuple[str, Rule]] = {}
         for index, (label, rule) in enumerate(self.labelled):
             if not rule.name and not rule.layers:
+                formatted = [weight for weight in weights if role_of(weight, model) in rule.role]
+                if index < len(self.overrides) and not rule.keep and not formatted:
+                    raise RecipeError(f"{label}: this model has no such tensor that can get a format")
                 continue
             for pattern in rule.name:
                 if not fnmatch.filter(names, pattern):
@@ -361,6 +367,8 @@ def _rule(where: str, data: Any) -> Rule:
         raise RecipeError(f"{where}: expected keep: true, a codec and bits, or a format, found {found}")
     if not any(getattr(rule, key) not in (None, ()) for key in conditions):
         raise RecipeError(f"{where}: expected a condition ({', '.join(conditions)}), found none")
+    if rule.min_weights is not None and rule.max_weights is not None and rule.min_weights > rule.max_weights:
+        raise RecipeError(f"{where}: min_weights {rule.min_weights} is more than max_weights {rule.max_weights}")
     checked(where, partial(checked_condition, {"role": rule.role, "layers": rule.layers}))
     return rule
 
@@ -442,7 +450,7 @@ def _positive(given: float, key: str, what: str) -> float:
 def _parse_yaml(text: str, where: str) -> Any:
     """Parse a text as YAML. where: what messages call it. Raises RecipeError if it is none."""
     try:
-        return load_yaml(text)
+        return load_yaml(text, with_unique_keys=True)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(f"{where}: not YAML: {_yaml_problem(text, error)}") from None
 

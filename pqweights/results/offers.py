@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from pqweights.convert.manifest import Manifest, shards_of
 from pqweights.convert.records import figures_by_type, mean_error
 from pqweights.planning.context_memory import DEFAULT_CONTEXT, VALUE_BYTES
+from pqweights.planning.layout import ShardPlan
 from pqweights.results.evaluation_record import EvaluationRecord
 from pqweights.results.parts import parts
 from pqweights.targets import target_name
@@ -64,22 +65,22 @@ def offers(results: Iterable[tuple[Manifest, Sequence[EvaluationRecord]]]) -> li
     rows: list[Offer] = []
     for manifest, records in results:
         measured = {record.part: record for record in records if _protocol(record) == shared}
-        sizes = {shard.file: shard.file_bytes for shard in shards_of(manifest)}
+        shards = shards_of(manifest)
         files = parts(manifest)
         rows += [
             Offer(
                 kind=of.type,
                 files=files[of.type],
-                bytes=sum(sizes[name] for name in files[of.type]),
+                bytes=of.bytes,
                 bits=of.bits,
                 relative_mse=of.relative_mse,
                 context_bytes=_context_bytes(manifest, f"{of.type}/"),
                 record=measured.get(of.type),
             )
-            for of in figures_by_type(manifest.made_by, manifest.pairs)
+            for of in figures_by_type(manifest.made_by, manifest.pairs, shards)
         ]
         if not files:
-            rows.append(_whole(manifest, sizes, measured.get(None)))
+            rows.append(_whole(manifest, shards, measured.get(None)))
     return sorted(rows, key=lambda offer: (offer.bytes, offer.kind))
 
 
@@ -88,18 +89,19 @@ def offers_in(manifest: Manifest, records: Sequence[EvaluationRecord] = ()) -> l
     return offers([(manifest, records)])
 
 
-def _whole(manifest: Manifest, sizes: dict[str, int], record: EvaluationRecord | None) -> Offer:
+def _whole(manifest: Manifest, shards: Sequence[ShardPlan], record: EvaluationRecord | None) -> Offer:
     """Return the offer of a result that has one type."""
     made_by, weights = manifest.made_by, sum(tensor.weights for tensor in manifest.tensors)
+    size = sum(shard.file_bytes for shard in shards)
     target = target_name(made_by.get("target", "")) if manifest.kind != "master" else None
     named = [made_by.get(key) for key in ("type", "format", "mode")]
     kind = next((name for name in named if isinstance(name, str) and name), target or manifest.kind)
     is_integer = any(record.total_mse is not None for record in manifest.records)
     return Offer(
         kind=kind,
-        files=tuple(sizes),
-        bytes=sum(sizes.values()),
-        bits=8 * sum(tensor.bytes for tensor in manifest.tensors) / max(1, weights),
+        files=tuple(shard.file for shard in shards),
+        bytes=size,
+        bits=8 * size / max(1, weights),
         relative_mse=mean_error(manifest.records, "total_mse" if is_integer else "relative_mse"),
         context_bytes=_context_bytes(manifest, ""),
         record=record,

@@ -14,8 +14,9 @@ from pqweights.targets.loading import files_of_type
 
 def parts(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     """Return the files of each type or format of a result with several; nothing for another one."""
-    names = [shard.file for shard in shards_of(manifest)]
-    kinds = [of.type for of in figures_by_type(manifest.made_by, manifest.pairs)]
+    shards = shards_of(manifest)
+    names = [shard.file for shard in shards]
+    kinds = [of.type for of in figures_by_type(manifest.made_by, manifest.pairs, shards)]
     return {kind: tuple(files_of_type(names, kind)) for kind in kinds}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pqweights.checkpoint.ahead import Stop
+from pqweights.checkpoint.companions import is_needed
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.shard_file import Bytes, ShardFile
 from pqweights.common.options import BY_MODEL, IMATRIX, MAKING, OPENING, Options
@@ -124,9 +125,13 @@ def _export_options(manifest: Manifest, given: Options) -> Options:
         mixes, _ = read_types(get_target(name).with_recipe(Options(**options | unstated)))
         base = str(made_by["name"]).removesuffix(gguf.names_together("", mixes))
         named = manifest.model.get("id") if manifest.is_of_master else manifest.origin and manifest.origin.id
-        is_usual = base in (gguf.UNKNOWN, str(named).rpartition("/")[2])  # the source has it, too, perhaps with a slash
-        options["name"] = None if is_usual else base
-        options |= {} if given.type is None else {"type": given.type}
+        # The source has its own name, too, perhaps with a slash.
+        options["name"] = None if base == str(named).rpartition("/")[2] else base
+        if given.type is not None:
+            chosen = get_target(name).with_recipe(Options(**options | unstated | {"type": given.type}))
+            if unknown := [label for label in read_types(chosen)[0] if label not in mixes]:
+                raise OptionError(f"`type`: the manifest has {', '.join(mixes)}, not {', '.join(unknown)}")
+            options["type"] = given.type
     elif given.type is not None:
         raise OptionError(f"`type`: chooses among GGUF files, and the result is of the target {name}")
     about = made_by.get("calibration") or made_by.get("sensitivity")
@@ -179,6 +184,8 @@ def _explained(stated: Manifest, again: Manifest) -> Iterator[str]:
     """Yield what may explain differences: another source, other options, another version."""
     if stated.source_fingerprint != again.source_fingerprint:
         yield "the source is not the one that the manifest states: the fingerprint of its weights is another"
+    if included := [name for name in stated.files if name not in again.files and not is_needed(name)]:
+        yield f"the result was made with `include_files`, which copied {', '.join(included)}"
     for key in sorted({*stated.made_by, *again.made_by}):
         if stated.decisive.made_by.get(key) != again.decisive.made_by.get(key):
             yield f"{MANIFEST_FILE}: states another `{key}`"

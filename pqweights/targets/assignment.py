@@ -108,10 +108,15 @@ def chosen_within(
         return _chosen(layers, solution)
     besides = overhead if recipe.goal.output_bytes is not None else 0
     limit = recipe.goal.limit(parameters)
+    most = sum(max(choice.cost for choice in of) for of in choices) + besides
+    if most <= limit:
+        more = recipe.goal.measured(most, parameters)
+        raise RecipeError(f"target: {recipe.goal}: leaves nothing to quantize; expected less than {more}")
     solution = best_within(choices, limit, lambda solution: solution.cost + besides)
     if solution.cost + besides > limit:
         least = recipe.goal.measured(solution.cost + besides, parameters)
-        raise RecipeError(f"target: {recipe.goal}: below the smallest possible, {least}")
+        names = ", ".join(dict.fromkeys(candidate.format for of in layers.values() for candidate in of))
+        raise RecipeError(f"target: {recipe.goal}: below the smallest possible, {least}, of {names}")
     return _chosen(layers, solution)
 
 

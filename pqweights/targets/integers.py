@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pqweights.checkpoint.gguf.views import reading_of
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.shard_file import ShardFile
+from pqweights.checkpoint.source import find_non_finite
 from pqweights.common.dtypes import from_float32, to_float32
 from pqweights.common.strict_json import rounded
 from pqweights.convert import jobs
@@ -149,20 +150,28 @@ class IntegerJob:
         Raises SourceError if a weight or a scale is not finite.
         """
         matrix, (first, count) = chunk // self._per_matrix, self._rows_of(chunk)
-        groups, is_carried, about = self._carried_or_rounded(matrix, first, values)
+        with np.errstate(over="ignore", invalid="ignore"):  # of what is refused below
+            groups, is_carried, about = self._carried_or_rounded(matrix, first, values)
         numbers = (groups.energies, groups.errors, groups.scales, groups.offsets)
         if not all(np.isfinite(array).all() for array in numbers):
-            advice = "repair the checkpoint, or keep the tensor with a rule"
-            if not self._is_original:
-                advice = "`pqweights verify` tells whether the folder is damaged"
-            raise SourceError(
-                f"tensor {self._tensor.name!r}: expected finite weights, and finite scales for them, found a NaN or an "
-                f"infinity in rows {first} to {first + count - 1}; {advice}"
-            )
+            self._refuse_non_finite(first, count)
         name, shape = self._planned.name, self._planned.shape
         for stored_name, offset, data in self._rounding.pieces(name, shape, first_row=first, groups=groups):
             (file.write if data.ndim == 1 else file.write_columns)(stored_name, offset, data)
         return groups.energies, groups.errors, is_carried, about
+
+    def _refuse_non_finite(self, first: int, count: int) -> None:
+        """Raise SourceError for rows with a weight that is not finite, or with a scale."""
+        advice = "repair the checkpoint, or keep the tensor with a rule"
+        if not self._is_original:
+            advice = "`pqweights verify` tells whether the folder is damaged"
+        at = find_non_finite(self._tensor, first * self._columns, count * self._columns)
+        what, where = "finite scales for its weights", f"in rows {first} to {first + count - 1}"
+        if at >= 0:
+            what, where = "finite weights", f"at {[int(i) for i in np.unravel_index(at, self._tensor.shape)]}"
+        raise SourceError(
+            f"tensor {self._tensor.name!r}: expected {what}, found a NaN or an infinity {where}; {advice}"
+        )
 
     def _carried_or_rounded(self, matrix: int, first: int, values: npt.NDArray[np.float32]) -> tuple[Groups, bool, Any]:
         """Return the groups of some rows, whether any have codes of the source, and what else `_round` found out."""

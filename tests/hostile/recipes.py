@@ -50,6 +50,9 @@ CASES = [
     recipe("rule-without-an-action", "rules: [{name: '*'}]\n", "rule 1"),
     recipe("rule-without-a-condition", "rules: [{bits: 4}]\n", "rule 1", "condition"),
     recipe("rule-name-a-number", "rules: [{name: 5, bits: 4}]\n", "rule 1", "name"),
+    recipe("rule-layers-backwards", "rules: [{layers: [3-0], bits: 4}]\n", "rule 1", "layers", "'0-3'", "3-0"),
+    recipe("rule-sizes-backwards", "rules: [{min_weights: 5, max_weights: 4, bits: 4}]\n", "rule 1", "max_weights 4"),
+    recipe("recipe-key-twice", "bits: 4\nname: a\nbits: 5\n", "line 3", "'bits'"),
     recipe("rule-dims-a-string", "rules: [{dims: two, bits: 4}]\n", "rule 1", "dims"),
     Case(
         "recipe-codec-unknown",

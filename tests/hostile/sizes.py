@@ -62,6 +62,8 @@ CASES = [
     evaluating("measure-bits-too-few", "2.1250 bits", command=MEASURE.replace("4.5", "1"), text="w1 w2 w3"),
     evaluating("export-bits-too-few", "8.0228 bits per weight", command=f"{EXPORT} --target-bpw 1", text="w1 w2 w3"),
     evaluating("export-bytes-too-few", "1000 bytes", " bytes", command=f"{EXPORT} --target-size 1kB", text="w1 w2 w3"),
+    evaluating("export-bytes-of-the-source", "leaves nothing", command="export model out -t mlx --target-size 1GB"),
+    evaluating("export-bits-of-the-source", "leaves nothing", command="export model out -t vllm --target-bpw 16"),
     evaluating(
         "export-bits-and-type", "--target-bpw: chooses", command="export model out -t gguf --target-bpw 5 --type q4_0"
     ),

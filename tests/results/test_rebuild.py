@@ -199,13 +199,21 @@ def test_results_by_a_file_of_importances_are_made_again_and_proved(name: str, t
 
 
 @pytest.mark.parametrize(
-    ("result", "type", "words"), [("mlx", "q8_0", "mlx"), ("ladder", "q9", "q9"), ("lossless", "q4_0", "master")]
+    ("result", "type", "words"),
+    [("mlx", "q8_0", "mlx"), ("ladder", "q9", "q9"), ("ladder", "q6_k", "not Q6_K"), ("lossless", "q4_0", "master")],
 )
 def test_a_part_that_a_result_does_not_have_is_refused(
     result: str, type: str, words: str, base: Path, source: Path, tmp_path: Path
 ) -> None:
     assert words in refused("rebuild", made(base, result), source, tmp_path / "out", "--type", type, code=2)
     assert not (tmp_path / "out").exists()
+
+
+def test_files_of_a_folder_that_names_no_model_are_proved_from_one_that_does(source: Path, tmp_path: Path) -> None:
+    unnamed, named = (Path(shutil.copytree(source, tmp_path / name)) for name in ("model", "tiny"))
+    pqweights.export(unnamed, tmp_path / "out", "gguf", type="q8_0,q4_0")
+    assert (tmp_path / "out/model-Q8_0.gguf").exists()
+    assert pqweights.verify(tmp_path / "out", source=named).problems == ()
 
 
 def test_a_manifest_is_needed(base: Path, source: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def opening(inspection: Inspection, base_model: str | None) -> list[str]:
             f", {name.replace('_', ' ')} {code(as_text(value))}" for name, value in options.items() if value is not None
         ]
         target = code(target_name(manifest.made_by["target"]) or "")
-        if figures_by_type(manifest.made_by, manifest.pairs):  # they are in the table of types
+        if figures_by_type(manifest.made_by, manifest.pairs, shards_of(manifest)):  # they are in the table of types
             shown = []
         what = f"This is an export for the target {target}{''.join(shown)}."
     return [f"{what} {_origin(manifest, base_model)}{_adapters(manifest)}", _sizes(inspection)]
@@ -68,7 +68,7 @@ def opening(inspection: Inspection, base_model: str | None) -> list[str]:
 
 def _sizes(inspection: Inspection) -> str:
     totals = inspection.totals
-    if types := figures_by_type(inspection.made_by, inspection.manifest.pairs):
+    if types := figures_by_type(inspection.made_by, inspection.manifest.pairs, shards_of(inspection.manifest)):
         what = "a folder of each of {} formats" if inspection.manifest.folders else "a file of each of {} types"
         return (
             f"There is {what.format(len(types))}; together they take {size_text(totals.output_bytes or 0)}. "
