@@ -22,6 +22,7 @@ from pqweights.checkpoint.gguf.mixes import (
     OUTPUTS,
     WANT_IMPORTANCE,
     file_type,
+    fitting_type,
     role_of,
 )
 from pqweights.checkpoint.gguf.model import (
@@ -351,11 +352,14 @@ PROPOSED = (
 )  # fmt: skip
 
 
-def _bits(mix: str) -> float:
-    """Return about how many bits a mix has for each weight: most have its type, and a fifth that of the output."""
+def _bits(mix: str, columns: int) -> float:
+    """Return about how many bits a mix has for each weight of rows of so many.
+
+    Most have its type, and a fifth that of the output, or those that they fall back to.
+    """
+    names = [fitting_type(wanted, columns) for wanted in (MIXES[mix][0], OUTPUTS[mix])]
     of_most, of_output = (
-        PLAIN_BITS[name] if name in PLAIN_BITS else BLOCK_TYPES[name].bits_per_weight
-        for name in (MIXES[mix][0], OUTPUTS[mix])
+        PLAIN_BITS[name] if name in PLAIN_BITS else BLOCK_TYPES[name].bits_per_weight for name in names
     )
     return (4 * of_most + max(of_most, of_output)) / 5
 
@@ -379,5 +383,5 @@ TARGET = ExportTarget(
     max_shard_bytes=MAX_SHARD_BYTES,
     library="gguf",
     unchecked=lambda checkpoint: None if diffusion_family(checkpoint) else "if llama.cpp has its tokenizer",
-    choices={mix.lower(): (Options(type=mix.lower()), _bits(mix)) for mix in MIXES if mix in PROPOSED},
+    choices={mix.lower(): (Options(type=mix.lower()), partial(_bits, mix)) for mix in MIXES if mix in PROPOSED},
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -154,7 +155,9 @@ def _exported(checkpoint: Checkpoint, planned: Sequence[TensorPlan], target: Exp
     kept, whole = sum(plan.bytes for plan in planned if plan.action != QUANTIZE), with_weights(checkpoint)
     coded = [plan for plan in planned if plan.action == QUANTIZE]
     plain = sum(plan.weights for plan in coded if plan.role in target.plain_roles)
-    rounded = sum(plan.weights for plan in coded) - plain
+    by_columns = Counter[int]()
+    for plan in coded:
+        by_columns[plan.shape[-1]] += plan.weights if plan.role not in target.plain_roles else 0
     for name, (chosen, bits) in target.choices.items():
         try:
             check(target, whole, chosen)
@@ -162,7 +165,8 @@ def _exported(checkpoint: Checkpoint, planned: Sequence[TensorPlan], target: Exp
             continue
         except MissingDependencyError:  # the rule needs no package
             pass
-        size = kept + math.ceil((plain * PLAIN_BITS + rounded * bits) / 8)
+        rounded = sum(count * (bits(size) if callable(bits) else bits) for size, count in by_columns.items())
+        size = kept + math.ceil((plain * PLAIN_BITS + rounded) / 8)
         options = {option: getattr(chosen, option) for option in given_in(chosen)}
         yield LOADED_BY[target.runtime], {"target": target.name, "format": name, "options": options}, size
 

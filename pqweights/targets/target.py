@@ -85,7 +85,7 @@ class ExportTarget:
     stated: keys that the manifest states besides options
     unchecked: returns what `check` leaves open, for a message; None if it leaves nothing open
     choices: its formats, of which memory.py proposes those that fit, by what a list calls them: the options that ask
-        for each, and about how many bits it has for each weight, scales included
+        for each, and about how many bits it has for each weight, scales included; or how many of rows of so many
     max_shard_bytes: after how many bytes of data a new file begins, unless the user says otherwise
     plain_roles: of the weights that it stores in 16 bits, whatever the format
     """
@@ -101,7 +101,7 @@ class ExportTarget:
     library: str | None = None
     stated: tuple[str, ...] = ()
     unchecked: Callable[[Checkpoint], str | None] = lambda checkpoint: None
-    choices: Mapping[str, tuple[Options, float]] = field(default_factory=dict)
+    choices: Mapping[str, tuple[Options, float | Callable[[int], float]]] = field(default_factory=dict)
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
     plain_roles: tuple[str, ...] = ()
 

@@ -54,6 +54,15 @@ def test_printed_commands_make_exports_of_about_the_estimated_bytes(
     assert made.keys() == {"master", "bf16", "gguf", "mlx", "vllm", "torchao"}
 
 
+def test_rows_that_blocks_do_not_divide_take_what_their_types_do(tmp_path: Path) -> None:
+    """As those of 576 weights of SmolLM2: llama.cpp's fallbacks have more bits."""
+    sizes = WIDE | {"hidden_size": 192, "intermediate_size": 576, "num_attention_heads": 3, "num_key_value_heads": 3}
+    source = write_llama(tmp_path / "narrow", sizes=sizes)
+    made = pqweights.export(source, tmp_path / "out", "gguf", type="q2_k", without_tokenizer=True)
+    (stated,) = {p.weight_bytes for p in proposed(source) if (p.target, p.format) == ("gguf", "q2_k")}
+    assert stated == approx(made.totals.output_bytes, 20 * ALIKE)
+
+
 def test_most_bits_come_first_and_what_fits_is_what_there_is_memory_for(source: Path) -> None:
     everything = proposed(source)
     bits = [proposal.bits for proposal in everything]
