@@ -108,6 +108,6 @@ def _lines(done: RewriteReport, folder: str, out: str) -> list[str]:
         f"{folder} -> {out}: {sizes}, {stored}",
         *(types or (*report.bits_and_coverage(done.totals), *integer_form_lines(done.pairs))),
         *report.divergence_lines(plan.made_by),
-        *report.already_quantized_lines(plan, done.carried),
+        *report.already_quantized_lines(plan, done.exact),
         *report.left_out_lines(plan),
     ]

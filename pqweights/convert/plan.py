@@ -150,7 +150,11 @@ class Plan:
         """
         formats = {**PACKED_DTYPES, **dict.fromkeys(FLOAT8_DTYPES, (8, "FP8"))}
         again = (t for t in self.tensors if t.action in (QUANTIZE, INTEGER) and t.codec != Native.codec)
-        of = Counter(formats[t.dtype] for t in again if t.dtype in formats and t.name not in exact)
+        # Of several results in one, each has the weight under a name of its own, behind a slash.
+        names = {
+            t.name.rpartition("/")[2]: formats[t.dtype] for t in again if t.dtype in formats and t.name not in exact
+        }
+        of = Counter(names.values())
         return [{"format": name, "bits": bits, "tensors": count} for (bits, name), count in of.items()]
 
     def quantized_before(self, exact: Collection[str] = ()) -> dict[str, Any]:

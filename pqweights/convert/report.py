@@ -57,8 +57,10 @@ class RewriteReport:
         return tensor_reports(self.pairs)
 
     @property
-    def carried(self) -> frozenset[str]:
-        """The names of the tensors whose values the result has, all of them."""
+    def exact(self) -> frozenset[str]:
+        """The names of the tensors whose values an export has, all of them; of one that was not made, all names."""
+        if not any(record.digests for record in self.records):
+            return frozenset(record.name for record in self.records)
         return frozenset(record.name for record in self.records if record.rounding and "carried" in record.rounding)
 
     @property
@@ -96,7 +98,7 @@ class RewriteReport:
             "copied_files": list(self.plan.companions),
             "left_out_files": self.plan.left_out,
             "left_out_tensors": self.plan.left_out_tensors,
-            **self.plan.quantized_before(self.carried),
+            **self.plan.quantized_before(self.exact),
             "warnings": list(self.warnings),
             **({} if self.pushed is None else {"pushed": self.pushed.to_json()}),
         }
