@@ -55,7 +55,10 @@ def read_types(options: Options) -> tuple[dict[str, str], Recipe]:
     if options.type is not None and options.format is not None:
         raise OptionError("`format`: is another name of `type`; leave out one of the two")
     stated = options.format if options.type is None else options.type
-    mixes = [find_mix(name.strip()) for name in (DEFAULT_TYPE if stated is None else stated).split(",")]
+    names = [name.strip() for name in (DEFAULT_TYPE if stated is None else stated).split(",")]
+    if any(len(name.split()) != 1 for name in names):
+        raise OptionError(f"`type` {stated}: expected a type, or several with commas between them")
+    mixes = list(map(find_mix, names))
     recipe = recipe_of(options, (*BLOCK_TYPES, *PLAIN_TYPES))
     if recipe.goal is not None:
         if stated is not None or options.pure:

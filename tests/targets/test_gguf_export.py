@@ -203,6 +203,8 @@ def test_files_of_several_types_are_made_in_one_run_and_are_those_of_single_runs
         first = sorted(made)[-1] if size == "2GB" else "m-Q4_K_M-00001-of"
         assert "-hf me/m-GGUF:Q4_K_M" in cards[0] and f"| Q4_K_M | `{first}" in cards[0] and cards[0] == cards[1]
     assert "Q8_0" in refused("export", source, out, "-t", "gguf", "--type", "q8_0,Q8_0", code=2)
+    for several in ("q8_0,", "q8_0 q4_0", " "):
+        assert "commas between" in refused("export", source, out, "-t", "gguf", "--type", several, code=2)
     pure = refused("export", source, out, "-t", "gguf", "--type", "q4_k_m,q4_k_s", "--pure", code=2)
     assert "q4_k_m,q4_k_s" in pure  # both would be called Q4_K
 
