@@ -84,7 +84,7 @@ def llmcompressor(task: Task, scheme: str, *methods: str) -> None:
 
 
 def autoround(task: Task, **how: Any) -> None:
-    """AutoRound with its default settings, or with those given, of which its recipes "best" and "light" have some."""
+    """AutoRound with its default settings, or with others, such as those of its recipes "best" and "light"."""
     import torch
     from auto_round import AutoRound
     from transformers import AutoTokenizer

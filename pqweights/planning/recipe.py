@@ -215,7 +215,7 @@ class Recipe:
             if not rule.name and not rule.layers:
                 formatted = [weight for weight in weights if role_of(weight, model) in rule.role]
                 if index < len(self.overrides) and not rule.keep and not formatted:
-                    raise RecipeError(f"{label}: this model has no such tensor that can get a format")
+                    raise RecipeError(f"{label}: no tensor of this role can be quantized")
                 continue
             for pattern in rule.name:
                 if not fnmatch.filter(names, pattern):

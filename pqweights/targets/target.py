@@ -85,7 +85,7 @@ class ExportTarget:
     stated: keys that the manifest states besides options
     unchecked: returns what `check` leaves open, for a message; None if it leaves nothing open
     choices: its formats, of which memory.py proposes those that fit, by what a list calls them: the options that ask
-        for each, and about how many bits it has for each weight, scales included; or how many of rows of so many
+        for each, and about how many bits it has for each weight, scales included, or a function of the length of rows
     max_shard_bytes: after how many bytes of data a new file begins, unless the user says otherwise
     plain_roles: of the weights that it stores in 16 bits, whatever the format
     """

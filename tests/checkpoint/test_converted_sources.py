@@ -107,6 +107,17 @@ def test_llm_int8_is_code_times_scale_of_the_row(tmp_path: Path) -> None:
         assert_decoded((tensors, *rest), tmp_path / "turing", "SCB8")
 
 
+def test_an_export_says_what_it_rounds_again(tmp_path: Path) -> None:
+    """Not if it takes the codes over, and not before it is known."""
+    converted_source(tmp_path / "src", llm_int8((256, 256)))
+    asked, again = ("export", tmp_path / "src", tmp_path / "out", "-t", "vllm", "--format"), "already quantized to"
+    assert again not in done(*asked, "w4a16", "--dry-run").stdout
+    assert f"1 weight {again} 8 bits by" in done(*asked, "w4a16").stdout
+    converted_source(tmp_path / "same", mlx("mxfp4", 4, 32, (256, 256)))
+    taken_over = done("export", tmp_path / "same", tmp_path / "other", "-t", "vllm", "--format", "mxfp4a16").stdout
+    assert again not in taken_over and "bit-identical values: 1 of 1" in taken_over
+
+
 # --- all of them ---
 
 EACH = {

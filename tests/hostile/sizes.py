@@ -64,6 +64,8 @@ CASES = [
     evaluating("export-bytes-too-few", "1000 bytes", " bytes", command=f"{EXPORT} --target-size 1kB", text="w1 w2 w3"),
     evaluating("export-bytes-of-the-source", "leaves nothing", command="export model out -t mlx --target-size 1GB"),
     evaluating("export-bits-of-the-source", "leaves nothing", command="export model out -t vllm --target-bpw 16"),
+    evaluating("role-of-no-tensor", "role:expert=6: no tensor", command="quantize model out --set role:expert=6"),
+    evaluating("export-role-of-no-tensor", "no tensor", command="export model out -t mlx --set role:expert=q6"),
     evaluating(
         "export-bits-and-type", "--target-bpw: chooses", command="export model out -t gguf --target-bpw 5 --type q4_0"
     ),

@@ -25,6 +25,7 @@ from pqweights.checkpoint.storage import read_bytes
 from pqweights.common.units import parse_size
 from pqweights.convert.manifest import read_manifest
 from pqweights.kernels.gguf_encoding import BLOCK_TYPES, decode_blocks
+from pqweights.results.offers import offers_in
 from pqweights.runtime.models import open_model
 from pqweights.storage.sources import open_source
 from pqweights.targets.gguf import MODELFILE
@@ -191,6 +192,9 @@ def test_files_of_several_types_are_made_in_one_run_and_are_those_of_single_runs
             assert sorted(made) == ["m-F16.gguf", "m-IQ4_XS.gguf", "m-Q4_K_M.gguf"]
             alone = {p.name: p.read_bytes() for name in types for p in (tmp_path / size / name).glob("*.gguf")}
             assert made == alone
+            counted = {offer.kind: offer.bits for offer in offers_in(read_manifest(out))}
+            for name in types:
+                assert offers_in(read_manifest(tmp_path / size / name))[0].bits == counted[name.upper()]
         else:
             expected = {name: tensors(*sorted((tmp_path / size / name).glob("*.gguf"))) for name in types}
             for name, held in expected.items():
