@@ -46,7 +46,8 @@ def file_text(path: Path) -> str:
     text = decoded(path.read_bytes(), str(path))
     if path.suffix.lower() not in ROWS:
         return text
-    lines = ((number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip())
+    # Not splitlines: strings of JSON may contain what else Unicode takes for the end of a line, such as U+2028.
+    lines = ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
     return "\n\n".join(_row_text(line, f"{path}: line {number}") for number, line in lines)
 
 

@@ -112,6 +112,15 @@ def test_rows_of_a_file_give_their_texts(name: str, ending: str, tmp_path: Path)
         assert read == f"{expected}\n\nö"
 
 
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85"])
+def test_rows_end_at_newlines_alone(character: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = json.dumps({"text": f"a{character}b"}, ensure_ascii=False)
+    path.write_bytes(f"{row}\r\n{row}\r\n".encode())
+    for read in (sample_text(str(path), 1000), read_text(path)):
+        assert read == f"a{character}b\n\na{character}b"
+
+
 @pytest.mark.parametrize(
     "line", ["a text", '{"prompt": "a"}', '{"text": 3}', '{"messages": [{"role": "user"}]}', "[1]"]
 )
