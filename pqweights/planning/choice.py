@@ -51,17 +51,17 @@ def choose_recipe(
     goal = checked("", given, OptionError) or recipe.goal
     if options.eval is not None and (goal is None or goal.divergence is None):
         raise OptionError("`eval`: expected `max_kl` as well, for which the divergence is measured")
+    if options.bits is not None and goal is not None:
+        raise OptionError("expected either `bits` or a target, which chooses the bit widths; leave `bits` out")
     if target == MASTER:
         if recipe.format is not None or any(rule.format is not None for rule in recipe.rules):
             raise RecipeError(f"recipe {recipe.name!r}: a master has codecs and bits, found formats of exports")
-        recipe = _with_defaults(recipe, options, has_goal=goal is not None)
+        recipe = _with_defaults(recipe, options)
     return replace(recipe, goal=goal, overrides=(*_overrides(recipe, options, target), *recipe.overrides))
 
 
-def _with_defaults(recipe: Recipe, options: Options, *, has_goal: bool) -> Recipe:
+def _with_defaults(recipe: Recipe, options: Options) -> Recipe:
     """Return the recipe of a master with the codec, the effort and the bits that options give."""
-    if options.bits is not None and has_goal:
-        raise OptionError("expected either `bits` or a target, which chooses the bit widths; leave `bits` out")
     if options.effort is not None:
         recipe = replace(recipe, effort=None)  # nobody asks whether another codec has it
     if (codec := options.codec) is not None:

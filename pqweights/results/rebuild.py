@@ -114,12 +114,14 @@ def _export_options(manifest: Manifest, given: Options) -> Options:
     unstated = {"rounding": None, "name": None}  # without the sample, and the types in the name
     if (mix := made_by.get("mix")) is not None:  # of MLX, which says mode and bits
         options = {key: value for key, value in options.items() if key not in ("mode", "bits")} | {"format": mix}
+    size: dict[str, Any] = {key: made_by[key] for key in ("target_size", "target_bpw", "max_kl") if key in made_by}
+    if size:  # which chose the bits; those of the format are stated, too
+        options.pop("bits", None)
     if "group_size" in options:  # stated, whether it was asked for, so that it must divide all rows, or not
         usual = {key: value for key, value in options.items() if key != "group_size"}
         stated = get_target(name).settings(Options(**usual | unstated)).stated
         options = usual if stated["group_size"] == options["group_size"] else options
     if made_by.get("rules"):
-        size: dict[str, Any] = {key: made_by[key] for key in ("target_size", "target_bpw", "max_kl") if key in made_by}
         options |= dict.fromkeys(size) | {"recipe": _recipe({"target": name, "rules": made_by["rules"], **size})}
     if name == gguf.NAME:
         mixes, _ = read_types(get_target(name).with_recipe(Options(**options | unstated)))

@@ -350,6 +350,9 @@ def read_options(options: Options) -> ExportSettings:
     mode = one_of(NAME, "mode", by_format[0], allowed=tuple(BITS))
     mix = name if name in MIXES else None
     rounding = read_rounding(NAME, options)
+    recipe = recipe_of(options, tuple(FORMATS))
+    if mix is not None and recipe.goal is not None:
+        raise OptionError(f"`format` {mix}: expected either a mix or a target, which chooses the bits of each layer")
     with_mode = NAME if mode == "affine" else f"{NAME} in mode {mode}"
     how = MlxFormat(
         mode=mode,
@@ -357,7 +360,7 @@ def read_options(options: Options) -> ExportSettings:
         groups=GroupSize.of(with_mode, GROUP_SIZES[mode], options.group_size),
         qparams=one_of(with_mode, "qparams", options.qparams, allowed=(BEST, MINMAX)),
         mix=mix,
-        recipe=recipe_of(options, tuple(FORMATS)),
+        recipe=recipe,
     )
     stated = {"target": NAME, "mode": mode, "bits": how.bits, "group_size": how.groups.size, "qparams": how.qparams}
     stated |= {} if mix is None else {"mix": mix}

@@ -100,3 +100,16 @@ def test_set_that_matches_only_norms_is_refused(tmp_path: Path) -> None:
     error = refused("plan", source, "--set", "*norm*=8")
     assert "--set *norm*=8: " in error and "'model.norm.weight'" in error and "role:norm" in error
     assert planned(source, "--set", "*=8") == {"model.norm.weight": (None, "normalisation"), UP: (8, "--set *=8")}
+
+
+@pytest.mark.parametrize("target", ["vllm", "mlx", "torchao"])
+def test_bits_of_an_export_are_refused_beside_a_target_that_chooses_them(
+    source: Path, tmp_path: Path, target: str
+) -> None:
+    error = refused("export", source, tmp_path / "out", "-t", target, "--bits", 4, "--target-bpw", 5, code=2)
+    assert "leave --bits out" in error
+
+
+def test_mix_of_mlx_is_refused_beside_a_target_that_chooses_bits(source: Path, tmp_path: Path) -> None:
+    given = ("-t", "mlx", "--format", "mixed_3_6", "--target-bpw", 5)
+    assert "--format mixed_3_6: " in refused("export", source, tmp_path / "out", *given, code=2)

@@ -38,6 +38,7 @@ EXPORTS: dict[str, dict[str, Any]] = {
     "vllm": {"target": "vllm", "format": "nvfp4", "keep": "*0.mlp.down_proj*"},
     "vllm size": {"target": "vllm", "target_bpw": 6.0, "group_size": 32},
     "mlx": {"target": "mlx", "format": "mixed_4_6"},
+    "mlx size": {"target": "mlx", "target_bpw": 5.5},
     "mlx rules": {"target": "mlx", "bits": 3, "group_size": 32, "set_format": ["*.q_proj.weight=q8"]},
     "torchao": {"target": "torchao", "packing": "plain", "qparams": "minmax"},
     "gguf": {"target": "gguf", "type": "q4_k_m", "pure": True},
