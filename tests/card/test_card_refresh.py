@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ from cards import BASE, change_manifest, edit_card, facts
 from commands import raises
 
 from pqweights.errors import OutputError
-from pqweights.publish.card.old_card import NOTES_BEGIN, NOTES_END
+from pqweights.models.diffusion import COMFYUI, DIFFUSERS
+from pqweights.publish.card.old_card import NOTES_BEGIN, NOTES_END, generated_comment, read_old_card
+from pqweights.targets import EXPORTS, get_target
 
 
 def test_of_two_cards_that_of_the_folder_counts_if_it_was_edited(master: Path) -> None:
@@ -31,6 +34,14 @@ def test_of_two_cards_that_of_the_folder_counts_if_it_was_edited(master: Path) -
     ):
         card = make_card(master, "a/b", old=old, pushed=pushed)
         assert (card.text, card.replaces_edits) == (expected, replaced)
+
+
+def test_tags_of_no_target_are_taken_for_edits() -> None:
+    programs: list[dict[str, list[str]]] = [{}, {"runs_in": [COMFYUI, DIFFUSERS]}]
+    tags = {tag for name in EXPORTS for made_by in programs for tag in get_target(name).tags_of(made_by)}
+    facts = {"tags": ["pqweights", "lossless", "quantized", "4-bit", *sorted(tags)]}
+    card = f"---\n{json.dumps(facts)}\n---\n{generated_comment(repository=None, branch=None, written=())}\n"
+    assert not read_old_card(f"{card}{NOTES_BEGIN}\n{NOTES_END}\n").is_edited
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,8 @@ def test_a_master_and_its_exports_to_gguf_lie_in_one_repository(
     for name in order:
         assert_holds(hub, made / name)
     assert hub.repositories[TARGET].read("pqweights.json") == (made / "master/pqweights.json").read_bytes()
+    card = hub.repositories[TARGET].read("README.md").decode()
+    assert all(f"\n- {tag}\n" in card for tag in ("5-bit", "gguf", "llama.cpp"))
     assert ": ok: " in client.well("verify", TARGET).stdout
     client.well("export", TARGET, tmp_path / "bf16", "--target", "bf16")
     # Other shards of the master take the place of the first.

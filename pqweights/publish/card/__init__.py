@@ -159,7 +159,7 @@ def make_card(
         "Other exports in this repository": text.others([other for other, _ in beside]),
     }
     parts = [
-        _head(manifest, before, names, library=_library(target, model), target=target),
+        _head([manifest, *(other for other, _ in beside)], before, names, library=_library(target, model)),
         f"# {words(_title(names, target, manifest))}",
         *text.opening(inspection, names.base_model),
     ]
@@ -223,20 +223,22 @@ def _choose_names(manifest: Manifest, options: PublishOptions, here: OldCard, th
     )
 
 
-def _head(
-    manifest: Manifest, before: OldCard, names: _Names, *, library: str | None, target: ExportTarget | None
-) -> str:
-    """Return the front matter, and the comment that marks the card as generated."""
+def _head(manifests: Sequence[Manifest], before: OldCard, names: _Names, *, library: str | None) -> str:
+    """Return the front matter, and the comment that marks the card as generated.
+
+    manifests: that of the result, and those of other exports in the repository
+    """
+    manifest, targets = manifests[0], [(_target(of), of.made_by) for of in manifests]
     bits = figures.main_bits(manifest)
     made = ["lossless"] if figures.is_lossless(manifest) else ["quantized"]
     made += [] if bits is None or figures.is_lossless(manifest) else [f"{bits:g}-bit"]
-    of_target = () if target is None else target.tags_of(manifest.made_by)
+    of_targets = [tag for target, made_by in targets if target is not None for tag in target.tags_of(made_by)]
     front_matter, written = make_front_matter(
         manifest.model,
         before.own,
         base_model=names.base_model,
         library=library,
-        tags=["pqweights", made[0], *of_target, *made[1:]],
+        tags=["pqweights", made[0], *of_targets, *made[1:]],
     )
     return front_matter + generated_comment(repository=names.on_hub, branch=names.branch, written=written)
 
