@@ -114,7 +114,14 @@ def is_examined(config: Mapping[str, Any] | None) -> bool:
 
 def unexamined_warnings(target: str, config: Mapping[str, Any] | None) -> tuple[str, ...]:
     """Return a warning if nothing is known of the names that transformers gives the layers of a model."""
-    if config is None or is_examined(config) or target not in _REFUSALS:
+    if config is None or target not in _REFUSALS:
+        return ()
+    if not isinstance(config.get("model_type"), str):
+        return (
+            "config.json: no model_type, by which the runtime finds the class of a model: it will not load this "
+            "export; fetch the original's config.json",
+        )
+    if is_examined(config):
         return ()
     return (
         f"nobody has examined what transformers does with the layers of the model type {config['model_type']}: if it "

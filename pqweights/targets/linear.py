@@ -26,6 +26,7 @@ from pqweights.kernels.groups import GroupRule
 from pqweights.models import text_model
 from pqweights.models.conventions import NEVER_QUANTIZED
 from pqweights.models.description import ModelDescription
+from pqweights.models.diffusion import find_family
 from pqweights.models.names import fused_layer
 from pqweights.planning.decisions import is_rounded_by_default
 from pqweights.planning.layout import stored_bytes
@@ -166,11 +167,13 @@ def linear_weights(
     stacks: whether the format is that of stacks of all experts, and of nothing else
     heads: whether the format takes a head with a weight of its own, which a rule has to name
 
-    Raises ExportError for an architecture that the target cannot hold, for a group size that was asked for and that
+    Raises ExportError for a model that the target cannot hold, for a group size that was asked for and that
     does not divide the rows of a weight, and if no weight can become integers; RecipeError for a rule that matches
     nothing, and for a size that cannot be met.
     """
     check_architecture(target, checkpoint.config)
+    if find_family(checkpoint.config, [tensor.name for tensor in checkpoint.tensors]) is not None:
+        raise ExportError(f"{target} runs no image or video models; use --target gguf or comfyui")
     weights, model = checkpoint.weights, text_model(checkpoint.config)
     decisions: dict[str, PackedFormat | str] = {}
     decisions |= _not_linear(checkpoint, recipe, experts=experts, stacks=stacks, heads=heads)

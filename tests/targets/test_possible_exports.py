@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from commands import done, refused
+from diffusion_cases import single_file
 from gguf_files import CONFIG, llama_tensors, write_llama
 from helpers import bf16, gaussian, write_checkpoint
 
@@ -75,6 +76,22 @@ def test_refusals_that_are_known_are_shown_by_plan(tmp_path: Path) -> None:
     assert "can be exported to: bf16, mlx (if mlx-lm takes its configuration and tensors)" in text
     assert re.search("cannot be exported to torchao: config.json: .* gpt2", text)
     assert re.search("cannot be exported to gguf: config.json: .* gpt2", text)
+
+
+@pytest.mark.parametrize("target", ["vllm", "torchao"])
+def test_runtimes_of_language_models_are_refused_image_models(target: str, tmp_path: Path) -> None:
+    source = single_file(tmp_path / "model", "FLUX.1")
+    assert answers("plan", source)[target]["possible"] is False
+    assert "use --target gguf or comfyui" in refused("export", source, tmp_path / "out", "--target", target)
+
+
+@pytest.mark.parametrize("target", ["vllm", "torchao"])
+def test_export_of_a_model_without_a_type_warns_that_no_runtime_loads_it(target: str, tmp_path: Path) -> None:
+    source = wide_llama(tmp_path / "model")
+    export = ("export", source, tmp_path / "out", "--target", target, "--dry-run", "-q")
+    assert "no model_type" not in done(*export).stderr
+    (source / "config.json").unlink()
+    assert "WARNING: config.json: no model_type" in done(*export).stderr
 
 
 def test_layers_that_differ_are_each_looked_at(tmp_path: Path) -> None:
