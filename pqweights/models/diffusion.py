@@ -16,6 +16,8 @@ PREFIXES = ("model.diffusion_model.", "net.", "")
 # The key of a config.json of diffusers that names the class of the model.
 CLASS = "_class_name"
 COMFYUI, DIFFUSERS = "ComfyUI-GGUF", "diffusers"
+# Why a tensor stays plain.
+OUTSIDE = "outside of the matrices of blocks"
 
 # What the two programs decode; ComfyUI-GGUF has other types decoded by the gguf package, which takes long.
 TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS")

@@ -19,7 +19,7 @@ from pqweights.formats.fp8 import COMFYUI
 from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.groups import BEST, FloatRule
 from pqweights.models import text_model
-from pqweights.models.diffusion import find_family
+from pqweights.models.diffusion import OUTSIDE, find_family
 from pqweights.planning.layout import DEFAULT_METADATA
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.roles import names_of
@@ -57,7 +57,8 @@ def _assign(
     tensors, left_out = own_tensors(checkpoint, found)
     matrices = [of for of in tensors if found.in_blocks(of.name) and found.is_matrix(of.name, of.shape)]
     stay = plain_beside_codes(checkpoint.tensors, _rule(1))
-    decisions, layers = dict[str, PackedFormat | str](), {}
+    decisions: dict[str, PackedFormat | str] = {of.name: OUTSIDE for of in tensors if len(of.shape) > 1}
+    layers = {}
     model = text_model(checkpoint.config)
     for tensor in matrices:
         name = tensor.name

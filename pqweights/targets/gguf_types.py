@@ -30,7 +30,7 @@ from pqweights.formats.gguf_blocks import block_format
 from pqweights.formats.packing import PackedFormat
 from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 from pqweights.models import text_model
-from pqweights.models.diffusion import COMFYUI, DIFFUSERS, TYPES
+from pqweights.models.diffusion import COMFYUI, DIFFUSERS, OUTSIDE, TYPES
 from pqweights.planning.recipe import Recipe
 from pqweights.planning.roles import names_of
 from pqweights.targets.assignment import (
@@ -156,7 +156,7 @@ def _plain(tensor: LogicalTensor, model: GgufModel) -> tuple[str, str] | None:
         return INTEGERS, "whole numbers"
     if model.diffusion is not None:
         plain = plain_type(model.diffusion, tensor)
-        return None if plain is None else (plain, "outside of the matrices of blocks")
+        return None if plain is None else (plain, OUTSIDE)
     return None if may_be_quantized(tensor.name, tensor.shape) else ("F32", IN_FLOAT32)
 
 

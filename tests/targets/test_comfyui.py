@@ -29,7 +29,7 @@ from pqweights.checkpoint import shard_file
 from pqweights.common.dtypes import float8_table
 from pqweights.convert import jobs, shard
 from pqweights.convert.manifest import read_manifest
-from pqweights.models.diffusion import FAMILIES
+from pqweights.models.diffusion import FAMILIES, OUTSIDE
 
 LOADED = [name for name in ORIGINAL if FAMILIES[name].in_comfyui]
 PREFIX = "model.diffusion_model."
@@ -79,6 +79,8 @@ def test_matrices_of_blocks_err_no_more_than_by_the_rule_of_comfyui(family: str,
         else:
             assert torch.equal(values[name].float(), expected), name
             assert values[name].dtype == {"BF16": torch.bfloat16, "F32": torch.float32}[dtype]
+    plain = [tensor.reason for tensor in read_manifest(tmp_path / "out").tensors if tensor.action == "decode"]
+    assert set(plain) <= {OUTSIDE}
     assert done("verify", path.parent).stdout.startswith(f"{path.parent}: ok")
     done("inspect", path.parent)
 
