@@ -18,11 +18,13 @@ from pqweights.storage import Store
 
 # What another value of a key of what made a result means for the user. Of other keys, the value is named.
 OTHERS = {
+    "adapters": "other adapters (`adapter`)",
     "awq": "other scales (`awq`)",
     "calibrated": "another calibration",
     "calibration": "another sample (`calibrate`)",
     "fit": "other bit widths, by other sensitivities (`calibrate`)",
     "master_errors": "another master",
+    "rules": "other rules (`recipe`, `keep`, `set_format`)",
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from commands import raises
 from converting import SHARD_BYTES, command
-from helpers import folder_bytes, killed_runs, run_command
+from helpers import bf16, folder_bytes, gaussian, killed_runs, run_command, write_checkpoint
 from memory_storage import Place
 
 from pqweights.errors import OutputError, SourceError
@@ -95,6 +95,16 @@ def test_result_of_another_source_or_target_is_named(source: Path, own_source: P
     run_command(command(source, recipe="q4", overwrite=True), out)
     with raises(OutputError, "master"):
         run_command(export, exported)
+
+
+def test_export_by_other_rules_is_named(tmp_path: Path) -> None:
+    tensors = {f"model.layers.{n}.mlp.down_proj.weight": bf16(gaussian(64, 128, seed=n)) for n in range(2)}
+    source = write_checkpoint(tmp_path / "model", tensors, config={"model_type": "llama"})
+    export: dict[str, Any] = {"export": str(source), "target": "vllm"}
+    for first, second in ((export, export | {"keep": "*.1.*"}), (export | {"keep": "*.1.*"}, export)):
+        run_command(first | {"overwrite": True}, tmp_path / "out")
+        with raises(OutputError, "made with other rules (`recipe`, `keep`, `set_format`); "):
+            run_command(second, tmp_path / "out")
 
 
 def test_finished_folder_of_another_command_is_only_replaced_on_request(
