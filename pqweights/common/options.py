@@ -365,7 +365,7 @@ class GenerationOptions:
     no_chat: bool = False
     max_tokens: int = option(default=DEFAULT_MAX_TOKENS, least=1)
     temperature: float | None = option(_temperature, default=None)
-    seed: int | None = option(least=0, default=None)
+    seed: int | None = option(least=0, most=2**64 - 1, default=None)  # what torch takes
     packed: bool | None = None
     kv_cache: str | None = None
     device: str = option(default="cpu", choices=DEVICES)

@@ -31,7 +31,8 @@ address-without-bucket address-with-credentials output-on-the-hub output-unknown
 bits-that-no-target-has option-of-another-target qparams-best-of-rows format-unknown format-of-other-bits
 rounding-without-or-beside-what-it-needs gguf-type-misspelled gguf-options-that-exclude-each-other target-misspelled
 eval-text-twice generate-temperature-negative generate-temperature-nan generate-temperature-no-number
-generate-max-tokens-zero generate-seed-negative generate-revision-of-a-folder generate-kv-cache-misspelled
+generate-max-tokens-zero generate-seed-negative generate-seed-too-large generate-revision-of-a-folder
+generate-kv-cache-misspelled
 generate-kv-cache-heads-of-no-multiple fit-size-no-size fit-size-zero fit-size-beyond-all-files fit-bits-no-number
 fit-bits-and-target fit-both-targets fit-bits-nan fit-bits-negative fit-recipe-with-bits memory-zero memory-no-size
 memory-context-negative memory-context-no-number memory-context-zero memory-context-beyond-numbers
