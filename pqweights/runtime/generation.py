@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pqweights.checkpoint.gguf.file import gguf_models
 from pqweights.checkpoint.names import GENERATION_CONFIG
 from pqweights.checkpoint.readers import EncodedTensor
 from pqweights.checkpoint.source import open_local
@@ -85,7 +87,9 @@ def continued(
     """
     folder = read_model(path)
     if folder.runtime in COMMANDS:
-        raise GenerationError(f"{path}: transformers does not load it; run `{COMMANDS[folder.runtime]} {path}`")
+        is_folder_of_gguf = folder.runtime == LLAMA_CPP and path.is_dir()
+        given = shlex.quote(str(path / gguf_models(Storage(path))[0] if is_folder_of_gguf else path))
+        raise GenerationError(f"{path}: transformers does not load it; run `{COMMANDS[folder.runtime]} {given}`")
     check_options([folder], device=options.device)
     if options.packed:
         check_packed(folder)

@@ -127,8 +127,10 @@ def test_exports_run_in_transformers(name, work):
 
 
 def test_formats_of_other_libraries_name_their_command(work, tmp_path):
-    file = llama_gguf(work / "chat", tmp_path / "a.gguf")
-    for path, command in ((work / "mlx", "mlx_lm.generate"), (file, "llama-cli")):
+    (folder := tmp_path / "a folder").mkdir()
+    file = llama_gguf(work / "chat", folder / "a.gguf")
+    in_mlx = f"`mlx_lm.generate --model {work / 'mlx'}`"
+    for path, command in ((work / "mlx", in_mlx), (file, f"`llama-cli -m '{file}'`"), (folder, f"-m '{file}'`")):
         with raises(GenerationError, command, path.name):
             reply(path)
 
