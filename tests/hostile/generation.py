@@ -75,7 +75,7 @@ CASES = [
     generating("temperature-no-number", "--temperature", "number", command=GENERATE + " --temperature hot"),
     generating("max-tokens-zero", "--max-tokens", "found 0", command=GENERATE + " --max-tokens 0"),
     generating("seed-negative", "--seed", "found -3", command=GENERATE + " --seed -3"),
-    generating("seed-too-large", "--seed", "found 99999999999999999999", command=GENERATE + " --seed " + "9" * 20),
+    generating("seed-too-large", "--seed", "found 1e+20", command=GENERATE + " --seed " + "9" * 20),
     generating("packed-without-a-master", "--packed", "model", command=GENERATE + " --packed"),
     generating("revision-of-a-folder", "--revision", "repository", command=GENERATE + " --revision main"),
     caching("misspelled", "hadamrd:3", "'hadamrd'", "'hadamard'"),
