@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -225,6 +226,13 @@ class MovedTensor:
             while sum(of.nbytes for _, of in _kept) > 2 * KEPT_BYTES:
                 del _kept[:1]
             return made
+
+
+def transposed_matrices(name: str, tensor: LogicalTensor) -> MovedTensor:
+    """Return a tensor with its matrices transposed."""
+    *stack, rows, columns = tensor.shape
+    segments = [(tensor, range(math.prod(stack) * rows))]
+    return MovedTensor.of(name, (*stack, columns, rows), segments, columns=range(columns), transposed=True)
 
 
 def _forget(tensor: weakref.ref[MovedTensor]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
-from pqweights.checkpoint.views import MovedTensor
+from pqweights.checkpoint.views import MovedTensor, transposed_matrices
 from pqweights.errors import ExportError
 from pqweights.models import text_config, text_model
 from pqweights.models.conventions import STACKED_EXPERTS
@@ -29,14 +29,14 @@ def with_single_experts(checkpoint: Checkpoint) -> Checkpoint:
     traits = text_model(checkpoint.config).traits
     if not traits & {Trait.TAKES_SINGLE_EXPERTS, Trait.VLLM_TAKES_SINGLE_EXPERTS}:
         return checkpoint
-    transposed = _is_transposed(checkpoint, traits)
+    inputs_first = _is_transposed(checkpoint, traits)
     tensors: list[LogicalTensor] = []
     for tensor in checkpoint.tensors:
         match = STACKED_EXPERTS.fullmatch(tensor.name)
         if match is None or not is_stack(tensor, checkpoint.weights):
             tensors.append(tensor)
         else:
-            tensors += _singles(tensor, match["layer"], match["matrix"], transposed=transposed)
+            tensors += _singles(tensor, match["layer"], match["matrix"], inputs_first=inputs_first)
     return replace(checkpoint, tensors=tuple(tensors))
 
 
@@ -65,7 +65,9 @@ def with_upright_stacks(checkpoint: Checkpoint) -> Checkpoint:
     model_type = (checkpoint.config or {}).get("model_type")
     if model_type != OF_STACKS:
         raise ExportError(f"config.json: stacks of MXFP4 are for models of type {OF_STACKS}, found {model_type}")
-    tensors = tuple(_upright(t) if is_stack(t, checkpoint.weights) else t for t in checkpoint.tensors)
+    tensors = tuple(
+        transposed_matrices(t.name, t) if is_stack(t, checkpoint.weights) else t for t in checkpoint.tensors
+    )
     return replace(checkpoint, tensors=tensors)
 
 
@@ -74,32 +76,19 @@ def is_stack(tensor: LogicalTensor, weights: frozenset[str]) -> bool:
     return len(tensor.shape) == 3 and STACKED_EXPERTS.fullmatch(tensor.name) is not None and is_weight(tensor, weights)
 
 
-def _upright(tensor: LogicalTensor) -> MovedTensor:
+def _singles(tensor: LogicalTensor, experts: str, matrix: str, *, inputs_first: bool) -> Iterator[MovedTensor]:
+    """Yield the matrices [out, in] of each expert, gate before up. inputs_first: whether it is [experts, in, out]"""
     count, rows, columns = tensor.shape
-    return MovedTensor(
-        name=tensor.name,
-        shape=(count, columns, rows),
-        dtype=tensor.plain_dtype,
-        segments=((tensor, range(count * rows)),),
-        columns=range(columns),
-        transposed=True,
-    )
-
-
-def _singles(tensor: LogicalTensor, experts: str, matrix: str, *, transposed: bool) -> Iterator[MovedTensor]:
-    """Yield the matrices [out, in] of each expert, gate before up. transposed: whether it is [experts, in, out]"""
-    count, rows, columns = tensor.shape
-    outputs, inputs = (columns, rows) if transposed else (rows, columns)
+    outputs, inputs = (columns, rows) if inputs_first else (rows, columns)
     names = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else ("down_proj",)
     height = outputs // len(names)
     for expert in range(count):
         for part, name in enumerate(names):
-            first, held = (0, rows) if transposed else (part * height, height)
-            yield MovedTensor(
-                name=f"{experts}.{expert}.{name}.weight",
-                shape=(height, inputs),
-                dtype=tensor.plain_dtype,
-                segments=((tensor, range(expert * rows + first, expert * rows + first + held)),),
-                columns=range(part * height, (part + 1) * height) if transposed else range(inputs),
-                transposed=transposed,
+            first, held = (0, rows) if inputs_first else (part * height, height)
+            yield MovedTensor.of(
+                f"{experts}.{expert}.{name}.weight",
+                (height, inputs),
+                [(tensor, range(expert * rows + first, expert * rows + first + held))],
+                columns=range(part * height, (part + 1) * height) if inputs_first else range(inputs),
+                transposed=inputs_first,
             )

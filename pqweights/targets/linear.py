@@ -46,6 +46,8 @@ MOST_COLUMNS = 1 << 20
 CHANNEL = (1,)
 # A layer that would take this many bits a weight, as many as in BF16, stays plain.
 TOO_MANY_BITS = 16
+# Of a layer of a usual size.
+USUAL_SHAPE = (4096, 4096)
 # What the header of a file takes for a tensor, at most: a weight of a format may be stored as four.
 HEADER_BYTES = 800
 FUSED_WITH_KEPT = "runtimes fuse it with a layer that the master keeps"
@@ -96,6 +98,12 @@ class LinearFormat:
     def ways(self) -> tuple[str, ...]:
         """The values of `qparams`: rows and FP8 have no better scale than that of the largest weight, or hardly."""
         return (MINMAX,) if self.is_channel or self.rule.kind == "fp8" else (BEST, MINMAX)
+
+    @property
+    def usual_bits(self) -> float:
+        """The bits of a weight of a usual layer, scales included."""
+        stored = self.format(USUAL_SHAPE, self.groups.size).specs("weight", USUAL_SHAPE)
+        return 8 * stored_bytes(stored) / math.prod(USUAL_SHAPE)
 
     def with_options(self, group_size: int | None, qparams: str) -> LinearFormat:
         """Return the format with what a user asks for. Raises OptionError for a size that it does not have."""

@@ -126,18 +126,13 @@ def _windows_otherwise(model: Any, config: Mapping[str, Any]) -> Iterator[str]:
         )
     if not sizes:
         return
-    if any(expected is not None for _, expected in pairs):
-        yield (
-            f"mlx-lm attends to the whole context in {len(pairs)} layers in which the model attends to a window of "
-            f"{min(sizes)} tokens: with texts of more than {min(sizes)} tokens it computes something different from "
-            "transformers"
-        )
-    else:
-        yield (
-            f"mlx-lm attends to a window of {min(sizes)} tokens in {len(pairs)} layers in which the model attends to "
-            f"the whole context: with texts of more than {min(sizes)} tokens it computes something different from "
-            "transformers"
-        )
+    all_of_it, window = "the whole context", f"a window of {min(sizes)} tokens"
+    has_windows = any(expected is not None for _, expected in pairs)
+    own, expected = (all_of_it, window) if has_windows else (window, all_of_it)
+    yield (
+        f"mlx-lm attends to {own} in {len(pairs)} layers in which the model attends to {expected}: with texts of more "
+        f"than {min(sizes)} tokens it computes something different from transformers"
+    )
 
 
 def _windows_of(model: Any) -> list[int | None]:

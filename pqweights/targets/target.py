@@ -6,7 +6,6 @@ values of options are checked that several targets have is here, too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -17,9 +16,8 @@ from pqweights.common.options import MLX as MLX
 from pqweights.common.options import OF_ALL_TARGETS, Options, given_in
 from pqweights.common.options import TRANSFORMERS as TRANSFORMERS
 from pqweights.errors import ExportError, OptionError
-from pqweights.formats.packing import PackedFormat
 from pqweights.planning.choice import choose_recipe
-from pqweights.planning.layout import DEFAULT_MAX_SHARD_BYTES, stored_bytes
+from pqweights.planning.layout import DEFAULT_MAX_SHARD_BYTES
 from pqweights.planning.recipe import NOTHING, Recipe
 from pqweights.targets.integers import Assignment
 from pqweights.targets.loading import LoadableModel
@@ -55,15 +53,6 @@ class ExportSettings:
     assign: Callable[[Checkpoint, str | None], Assignment]
     recipe: Recipe = NOTHING
     rounding: str = PLAIN
-
-
-# Of a layer of a usual size.
-USUAL_SHAPE = (4096, 4096)
-
-
-def stored_bits(how: PackedFormat) -> float:
-    """Return the bits of a weight of a usual layer, scales included."""
-    return 8 * stored_bytes(how.specs("weight", USUAL_SHAPE)) / math.prod(USUAL_SHAPE)
 
 
 @dataclass(frozen=True, kw_only=True)

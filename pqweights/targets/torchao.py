@@ -42,13 +42,11 @@ from pqweights.targets.target import (
     MINMAX,
     RECIPE_OPTIONS,
     TORCHAO,
-    USUAL_SHAPE,
     ExportSettings,
     ExportTarget,
     GroupSize,
     one_of,
     read_rounding,
-    stored_bits,
 )
 
 NAME = "torchao"
@@ -191,11 +189,6 @@ def _load_section(made_by: Mapping[str, Any], model: LoadableModel) -> list[str]
     return [f"For {needs}.", *by_transformers(model, packages, ', device_map="cuda"')]
 
 
-def _bits(how: LinearFormat) -> float:
-    """Return the bits of a weight of a usual layer."""
-    return stored_bits(how.format(USUAL_SHAPE, how.groups.size))
-
-
 TARGET = ExportTarget(
     name=NAME,
     runtime=TORCHAO,
@@ -204,7 +197,7 @@ TARGET = ExportTarget(
     stated=("rules",),
     read_options=read_options,
     load_section=_load_section,
-    choices={name: (Options(format=name), _bits(how)) for name, how in FORMATS.items()}
-    | {"int4, plain": (Options(packing=UNTILED), _bits(replace(FORMATS[INT4], layout=INT4_PLAIN)))},
+    choices={name: (Options(format=name), how.usual_bits) for name, how in FORMATS.items()}
+    | {"int4, plain": (Options(packing=UNTILED), replace(FORMATS[INT4], layout=INT4_PLAIN).usual_bits)},
     plain_roles=("embedding", "lm_head", "expert"),
 )

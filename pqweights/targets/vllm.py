@@ -71,13 +71,11 @@ from pqweights.targets.target import (
     COMPRESSED_TENSORS,
     INTEGER_OPTIONS,
     RECIPE_OPTIONS,
-    USUAL_SHAPE,
     ExportSettings,
     ExportTarget,
     GroupSize,
     one_of,
     read_rounding,
-    stored_bits,
 )
 
 NAME = "vllm"
@@ -408,11 +406,6 @@ def _is_numbered(weight: str) -> bool:
 PROPOSED = ("w8a16", "fp8", "int8", "nvfp4", "mxfp4", "w4a16", "w3a16")
 
 
-def _bits(name: str) -> float:
-    """Return the bits of a weight of a usual layer."""
-    return stored_bits(FORMATS[name].format(USUAL_SHAPE, FORMATS[name].groups.size))
-
-
 TARGET = ExportTarget(
     name=NAME,
     runtime=COMPRESSED_TENSORS,
@@ -421,6 +414,6 @@ TARGET = ExportTarget(
     stated=("rules",),
     read_options=read_options,
     load_section=_load_section,
-    choices={name: (Options(format=name), _bits(name)) for name in PROPOSED},
+    choices={name: (Options(format=name), FORMATS[name].usual_bits) for name in PROPOSED},
     plain_roles=("embedding", "lm_head"),
 )

@@ -30,7 +30,7 @@ from pqweights.checkpoint.gguf.views import (
 )
 from pqweights.checkpoint.header import StoredTensor
 from pqweights.checkpoint.readers import LogicalTensor
-from pqweights.checkpoint.views import MovedTensor
+from pqweights.checkpoint.views import MovedTensor, transposed_matrices
 from pqweights.errors import SourceError
 from pqweights.models.conventions import LAYER, OF_TABLE, STACKED_EXPERTS
 from pqweights.models.llama_cpp import Cut, first_class
@@ -210,7 +210,7 @@ def _moved_pieces(view: MovedTensor, held: LogicalTensor) -> Iterator[Piece]:
             )
         return
     if view.transposed:
-        held = _transposed(view.name, held)
+        held = transposed_matrices(view.name, held)
     by_rows, start = _matrix(held, sum(len(rows) for _, rows in view.segments)), 0
     for of, rows in view.segments:
         yield Piece(of=_origin(of), first=rows[0], step=rows.step, count=len(rows), held=by_rows, start=start)
@@ -244,7 +244,9 @@ def assembled(pieces: Sequence[Piece]) -> LogicalTensor:
     if step == 2:
         whole = InterleavedTensor.of(of.name, whole, head_rows=2 * ordered[0].count)
     if pieces[0].transposed:
-        whole = _transposed(of.name, RenamedTensor.of(of.name, whole, shape=(*of.shape[:-2], of.shape[-1], width)))
+        whole = transposed_matrices(
+            of.name, RenamedTensor.of(of.name, whole, shape=(*of.shape[:-2], of.shape[-1], width))
+        )
     dtypes = {piece.held.dtype for piece in pieces}
     dtype = dtypes.pop() if len(dtypes) == 1 else whole.plain_dtype
     return RenamedTensor.of(of.name, whole, shape=of.shape, dtype=dtype)
@@ -253,13 +255,6 @@ def assembled(pieces: Sequence[Piece]) -> LogicalTensor:
 def _matrix(held: LogicalTensor, rows: int) -> LogicalTensor:
     shape = (rows, math.prod(held.shape) // max(rows, 1))
     return held if held.shape == shape else RenamedTensor.of(held.name, held, shape=shape)
-
-
-def _transposed(name: str, held: LogicalTensor) -> MovedTensor:
-    """Return a tensor with its matrices transposed."""
-    *stack, rows, columns = held.shape
-    segments = [(held, range(math.prod(stack) * rows))]
-    return MovedTensor.of(name, (*stack, columns, rows), segments, columns=range(columns), transposed=True)
 
 
 def _rows(
