@@ -42,6 +42,13 @@ class ByteReads(Protocol):
         ...
 
 
+def read_stored(storage: ByteReads, stored: StoredTensor) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a small stored tensor."""
+    raw = np.empty(stored.byte_count, dtype=np.uint8)
+    storage.read_into(stored.file, stored.offset, raw)
+    return raw
+
+
 class TensorSpec(NamedTuple):
     """The name, dtype and shape of a tensor in a safetensors file.
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pqweights.checkpoint.blocks import BlocksTensor
 from pqweights.checkpoint.digests import Reads
-from pqweights.checkpoint.header import StoredTensor, TensorSpec
+from pqweights.checkpoint.header import StoredTensor, TensorSpec, read_stored
 from pqweights.checkpoint.readers import EncodedTensor, PlainTensor
 from pqweights.formats.native import CODED, LENGTHS, REASONS, Native, item_width
 from pqweights.formats.packed import QuantizedTensor
@@ -106,9 +106,7 @@ class NativeImage:
         """Where the chunks of a tensor end, from 0 on: [1 + chunks]. Raises MasterError for lengths that are none."""
         if part.tensor.name not in self._ends:
             stream, stored = part.held
-            raw = np.empty(stored.byte_count, dtype=np.uint8)
-            self.storage.read_into(stored.file, stored.offset, raw)
-            lengths = raw.view("<i4")
+            lengths = read_stored(self.storage, stored).view("<i4")
             if lengths.min() < 1 or int(lengths.sum(dtype=np.int64)) != stream.byte_count:
                 expected = f"lengths from 1 on whose sum is {stream.byte_count} bytes"
                 raise damaged_master(f"{stored.file}: tensor {stored.name!r}: expected {expected}, found others")

@@ -87,6 +87,14 @@ def sha256_of_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def sha256_of(pieces: Iterable[bytes | memoryview]) -> str:
+    """Return the sha256 of pieces, one after the other."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiskNeed:
     """What a run writes into a folder.

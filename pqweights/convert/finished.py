@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pqweights.checkpoint.names import MANIFEST_FILE
 from pqweights.checkpoint.source import Checkpoint
+from pqweights.checkpoint.writer import sha256_of
 from pqweights.convert.journal import is_under_way
 from pqweights.convert.listed_files import file_problems
 from pqweights.convert.manifest import Manifest, parse_manifest
@@ -72,9 +72,7 @@ def _difference(plan: Plan, store: Store, manifest: Manifest) -> str | None:
     # A source that is newer may have changed in bytes that its fingerprint does not cover. What the target adds follows
     # from its options, which the manifests have in common. A store may tell no times.
     if newest > (files[MANIFEST_FILE].modified or sys.maxsize) or any(
-        _sha256_of_pieces(pieces()) != manifest.files[name].sha256
-        for name, pieces in contents.items()
-        if name not in added
+        sha256_of(pieces()) != manifest.files[name].sha256 for name, pieces in contents.items() if name not in added
     ):
         return "holds this result, but files of its source were changed or copied since"
     return None
@@ -124,10 +122,3 @@ def _other_recipe(theirs: Any, ours: Mapping[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     return str(value)[:40]
-
-
-def _sha256_of_pieces(pieces: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.header import StoredTensor, read_stored
 from pqweights.checkpoint.names import awq_name
 from pqweights.checkpoint.source import Checkpoint, read_header
 from pqweights.checkpoint.storage import Storage
@@ -91,9 +91,7 @@ class AwqScales:
         """Read the scales [..., K] of a weight, as the bytes of float16."""
         assert self.files is not None  # a finished result is not made again
         stored = next(part for part in self.files.stored if part.name == awq_name(name))
-        raw = np.empty(stored.byte_count, dtype=np.uint8)
-        self.files.storage.read_into(stored.file, stored.offset, raw)
-        return raw
+        return read_stored(self.files.storage, stored)
 
 
 def _summary(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.header import StoredTensor, read_stored
 from pqweights.errors import SourceError
 from pqweights.formats.compressed_tensors import schemes
 from pqweights.formats.packed import SCALE_DTYPES, QuantizedTensor, Source, is_one_of, rows_for, unlike, weight_of
@@ -252,7 +252,7 @@ def find_llm_int8(source: Source, name: str, codes: StoredTensor) -> QuantizedTe
         raise unlike(codes, "codes", "I8 [rows, columns]")
     scales = source.part(codes, f"{module}.SCB", ("F32",), codes.shape[:1])
     of_layout = source.stored.get(f"{name}_format")
-    if of_layout is not None and any(number := source.bytes_of(of_layout)):
+    if of_layout is not None and any(number := read_stored(source.storage, of_layout)):
         raise SourceError(
             f"{of_layout.file}: {of_layout.name!r}: expected 0, for codes in rows, found {number[0]}, one of the "
             "layouts that old versions of bitsandbytes made for GPUs"
@@ -293,4 +293,4 @@ def check_scales(scales: StoredTensor, rows: int, groups: int) -> None:
 
 def _columns(source: Source, shape: StoredTensor) -> int:
     """Read the number of columns of a weight."""
-    return int(source.bytes_of(shape).view({"I64": "<i8", "I32": "<i4"}[shape.dtype])[1])
+    return int(read_stored(source.storage, shape).view({"I64": "<i8", "I32": "<i4"}[shape.dtype])[1])

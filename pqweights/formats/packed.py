@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pqweights.checkpoint.header import ByteReads, StoredTensor
+from pqweights.checkpoint.header import ByteReads, StoredTensor, read_stored
 from pqweights.common.dtypes import FLOAT_DTYPES, from_float32, item_bytes
 from pqweights.errors import SourceError
 from pqweights.formats.packing import (
@@ -172,9 +172,7 @@ class QuantizedTensor:
 
     def _floats(self, stored: StoredTensor) -> Floats:
         """Return a small stored tensor in F32."""
-        numbers = np.empty(stored.byte_count // 4, dtype=np.float32)
-        self.storage.read_into(stored.file, stored.offset, numbers.view(np.uint8))
-        return numbers
+        return read_stored(self.storage, stored).view(np.float32)
 
     def _with_unit(self, scales: Floats) -> Floats:
         if (stored := self.holds(UNIT)) is not None:
@@ -367,12 +365,6 @@ class Source:
             expected = " or ".join(dtypes) + ("" if not shapes else f" {list(shapes[0])}")
             raise unlike(part, "part of a quantized weight", expected)
         return part
-
-    def bytes_of(self, stored: StoredTensor) -> Bytes:
-        """Read a small stored tensor."""
-        raw = np.empty(stored.byte_count, dtype=np.uint8)
-        self.storage.read_into(stored.file, stored.offset, raw)
-        return raw
 
 
 def check_decoded(values: Bytes | Floats, weight: str, stored: StoredTensor) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pqweights.checkpoint.header import StoredTensor
+from pqweights.checkpoint.header import StoredTensor, read_stored
 from pqweights.common.documents import Number, Size, read_document
 from pqweights.common.strict_json import MAX_ELEMENTS
 from pqweights.errors import SourceError
@@ -59,7 +59,7 @@ def find_table(source: Source, name: str, codes: StoredTensor) -> QuantizedTenso
     if state.byte_count > MOST_JSON_BYTES:
         raise unlike(state, "JSON", f"at most {MOST_JSON_BYTES} bytes")
     place = f"{state.file}: tensor {state.name!r}"
-    raw = source.bytes_of(state).tobytes()
+    raw = read_stored(source.storage, state).tobytes()
     about = read_document(raw, _QuantState, lambda problem: SourceError(f"{place}: {problem}"))
     count = math.prod(about.shape)
     if not 0 < count <= MAX_ELEMENTS:

@@ -25,6 +25,7 @@ from pqweights.checkpoint.names import (
 from pqweights.checkpoint.source import open_files
 from pqweights.checkpoint.storage import Storage, read_bytes, read_file
 from pqweights.checkpoint.unfinished import describe_interrupted
+from pqweights.checkpoint.writer import sha256_of
 from pqweights.common.strict_json import json_pieces
 from pqweights.common.threads import Progress, no_progress
 from pqweights.convert.listed_files import config_problems
@@ -226,15 +227,8 @@ def _check_files(storage: Storage, manifest: Manifest) -> Iterator[tuple[str, st
             yield name, f"{name}: missing"
         elif size != record.bytes:
             yield name, f"{name}: expected {record.bytes} bytes, found {size}"
-        elif (digest := _sha256(storage, name, size)) != record.sha256:
+        elif (digest := sha256_of(read.data for read in pieces_of(storage, name, 0, size))) != record.sha256:
             yield name, f"{name}: sha256: expected {record.sha256}, found {digest}"
-
-
-def _sha256(storage: Storage, name: str, size: int) -> str:
-    digest = hashlib.sha256()
-    for read in pieces_of(storage, name, 0, size):
-        digest.update(read.data)
-    return digest.hexdigest()
 
 
 def _unlisted(

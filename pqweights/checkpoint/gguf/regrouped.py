@@ -35,6 +35,12 @@ def of_layer(name: str, known: Mapping[str, T]) -> T | None:
     return next((value for expression, value in known.items() if re.fullmatch(expression, module)), None)
 
 
+def in_words_of(table: Mapping[str, str], name: str) -> str | None:
+    """Return what the first expression of a table that matches a name makes of it; None if none does."""
+    matches = ((re.fullmatch(expression, name), known) for expression, known in table.items())
+    return next((match.expand(known) for match, known in matches if match), None)
+
+
 def cut(tensors: Iterator[NamedTensor], settings: Settings) -> Iterator[NamedTensor]:
     """Yield the tensors, with several in the place of each one that llama.cpp holds in parts."""
     for known, tensor in tensors:

@@ -44,7 +44,7 @@ from pqweights.checkpoint.gguf.towers import ARCHITECTURE as TOWER
 from pqweights.checkpoint.gguf.views import ConstantTensor, RenamedTensor, SourceTensor
 from pqweights.checkpoint.gguf.vocabulary import OTHERS
 from pqweights.checkpoint.gguf.wholes import BREAK, processor_of, restored_tower, whole_models
-from pqweights.checkpoint.header import ByteReads, StoredTensor
+from pqweights.checkpoint.header import ByteReads, StoredTensor, read_stored
 from pqweights.checkpoint.names import CONFIG_FILE
 from pqweights.checkpoint.promise import checked_config, tied_head, untied
 from pqweights.checkpoint.readers import LogicalTensor, PlainTensor
@@ -111,7 +111,9 @@ def open_gguf_source(stored_in: Storage, file: str = "", include: Sequence[str] 
     check_not_interrupted(stored_in)
     check_links(stored_in.broken_links, stored_in.outside_links)
     files = stored_in.files()
-    made = {} if any(name in files for name in (FAST, *OTHERS)) else _tokenizer(stored_in, contents)
+    made: dict[str, bytes] = {}
+    if not any(name in files for name in (FAST, *OTHERS)):
+        made = tokenizer_files(str(contents.path), whole_metadata(stored_in, contents), contents.context)
     if MODULES not in files:
         made |= _modules(stored_in, contents)
     others = {name for name in files if name.endswith(SUFFIX) and not TOWER_FILE.fullmatch(name)}
@@ -260,10 +262,6 @@ def _text_part(contents: GgufContents) -> tuple[GgufContents, tuple[str, ...]]:
     return replace(contents, metadata=metadata), (remark,)
 
 
-def _tokenizer(storage: Storage, contents: GgufContents) -> dict[str, bytes]:
-    return tokenizer_files(str(contents.path), whole_metadata(storage, contents), contents.context)
-
-
 def _modules(storage: Storage, contents: GgufContents) -> dict[str, bytes]:
     """Return the files that say how vectors of tokens become one, if the file says it."""
     try:
@@ -332,9 +330,7 @@ def _factors(storage: Storage, contents: GgufContents) -> Factors:
     known = {*FACTORS, *(name for row in rows if row is not None for name in row.constants)}
     for tensor in contents.tensors:
         if {tensor.name, tensor.name.split(".", 2)[-1]} & known and tensor.type == "F32" and len(tensor.shape) == 1:
-            raw = np.empty(tensor.byte_count, dtype=np.uint8)
-            storage.read_into(tensor.file, tensor.offset, raw)
-            factors[tensor.name] = raw.view(np.float32)
+            factors[tensor.name] = read_stored(storage, _stored(tensor)).view(np.float32)
     return factors
 
 

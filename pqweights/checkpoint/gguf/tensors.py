@@ -23,6 +23,7 @@ from pqweights.checkpoint.gguf.mixes import INTEGERS
 from pqweights.checkpoint.gguf.regrouped import (
     NamedTensor,
     cut,
+    in_words_of,
     of_layer,
     rows_from,
     with_experts_stacked,
@@ -200,10 +201,8 @@ def known_name(name: str, modules: Mapping[str, str]) -> str:
     module, dot, last = inner.rpartition(".")
     whole, _, end = name.rpartition(".")
     for before, of, rest in ((begin, inner, ""), (begin, module, dot + last), ("", whole, f".{end}")):
-        matches = ((re.fullmatch(expression, of), known) for expression, known in modules.items())
-        for match, known in matches:
-            if match is not None:
-                return f"{before}{match.expand(known)}{rest}"
+        if (known := in_words_of(modules, of)) is not None:
+            return f"{before}{known}{rest}"
     return name
 
 
@@ -224,8 +223,7 @@ def _own_tensor(name: str, tensors: Mapping[str, str]) -> tuple[str, str] | None
     """Return a type and the name in the file of a tensor that the gguf package lacks. tensors: see Architecture"""
     match = LAYER.fullmatch(name)
     inner, block = (match[3], f"blk.{match[2]}.") if match else (name, "")
-    matches = ((re.fullmatch(expression, inner), known) for expression, known in tensors.items())
-    own = next((match.expand(known) for match, known in matches if match), None)
+    own = in_words_of(tensors, inner)
     return (re.sub(r"\.(weight|bias)$", "", own).upper(), block + own) if own else None
 
 
@@ -337,8 +335,7 @@ def name_behind(name: str, layers: int, folded: Mapping[str, str]) -> str | None
     if match is None:
         return None
     if folded:
-        matches = ((re.fullmatch(expression, name), known) for expression, known in folded.items())
-        rest = next((match.expand(known) for match, known in matches if match), None)
+        rest = in_words_of(folded, name)
         return rest and f"backbone.layers.{layers}.{rest}"
     if match[1]:
         return f"model.layers.{layers + int(match[1])}.{match[2]}"

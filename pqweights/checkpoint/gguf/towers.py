@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pqweights.checkpoint.gguf import gguf_package
+from pqweights.checkpoint.gguf.regrouped import in_words_of
 from pqweights.checkpoint.gguf.settings import value_of
 from pqweights.checkpoint.gguf.tokens import read_tokenizer
 from pqweights.checkpoint.gguf.views import InterleavedTensor, RenamedTensor, ReorderedTensor, one_added
@@ -209,8 +210,8 @@ def name_in_file(name: str, names: Any, tower: Tower, settings: Settings) -> str
     stem, suffix = match.groups() if (match := SUFFIX.fullmatch(name)) else (name, "")
     if re.fullmatch(tower.unused, stem):
         return None
-    matches = ((re.fullmatch(expression, stem), known) for expression, known in tower.modules.items())
-    stem = next((match.expand(known) for match, known in matches if match), stem)
+    renamed = in_words_of(tower.modules, stem)
+    stem = stem if renamed is None else renamed
     known = f"{stem}.{suffix}" if suffix else stem
     if not stem.startswith(("v.", "mm.")):
         named = (names.get_name(f"{prefix}{stem}") for prefix in ("", "model."))
