@@ -737,6 +737,7 @@ def run_continues(source: str, out: str, sample: str | None) -> bool | Path:
     from pqweights.convert.journal import is_under_way
     from pqweights.errors import PqweightsError
     from pqweights.storage import open_store
+    from pqweights.storage.addresses import repository_id
 
     try:
         store = open_store(out)
@@ -745,14 +746,7 @@ def run_continues(source: str, out: str, sample: str | None) -> bool | Path:
         under_way = is_under_way(store)
     except PqweightsError:  # an address that does not answer, or cannot be one
         under_way = False
-    return under_way or _is_fetched(source)
-
-
-def _is_fetched(source: str) -> bool:
-    """Whether files of a source are fetched to this machine: those of a repository."""
-    from pqweights.storage.addresses import repository_id
-
-    return repository_id(source) is not None
+    return under_way or repository_id(source) is not None  # files of a repository stay in the Hub's cache
 
 
 def hub(revision: str | None, token: str | None) -> Options:

@@ -248,14 +248,14 @@ def quality_lines(pairs: Pairs) -> list[str]:
 
     pairs: the tensors of a result, each with what was measured of it; those without an error do not count.
     """
-    from pqweights.convert.records import is_rescued, total_relative_mse
+    from pqweights.convert.records import is_rescued, mean_error
 
     measured = [(tensor, record) for tensor, record in pairs if record.energy is not None]
     if not measured:
         is_lossless = any(tensor.codec == "native" for tensor, _ in pairs)
         return ["lossless: weights are the numbers of the source, bit for bit"] if is_lossless else []
     return [
-        f"relative MSE of the quantized weights: {total_relative_mse([record for _, record in pairs]):.6f}",
+        f"relative MSE of the quantized weights: {mean_error([record for _, record in pairs], 'relative_mse'):.6f}",
         *_worst_lines(measured),
         *_worst_calibrated_lines(measured),
         *(_rescued_line(*pair) for pair in measured if is_rescued(*pair)),

@@ -49,7 +49,7 @@ from pqweights.calibrate.layer_passes import LayerPasses
 from pqweights.calibrate.layer_statistics import InputMoments, LayerStatistics, moments_of_inputs
 from pqweights.calibrate.layered import OUTSIDE, LayeredModel
 from pqweights.checkpoint.writer import disk_errors, free_bytes
-from pqweights.common.threads import Progress
+from pqweights.common.threads import Progress, no_progress
 from pqweights.convert.distributed.engine import RayEngine
 from pqweights.convert.distributed.worker import ClusterWork
 from pqweights.convert.ready import CodeMeasures, write_ready
@@ -151,7 +151,7 @@ class LayerwiseCalibration:
     by_tensor: bool = False
     threads: int = 1
     seed: int = 0
-    progress: Progress = lambda done, total, what: None
+    progress: Progress = no_progress
     engine: RayEngine | None = None
     files: tuple[tuple[Path, int], ...] = ()
     check: Callable[[], None] = lambda: None
@@ -459,7 +459,7 @@ class LayerwiseCalibration:
     def _layer_work(self, step: float, files: Mapping[int, Path]) -> LayerWork:
         """Return the work of which a task encodes a layer: on its own, since the states before it are known."""
         threads = self.threads if self.engine is None else self.engine.threads
-        own = replace(self, engine=None, progress=_unseen, check=_nothing, diverged=None, threads=threads)
+        own = replace(self, engine=None, progress=no_progress, check=_nothing, diverged=None, threads=threads)
         shared = files[0].parent
         return LayerWork(out=f"{shared}", files=self.files, shared=shared, calibration=own, step=step, codes=files)
 
@@ -562,10 +562,6 @@ class LayerwiseCalibration:
 
 def _nothing() -> None:
     """Check nothing: the driver does."""
-
-
-def _unseen(done: int, total: int, what: str) -> None:
-    """Show no progress: the driver counts layers."""
 
 
 def _of_layer(layer: int) -> str:

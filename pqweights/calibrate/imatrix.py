@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,16 +86,6 @@ def _of_list(path: Path) -> dict[str, Importances]:
     """Read the older form: a number of entries, and for each the length of its name, name, calls, values."""
     raw, offset = path.read_bytes(), 0
 
-    def integer() -> int:
-        nonlocal offset
-        if offset + 4 > len(raw):
-            raise SourceError(
-                f"{path}: expected an importance matrix of llama.cpp, found another kind of file, or a truncated one"
-            )
-        (value,) = struct.unpack_from("<i", raw, offset)
-        offset += 4
-        return int(value)
-
     def taken(count: int) -> bytes:
         nonlocal offset
         if not 0 < count <= len(raw) - offset:
@@ -105,6 +94,9 @@ def _of_list(path: Path) -> dict[str, Importances]:
             )
         offset += count
         return raw[offset - count : offset]
+
+    def integer() -> int:
+        return int.from_bytes(taken(4), "little", signed=True)
 
     result = {}
     for _ in range(min(integer(), len(raw))):

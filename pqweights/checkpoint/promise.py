@@ -76,7 +76,7 @@ def checked_config(
     if config is None:
         return None, (), ()
     is_elsewhere = storage.local_folder() is None
-    pairs = [] if all(tied is False for tied in _ties(config)) else _pairs_to_be_same(tensors, config)
+    pairs = _pairs_to_be_same(tensors, config)
     differing = [pair for pair in pairs if not same_values(pair, everywhere=not is_elsewhere)]
     unproven = [pair for pair in pairs if is_elsewhere and pair not in differing and _has_more_than_places(pair)]
     changed, remarks = with_differing(config, differing)
@@ -86,6 +86,8 @@ def checked_config(
 
 def _pairs_to_be_same(tensors: Sequence[LogicalTensor], config: Mapping[str, Any]) -> list[Pair]:
     """Return what is to be the same if head and embeddings are tied, and is stored more than once."""
+    if all(tied is False for tied in _ties(config)):
+        return []
     head = _head_and_embeddings(tensors, config)
     shared = next((tensor for tensor in tensors if tensor.name in ("shared.weight", "model.shared.weight")), None)
     copies = [tensor for tensor in tensors if tensor.name.endswith("coder.embed_tokens.weight")]
@@ -104,8 +106,7 @@ def _head_and_embeddings(tensors: Sequence[LogicalTensor], config: Mapping[str, 
 
 def tied_head(tensors: Sequence[LogicalTensor], config: Mapping[str, Any]) -> str | None:
     """Return the name of a head that is stored beside embeddings, and is to be the same."""
-    pairs = [] if all(tied is False for tied in _ties(config)) else _pairs_to_be_same(tensors, config)
-    return next((pair.one.name for pair in pairs if pair.is_head), None)
+    return next((pair.one.name for pair in _pairs_to_be_same(tensors, config) if pair.is_head), None)
 
 
 def differing_head(tensors: Sequence[LogicalTensor], config: Mapping[str, Any]) -> tuple[str, str] | None:

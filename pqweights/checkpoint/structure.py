@@ -15,6 +15,7 @@ from pqweights.checkpoint.positions import windows
 from pqweights.common.units import counted, first_names
 from pqweights.models import described, has_trait, text_config
 from pqweights.models.conventions import DRAFT_PARTS, DRAFTS, LM_HEAD, TEXT_LAYERS
+from pqweights.models.llama_cpp import first_class
 from pqweights.models.names import is_embedding, tower_of
 from pqweights.models.optional_parts import missing_parts, unused_parts
 from pqweights.models.traits import Trait
@@ -215,7 +216,7 @@ def _of_experts(layers: Mapping[int, set[str]], text: Config) -> Iterator[str]:
 
 def _of_heads(shapes: Shapes, config: Config) -> Iterator[str]:
     """Yield if there are no embeddings; or no head, and it is not to be the same as these."""
-    tokens, text_class = text_config(config).get("vocab_size"), _class_of(config)
+    tokens, text_class = text_config(config).get("vocab_size"), first_class(config)
     outside = {name: shape for name, shape in shapes.items() if len(shape) == 2 and not _NUMBER.search(name)}
     of_tokens = [name for name, shape in outside.items() if shape[0] == tokens and "per_layer" not in name]
     heads = [name for name in shapes if name.endswith(".weight") and LM_HEAD.fullmatch(name.split(".")[-2])]
@@ -244,15 +245,9 @@ def _of_parts(shapes: Shapes, layers: Mapping[int, set[str]], text: Config) -> I
         yield f"the norm behind the last layer is not stored: {RANDOM}"
 
 
-def _class_of(config: Config) -> str:
-    """Return the name of the model's class in transformers; empty if the configuration does not say it."""
-    named = config.get("architectures")
-    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
-
-
 def _of_towers(shapes: Shapes, config: Config) -> Iterator[str]:
     """Yield the towers that are described and not stored."""
-    if not _class_of(config).endswith(("ForConditionalGeneration", "ForImageTextToText")):
+    if not first_class(config).endswith(("ForConditionalGeneration", "ForImageTextToText")):
         return
     for key, what in TOWERS.items():
         has_tower = any(tower_of(name) or (_NUMBER.search(name) and not TEXT_LAYERS.match(name)) for name in shapes)

@@ -103,11 +103,6 @@ def exceeds(tensor: TensorPlan, record: TensorRecord) -> bool:
     return record.relative_mse > largest_error(format_of(tensor).distortion)
 
 
-def total_relative_mse(records: Sequence[TensorRecord]) -> float | None:
-    """Return the squared error over the sum of squares of all quantized tensors; None if there are none."""
-    return mean_error(records, "relative_mse")
-
-
 def error_totals(tensors: Sequence[TensorPlan], records: Sequence[TensorRecord]) -> dict[str, float | None]:
     """Return the errors of a whole result by name; an export of integers also has errors against the original."""
     names = ["relative_mse"]

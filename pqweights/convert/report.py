@@ -15,7 +15,6 @@ from pqweights.convert.records import (
     master_part,
     mean_error,
     tensor_reports,
-    total_relative_mse,
 )
 from pqweights.planning.layout import TensorPlan, Totals
 
@@ -71,7 +70,7 @@ class RewriteReport:
     @property
     def relative_mse(self) -> float | None:
         """The squared error over the sum of squares of all weights that were quantized; None if there are none."""
-        return total_relative_mse(self.records)
+        return mean_error(self.records, "relative_mse")
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -520,9 +520,9 @@ def pack_bits(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
     return packed
 
 
-def unpack_bits(packed: npt.NDArray[np.uint8], bits: int, count: int | None = None) -> npt.NDArray[np.uint8]:
-    """Unpack bytes [..., bytes] to their first codes, or all: [..., count], in the order of pack_bits."""
-    count = packed.shape[-1] * 8 // bits if count is None else count
+def unpack_bits(packed: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+    """Unpack bytes [..., bytes] to their codes, in the order of pack_bits."""
+    count = packed.shape[-1] * 8 // bits
     if 8 % bits == 0:  # which is faster
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
         codes = packed[..., None] >> shifts & np.uint8((1 << bits) - 1)

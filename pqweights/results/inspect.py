@@ -16,7 +16,7 @@ from pqweights.checkpoint.gguf.contents import FILE_TYPES, GgufContents, GgufTen
 from pqweights.checkpoint.gguf.file import open_gguf
 from pqweights.checkpoint.storage import Storage
 from pqweights.convert.manifest import Manifest, read_manifest, shards_of
-from pqweights.convert.records import TensorReport, tensor_reports, total_relative_mse
+from pqweights.convert.records import TensorReport, mean_error, tensor_reports
 from pqweights.planning.layout import Totals, total
 
 
@@ -49,7 +49,7 @@ class Inspection:
     @property
     def relative_mse(self) -> float | None:
         """The squared error over the sum of squares of all weights that were quantized; None if there are none."""
-        return total_relative_mse(self.manifest.records)
+        return mean_error(self.manifest.records, "relative_mse")
 
     @property
     def exceeding(self) -> list[str]:

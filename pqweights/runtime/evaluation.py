@@ -16,7 +16,7 @@ import numpy as np
 
 from pqweights.checkpoint.writer import free_bytes
 from pqweights.common.options import EvaluationOptions, path_of
-from pqweights.common.threads import Progress, slow_step
+from pqweights.common.threads import Progress, no_progress, slow_step
 from pqweights.errors import EvaluationError
 from pqweights.runtime.cached import CachedRun, CacheFigures, check_spec
 from pqweights.runtime.folders import Folder, Size, read_model, size
@@ -100,7 +100,7 @@ def evaluate(
     text: str | None,
     options: EvaluationOptions = EvaluationOptions(),
     *,
-    progress: Progress = lambda done, total, what: None,
+    progress: Progress = no_progress,
 ) -> EvaluationReport:
     """Score models on a text, one after the other, each beside the reference if there is one.
 

@@ -31,7 +31,7 @@ from pqweights.convert.jobs import CopyJob, Job
 from pqweights.convert.listed_files import open_result
 from pqweights.convert.manifest import Manifest, find_manifest
 from pqweights.convert.plan import EXPORT, MASTER, Plan, no_files, nothing_to_learn
-from pqweights.convert.records import total_relative_mse
+from pqweights.convert.records import mean_error
 from pqweights.errors import OptionError
 from pqweights.formats.packing import PackedFormat
 from pqweights.models import text_model
@@ -145,7 +145,7 @@ def plan_export(
     assignment = settings.assign(checkpoint, _model_name(checkpoint, {} if manifest is None else model, where))
     parts = assignment.parts or {"": assignment}
     master_errors = {} if manifest is None else _known_errors(assignment, checkpoint, manifest)
-    compensation = None if inputs is None else _compensation(settings, inputs, assignment, checkpoint)
+    compensation = None if inputs is None else _compensation(settings, inputs, assignment)
     known: dict[str, Any] = {"is_original": not checkpoint.is_master, "master_errors": master_errors}
     fused = fused_weights(assignment.tensors, assignment.decisions)
     read = replace(checkpoint, tensors=reading_together(assignment.tensors, fused))
@@ -179,9 +179,7 @@ def plan_export(
     )
 
 
-def _compensation(
-    settings: ExportSettings, inputs: KnownInputs, assignment: Assignment, checkpoint: Checkpoint
-) -> Compensation | None:
+def _compensation(settings: ExportSettings, inputs: KnownInputs, assignment: Assignment) -> Compensation | None:
     """Return what rounding knows of the inputs of weights; None if only the choice of formats for a goal uses them.
 
     Raises OptionError if nothing does.
@@ -231,7 +229,7 @@ def _about_master(manifest: Manifest) -> dict[str, Any]:
         key: manifest.made_by[key] for key in ("recipe", "calibrated", "awq", "fit") if key in manifest.made_by
     }
     about["bits_per_weight"] = total(manifest.tensors, source_bytes=0, output_bytes=0).bits_per_weight
-    about["relative_mse"] = total_relative_mse(manifest.records)
+    about["relative_mse"] = mean_error(manifest.records, "relative_mse")
     return about
 
 

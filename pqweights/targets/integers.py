@@ -112,20 +112,13 @@ class IntegerJob:
         multiple = max(self.row_multiple, rounding.row_multiple, ROW_MULTIPLE if most_rows > ROW_MULTIPLE else 1)
         self._rows_per_chunk = max(1, most_rows // multiple) * multiple
         self._per_matrix = -(-self._rows // self._rows_per_chunk)
+        self.chunks = self._per_matrix * self._matrices
+        # The tensor of which it reads so many rows at a time.
+        self.reads: object = reading_of(tensor), min(self._rows_per_chunk, self._rows)
         self._sums = np.zeros(2)
         self._carried_chunks = 0
         self._grid = SourceGrid.of(tensor)
         self._dtype = stored_dtype(tensor)
-
-    @property
-    def chunks(self) -> int:
-        """The number of chunks."""
-        return self._per_matrix * self._matrices
-
-    @property
-    def reads(self) -> object:
-        """The tensor of which it reads so many rows at a time."""
-        return reading_of(self._tensor), min(self._rows_per_chunk, self._rows)
 
     def read(self, chunk: int, file: ShardFile) -> npt.NDArray[np.float32]:
         """Read one chunk of whole rows as float32."""

@@ -85,11 +85,7 @@ class UnitJob:
             for step in [whole_blocks(tensor, jobs.CHUNK_WEIGHTS)]
             for start in range(0, element_count(tensor), step)
         ]
-
-    @property
-    def chunks(self) -> int:
-        """The number of chunks."""
-        return len(self._ranges)
+        self.chunks = len(self._ranges)
 
     def read(self, chunk: int, file: ShardFile) -> npt.NDArray[np.float32]:
         """Read one chunk as float32."""

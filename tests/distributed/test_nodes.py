@@ -101,7 +101,7 @@ def test_errors_of_nodes_are_those_of_the_command(
     def fail(*given: object) -> None:
         raise error
 
-    monkeypatch.setattr(worker, "_made", fail)
+    monkeypatch.setattr(worker.ShardWork, "make", fail)
     with raises(refused, named) as caught:
         run()
     assert str(caught.value).startswith(NAME if refused is ClusterError else named)

@@ -113,7 +113,7 @@ def test_runs_in_tasks_and_plain_ones_continue_each_other(
 def test_a_task_of_a_run_that_has_ended_fails(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a driver that is gone: another run may have finished the result since."""
     use_tasks_here(monkeypatch)
-    made, out = worker._made, tmp_path / "out"
+    made, out = worker.ShardWork.make, tmp_path / "out"
 
     def after_another_run(work: worker.ShardWork, number: int) -> Any:
         shutil.rmtree(out)
@@ -121,7 +121,7 @@ def test_a_task_of_a_run_that_has_ended_fails(base: Path, tmp_path: Path, monkey
         return made(work, number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_made", after_another_run)
+        patch.setattr(worker.ShardWork, "make", after_another_run)
         with pytest.raises(PqweightsError):
             quantize(base, out, "here")
     assert folder_bytes(out) == folder_bytes(base / "master")

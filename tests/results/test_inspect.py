@@ -25,7 +25,7 @@ from helpers import (
     write_checkpoint,
 )
 
-from pqweights.convert.records import TensorRecord, total_relative_mse
+from pqweights.convert.records import TensorRecord, mean_error
 from pqweights.results.inspect import inspect
 from pqweights.runtime.folders import size
 
@@ -68,7 +68,7 @@ def test_errors_and_totals_match_the_decoded_weights(
     measured = {tensor.name: tensor.relative_mse for tensor in inspection.tensors if tensor.name not in KEPT}
     assert measured == approx({name: errors[name] / energies[name] for name in exact}, bound)
     assert all(tensor.relative_mse is None for tensor in inspection.tensors if tensor.name in KEPT)
-    assert inspection.relative_mse == total_relative_mse(report.records)
+    assert inspection.relative_mse == mean_error(report.records, "relative_mse")
     assert inspection.relative_mse == approx(sum(errors.values()) / sum(energies.values()), bound)
     totals = inspection.totals
     assert totals.output_bytes == sum(path.stat().st_size for path in out.glob("*.safetensors"))
@@ -82,14 +82,14 @@ def test_errors_and_totals_match_the_decoded_weights(
 
 
 def test_total_error_without_energy_or_weights_and_its_last_digit() -> None:
-    assert total_relative_mse([TensorRecord(name="zeros", relative_mse=0.0, energy=0.0)]) == 0.0
-    assert total_relative_mse([TensorRecord(name="kept")]) is None
+    assert mean_error([TensorRecord(name="zeros", relative_mse=0.0, energy=0.0)], "relative_mse") == 0.0
+    assert mean_error([TensorRecord(name="kept")], "relative_mse") is None
     # The first value is just below the middle of two seven-digit numbers: plain additions lose the 4096 small terms,
     # and the exact sum, whatever the version of Python, carries the total over the middle.
     records = [TensorRecord(name="x", relative_mse=math.nextafter(1.0000005, 0.0), energy=1.0)]
     records += [TensorRecord(name="x", relative_mse=2.0**10, energy=2.0**-64)] * 4096
     exact = math.fsum(record.relative_mse * record.energy for record in records)  # type: ignore[operator]
-    assert total_relative_mse(records) == float(f"{exact / math.fsum(r.energy or 0.0 for r in records):.6e}")
+    assert mean_error(records, "relative_mse") == float(f"{exact / math.fsum(r.energy or 0.0 for r in records):.6e}")
 
 
 def test_bits_per_parameter_are_those_of_plan_quantize_eval_and_card(tmp_path: Path) -> None:

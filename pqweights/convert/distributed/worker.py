@@ -68,7 +68,22 @@ class ShardWork(ClusterWork):
 
     def make(self, number: int) -> tuple[Mapping[str, Mark], int]:
         """Make the group with a number; return the marks by name, and how many bytes were read from all checkpoints."""
-        return _made(self, number)
+        read_before = self.plan.bytes_read
+        if self.run.store.is_elsewhere:
+            self.run.folder.mkdir(parents=True, exist_ok=True)
+        # A folder of its own: other tasks on this node may fetch the same files.
+        with tempfile.TemporaryDirectory(prefix="fetched-", dir=self.run.folder, ignore_cleanup_errors=True) as fetched:
+            self.plan.learn(no_progress)
+            marks = make_shards(
+                self.plan,
+                self.run,
+                self.groups[number],
+                threads=self.threads,
+                progress=no_progress,
+                fetched=Path(fetched),
+            )
+        self.plan.finish_checks()
+        return marks, self.plan.bytes_read - read_before
 
 
 @dataclass(frozen=True)
@@ -175,26 +190,6 @@ def _look(pickled: bytes, tasks_at_once: int) -> str | None:
 def _make(pickled: bytes, number: int) -> str | Done:
     work, problem = _opened(pickled)  # of a node that has joined after the others were asked
     return Done(work.make(number)) if problem is None else problem
-
-
-def _made(work: ShardWork, number: int) -> tuple[Mapping[str, Mark], int]:
-    plan, folder = work.plan, work.run.folder
-    read_before = plan.bytes_read
-    if work.run.store.is_elsewhere:
-        folder.mkdir(parents=True, exist_ok=True)
-    # A folder of its own: other tasks on this node may fetch the same files.
-    with tempfile.TemporaryDirectory(prefix="fetched-", dir=folder, ignore_cleanup_errors=True) as fetched:
-        plan.learn(no_progress)
-        marks = make_shards(
-            plan,
-            work.run,
-            work.groups[number],
-            threads=work.threads,
-            progress=no_progress,
-            fetched=Path(fetched),
-        )
-    plan.finish_checks()
-    return marks, plan.bytes_read - read_before
 
 
 def _tidy(pickled: bytes, number: int) -> None:

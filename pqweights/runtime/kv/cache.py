@@ -56,7 +56,7 @@ class KVCache(Cache):
 
     def held_bytes(self) -> int:
         """Return the memory of all packed layers: codes, scales, recent tokens, and room for more, in bytes."""
-        return sum(tensor_bytes(tensor) for tensor in self._tensors())
+        return sum(tensor_bytes(tensor) for states, _ in self._states() for tensor in states.tensors())
 
     def bits_per_coordinate(self) -> float:
         """Return the memory for each coordinate of the keys and values of the packed layers, in bits.
@@ -81,10 +81,6 @@ class KVCache(Cache):
             for states in layer.states if layer.is_initialized else ():
                 if states.window is not None:
                     yield states, states.window
-
-    def _tensors(self) -> Iterator[Tensor]:
-        for states, _ in self._states():
-            yield from states.tensors()
 
 
 def kv_cache(model: Any, spec: str, *, on_codes: bool = False) -> KVCache:
