@@ -50,8 +50,8 @@ def command(
 
     Each model runs in the library that it is made for, which is named below the table. Windows slide over the text,
     and only the last tokens of each window are scored; see docs/evaluation.md. The results of a master or an export
-    are also recorded beside it; its model card shows those that score at least 10000 tokens. Of a folder with several
-    GGUF models or formats, each is evaluated.
+    are also recorded beside it; its model card shows those that score at least 10000 tokens. In a folder with
+    several GGUF models or formats, each is evaluated.
     """
     with output.errors(quiet=quiet):
         from pqweights.results.evaluation_record import result_folder_of

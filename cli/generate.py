@@ -30,7 +30,7 @@ def command(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Generate text with a model of transformers, as an answer in a chat or as a continuation, and show it as it comes.
+    """Generate text with a model that transformers loads, as a chat answer or a continuation, and stream it.
 
     Without --prompt, the prompt is read from stdin. Ctrl-C ends the text.
     """

@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Show what a finished folder holds: tensors, bits, relative errors, sizes and totals.
 
-    Of a GGUF file, whoever wrote it, show the tensors, their types and sizes, and the metadata.
+    For a GGUF file, whoever wrote it, shows the tensors, their types and sizes, and the metadata.
     """
     with output.errors(quiet=quiet):
         from pqweights.checkpoint.names import EVALUATION_FILE, MANIFEST_FILE

@@ -97,8 +97,8 @@ Html = Annotated[
     typer.Option(
         "--html",
         metavar="FILE",
-        help="Also write a page to FILE: errors and bits by layer and kind of tensor, the worst tensors, what is kept "
-        "and why, sizes. It needs nothing beside it.",
+        help="Also write a self-contained page to FILE: errors and bits by layer and kind of tensor, the worst "
+        "tensors, what is kept and why, sizes.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
@@ -139,8 +139,8 @@ Ray = Annotated[
     typer.Option(
         metavar="ADDRESS|auto|local",
         help="Have the nodes of a Ray cluster do the work, output file by output file: HOST:PORT of its head node, "
-        "auto for the cluster of this machine, local for a new one on it. --threads is then that of a task. The "
-        "output bytes are the same.",
+        "auto for the cluster of this machine, local for a new one on it. --threads is then the number of each task. "
+        "The output bytes are the same.",
     ),
 ]
 Overwrite = Annotated[
@@ -200,8 +200,9 @@ Bits = Annotated[
 Effort = Annotated[
     int | None,
     typer.Option(
-        show_default="the recipe's, else the codec's least",
-        help="Effort of encoding, for codecs with a choice: more takes longer, for smaller errors at the same size.",
+        show_default="the recipe's, else the codec's least, or 64 with --calibrate",
+        help="Effort of encoding, for codecs with a choice: a larger one takes longer and has smaller errors at the "
+        "same size.",
     ),
 ]
 Keep = Annotated[
@@ -243,8 +244,8 @@ MaxKl = Annotated[
     float | None,
     typer.Option(
         metavar="NATS",
-        help="With --calibrate: the smallest result whose divergence KL(original || result) on such tokens is at most "
-        "NATS each, e.g. 0.02.",
+        help="With --calibrate: make the smallest result whose divergence KL(original || result) is at most NATS per "
+        "token, e.g. 0.02, measured on held-out tokens of the sample, or on the text of --eval.",
     ),
 ]
 Eval = Annotated[
@@ -252,7 +253,7 @@ Eval = Annotated[
     typer.Option(
         metavar="FILE",
         show_default=False,
-        help="With --max-kl: measure the divergence on up to 8192 tokens of this text.",
+        help="With --max-kl: measure the divergence on up to 16 windows (4096 tokens) of this text.",
     ),
 ]
 # How a source is read and quantized
@@ -277,15 +278,15 @@ LeaveOut = Annotated[
 Strict = Annotated[
     bool,
     typer.Option(
-        "--strict", help="Fail if the error of a tensor is above the limit of its codec, even after it is rescued."
+        "--strict", help="Fail if the error of a tensor is above the limit of its codec, even with signs (a rescue)."
     ),
 ]
 Awq = Annotated[
     str | None,
     typer.Option(
         metavar=SAMPLES,
-        help="Scale input channels before quantizing (AWQ), with scales that are searched on a sample of text: text as "
-        "for --calibrate.",
+        help="Scale input channels before quantizing (AWQ), with scales that are searched on a sample of text, given "
+        "as for --calibrate.",
     ),
 ]
 AllowPickle = Annotated[
@@ -320,10 +321,10 @@ Calibrate = Annotated[
     str | None,
     typer.Option(
         metavar=SAMPLES,
-        help="Calibrate the weights of the trellis, layer by layer: on text that the model writes itself and texts "
-        "that come with pqweights (self), a FILE, a folder of *.txt, what --save-sample wrote, or a data set of the "
-        "Hub. Takes longer, for much less divergence in the same bytes. For a target with other codecs, it measures "
-        "there how much each weight matters.",
+        help="Calibrate the codes of the trellis codec, layer by layer: on text that the model writes and texts that "
+        "come with pqweights (self), on those texts alone (mixture), a FILE, a folder of *.txt, what --save-sample "
+        "wrote, or a data set of the Hub. It takes longer, and has much less divergence in the same bytes. With other "
+        "codecs and a target, it measures how much each weight matters.",
     ),
 ]
 CalibrationTokens = Annotated[int, typer.Option(help="Number of tokens of the sample.")]
@@ -332,16 +333,16 @@ SaveSample = Annotated[
     typer.Option(
         metavar="FILE.safetensors",
         show_default=False,
-        help="Also write the tokens of the sample to FILE.safetensors, which --calibrate takes for other results of "
-        "the model: a sample is then drawn once for all.",
+        help="Also write the tokens of the sample to FILE.safetensors, which --calibrate accepts for other results of "
+        "the same model, so that the sample is drawn only once.",
     ),
 ]
 Rate = Annotated[
     str,
     typer.Option(
         metavar="model|tensor",
-        help="How bits are shared: more of them where they matter more (model), or as the recipe gives them to each "
-        "weight (tensor).",
+        help="How a calibration divides the bits: more of them where they matter more (model), or to each weight those "
+        "of the recipe (tensor).",
     ),
 ]
 
@@ -367,7 +368,7 @@ StatedSample = Annotated[
 ]
 StatedImatrix = Annotated[
     str | None,
-    typer.Option("--imatrix", metavar="FILE", show_default=False, help="The file of importances of an export."),
+    typer.Option("--imatrix", metavar="FILE", show_default=False, help="The importance matrix of an export."),
 ]
 StatedEval = Annotated[
     str | None,
@@ -395,7 +396,7 @@ Context = Annotated[
     typer.Option(
         metavar="TOKENS",
         show_default="the most that the model takes, but not more than 8192",
-        help="For --memory: how many tokens the model keeps, e.g. 32k.",
+        help="For --memory: length of the context in tokens, e.g. 32k.",
     ),
 ]
 Runtime = Annotated[
@@ -410,14 +411,14 @@ Runtime = Annotated[
 
 Target = Annotated[
     str,
-    typer.Option("--target", "-t", metavar="TARGET", help="Format of the result, one of those above."),
+    typer.Option("--target", "-t", metavar="TARGET", help="What to export to, one of the targets above."),
 ]
 Push = Annotated[
     str | None,
     typer.Option(
         "--push",
         metavar="ORG/NAME",
-        help="Send each file to a repository on the Hub once it is whole, and remove it here; then the rest, as the "
+        help="Send each file to a repository on the Hub once it is complete, and remove it here; then the rest, as the "
         "command push does. Files are made one after the other: with --low-disk, the disk holds one of the source and "
         "one of the result at a time, and the source is fetched for each.",
     ),
@@ -440,18 +441,18 @@ Qparams = Annotated[
     str | None,
     typer.Option(
         metavar="best|minmax",
-        show_default="best",
-        help="How to choose scales and offsets: best minimizes the squared error, minmax works like the converter of "
-        "the runtime.",
+        show_default="best, if the format has a choice",
+        help="How to choose scales and offsets: best searches for those with the least error, in which large weights "
+        "count more; minmax follows the runtime's own converter.",
     ),
 ]
 Rounding = Annotated[
     str | None,
     typer.Option(
         metavar="plain|gptq|importance",
-        show_default="not plain with --calibrate",
+        show_default="plain; gptq with --calibrate, importance with --imatrix",
         help="How to choose codes: the nearest ones (plain), or, with --calibrate, such that errors within a row "
-        "cancel in the outputs (gptq), or weighed by how large inputs are (importance).",
+        "cancel in the outputs (gptq), or with errors weighed by the size of the inputs (importance).",
     ),
 ]
 CalibrateInputs = Annotated[
@@ -459,8 +460,8 @@ CalibrateInputs = Annotated[
     typer.Option(
         "--calibrate",
         metavar=SAMPLES,
-        help="For --rounding and --target-size: learn the inputs of weights, and which matter more, layer by "
-        "layer, on text as in quantize: self is sampled from the model itself.",
+        help="For --rounding and --target-size: measure the inputs of weights, and how much each weight matters, layer "
+        "by layer, on a sample of text: the same choices as in quantize.",
     ),
 ]
 Imatrix = Annotated[
@@ -503,7 +504,7 @@ Format = Annotated[
         show_default="w4a16, q4, int4, q4_k_m",
         help="Format of the weights, of those that the target has: w4a16, w8a16, int8, fp8, nvfp4, mxfp4, ... for "
         "vllm; q2 to q8, mxfp4, mxfp8, nvfp4 or a mix for mlx; int4, int8, int8-dynamic or fp8 for torchao; a type "
-        "for gguf. Several, separated by commas, make a folder of each in OUT, in one reading of the source.",
+        "for gguf. Several, separated by commas, make a folder each in OUT, and read the source once.",
     ),
 ]
 StoredDtype = Annotated[
@@ -522,7 +523,7 @@ GgufType = Annotated[
         metavar="TYPE",
         show_default="q4_k_m",
         help="For gguf: a mix or type of llama.cpp, such as q4_k_m, q5_k_m, q6_k, iq4_xs, q8_0 or bf16; several with "
-        "commas between them make a file of each in one reading of the source.",
+        "commas between them make a file each, and read the source once.",
     ),
 ]
 Pure = Annotated[
@@ -533,8 +534,8 @@ WithoutTokenizer = Annotated[
     bool,
     typer.Option(
         "--without-tokenizer",
-        help="For gguf: write the file although the model has no tokenizer, for programs that give llama.cpp the ids "
-        "of tokens; llama.cpp's own programs end at the first text.",
+        help="For gguf: write the file although the model has no tokenizer, for programs that pass token ids to "
+        "llama.cpp; llama.cpp's own programs abort at the first text.",
     ),
 ]
 Name = Annotated[
@@ -542,7 +543,7 @@ Name = Annotated[
     typer.Option(
         metavar="NAME",
         show_default="that of its repository, else that of its folder",
-        help="For gguf: the name of the model, with which names of files begin.",
+        help="For gguf: the name of the model, with which file names begin.",
     ),
 ]
 FormatRecipe = Annotated[
@@ -625,7 +626,7 @@ Reference = Annotated[
     typer.Option(
         metavar="SRC",
         help="Model to compare with, token by token: KL divergence, top-1 agreement, change of the perplexity. Or the "
-        ".pqref file that --save-reference wrote of one; it has the text, too.",
+        ".pqref file that --save-reference wrote, which also contains the text.",
     ),
 ]
 SaveReference = Annotated[
@@ -700,7 +701,7 @@ DryPush = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Say what would be pushed, and change nothing. The folder is checked without a network or a token, too.",
+        help="Show what would be pushed, and change nothing. Without a network or a token, only the folder is checked.",
     ),
 ]
 

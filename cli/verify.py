@@ -30,8 +30,8 @@ def command(
 ) -> None:
     """Check every stored byte of a finished folder against its manifest.
 
-    With --from, the manifest is compared with what the result was made of, too. Prints one line for each problem, and
-    exits with code 1 if there are any.
+    With --from, also makes the result again from its source and compares the hashes. Prints one line for each problem,
+    and exits with code 1 if there are any.
     """
     with output.errors(quiet=quiet):
         from pqweights.api import verify

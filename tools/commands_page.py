@@ -29,7 +29,7 @@ go to stderr. Exit codes: 0 done; 1 refused or failed, with one line that says w
 130 interrupted.
 
 On a terminal, tables fit its width, and `plan`, `quantize` and `inspect` summarize more than 200 tensors by role, codec
-and bit width (`--no-summary` lists them all). Elsewhere tables list everything, as wide as it is.
+and bit width (`--no-summary` lists them all). Elsewhere tables list everything at full width.
 """
 # Where a command's method, formats and measurements are described.
 PAGES = {
@@ -84,6 +84,11 @@ def value_name(param: Any) -> str:
     return VALUES.get(kind, "PATH")
 
 
+def argument_name(param: Any) -> str:
+    """An argument as usage shows it, in brackets if it may be left out."""
+    return str(param.metavar) if param.required else f"[{param.metavar}]"
+
+
 def spelling(param: Any) -> str:
     """An option as it is typed, the long form first, and last the one that turns it off."""
     names = [*sorted(param.opts, key=len, reverse=True), *param.secondary_opts]
@@ -107,13 +112,13 @@ def section(name: str, command: Any) -> str:
     """One command."""
     arguments = [param for param in command.params if param.param_type_name == "argument"]
     options = [param for param in command.params if param.param_type_name == "option" and not param.hidden]
-    usage = " ".join(["pqweights", name, *(param.metavar for param in arguments), "[OPTIONS]"])
+    usage = " ".join(["pqweights", name, *(argument_name(param) for param in arguments), "[OPTIONS]"])
     parts = [f"## {name}", f"    {usage}", text_of(command)]
     if name == "export":
         short = {name: f" or `{alias}`" for alias, name in ALIASES.items()}
         targets = [(f"`{key}`{short.get(key, '')}", cell(summary)) for key, summary in EXPORTS.items()]
         parts.append(table(("target", "what it is"), targets))
-    parts.append(table(("argument", "what it is"), [(f"`{p.metavar}`", cell(p.help or "")) for p in arguments]))
+    parts.append(table(("argument", "what it is"), [(cell(f"`{p.metavar}`"), cell(p.help or "")) for p in arguments]))
     rows = [(spelling(param), cell(param.help or ""), default_text(param)) for param in options]
     parts.append(table(("option", "what it does", "default"), rows))
     more = ", ".join(f"[{title}]({page})" for title, page in PAGES.get(name, ()))
