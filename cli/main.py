@@ -26,7 +26,8 @@ COMMANDS = {
     "verify": "Check every stored byte of a finished folder against its manifest.",
     "rebuild": "Make a result again from its manifest, and compare every byte with what the manifest states.",
     "export": "Export a checkpoint or a master to what a runtime loads.",
-    "generate": "Generate text with a model that transformers loads, as a chat answer or a continuation, and stream it.",
+    "generate": "Generate text with a model that transformers loads, as a chat answer or a continuation, and stream "
+    "it.",
     "card": "Write or update the model card, DIR/README.md, from the manifest and the recorded evaluations.",
     "push": "Push a master or an export to the Hub, with a model card made from its manifest; a broken folder is "
     "refused.",

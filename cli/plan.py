@@ -80,9 +80,9 @@ def command(
 ) -> None:
     """Show what quantize would do with each tensor: action, codec, bits, bytes and reason.
 
-    This reads only headers and, in a local checkpoint, one row of each weight to see whether it was decoded from few
-    bits; but --calibrate with a target, and --lossless, read all weights. With --memory, it shows instead which targets
-    and formats fit into that memory, those with the most bits first, with the commands that make them.
+    This reads only headers and, in a local checkpoint, one row of up to 256 weights to see whether they were decoded
+    from few bits; but --calibrate with a target, and --lossless, read all weights. With --memory, it shows instead
+    which targets and formats fit into that memory, those with the most bits first, with the commands that make them.
     """
     with output.errors(quiet=quiet):
         report.warn_of_files_beside(source)
