@@ -30,7 +30,7 @@ CASES = [
     recipe("recipe-with-python", "!!python/object/apply:os.system [touch payload-ran]"),
     recipe("recipe-impossible-date", "name: 2020-13-45\n"),
     recipe("recipe-impossible-number", "bits: !!int five\n"),
-    recipe("recipe-nested", "[" * 5000),
+    recipe("recipe-nested", "[" * 1500),
     recipe("recipe-key-unknown", "bitz: 5\n", "'bitz'", "'bits'"),
     recipe("recipe-key-a-number", "5: 5\n", "unknown key"),
     recipe("recipe-bits-too-many", "bits: 9\n", "bits", "2 to 8", "9"),
