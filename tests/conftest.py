@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Search for garbage less often, and not in what the imported modules hold: a third of a second, again and again."""
+    """Search for garbage less often, and not in what imported modules hold: a third of a second, again and again."""
     gc.freeze()
     gc.set_threshold(20_000)
 
