@@ -80,8 +80,12 @@ def checked_config(
     differing = [pair for pair in pairs if not same_values(pair, everywhere=not is_elsewhere)]
     unproven = [pair for pair in pairs if is_elsewhere and pair not in differing and _has_more_than_places(pair)]
     changed, remarks = with_differing(config, differing)
-    shapes = {t.name: t.shape for t in tensors if not is_leftover(t.name, t.dtype, t.shape)}
-    return changed, (*remarks, *differences(shapes, changed)), tuple(unproven)
+    return changed, (*remarks, *unlike_config(tensors, changed)), tuple(unproven)
+
+
+def unlike_config(tensors: Sequence[LogicalTensor], config: Config) -> Remarks:
+    """Return remarks on tensors that a model lacks by its configuration, or has besides."""
+    return tuple(differences({t.name: t.shape for t in tensors if not is_leftover(t.name, t.dtype, t.shape)}, config))
 
 
 def _pairs_to_be_same(tensors: Sequence[LogicalTensor], config: Mapping[str, Any]) -> list[Pair]:

@@ -28,7 +28,7 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NUMBER = re.compile(r"\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 REFUSED = "transformers does not load that"
-RANDOM = "transformers computes with random values in their place"
+RANDOM = "transformers computes with random values instead"
 _PREDICTING = ("ForCausalLM", "LMHeadModel")
 TOWERS = {"vision_config": "images", "audio_config": "sound"}
 
@@ -83,7 +83,8 @@ def _of_layers(layers: Mapping[int, set[str]], count: int, config: Config, has_d
     missing = count - sum(number < count for number in layers)
     if missing > 0:
         first = next(number for number in range(len(layers) + 1) if number not in layers)
-        yield f"config.json states {count} layers, but {missing} are not stored (the first is {first}): {RANDOM}"
+        absent = f"layer {first} is" if missing == 1 else f"{missing} of them, from layer {first} on, are"
+        yield f"config.json states {count} layers, but {absent} not stored: {RANDOM}"
     behind = sorted(number for number in layers if number >= count)
     stated = next((key for part in (config, text_config(config)) for key in DRAFTS if _is_count(part.get(key))), None)
     if stated is not None and not behind and not has_drafts:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from pqweights.checkpoint.header import TensorSpec
 from pqweights.checkpoint.master import encoded_specs
+from pqweights.checkpoint.promise import unlike_config
 from pqweights.checkpoint.readers import LogicalTensor
 from pqweights.checkpoint.source import Checkpoint
 from pqweights.checkpoint.storage import Storage
@@ -177,8 +178,14 @@ def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
     tensors = tuple(tensor for tensor in checkpoint.tensors if tensor.name not in left_out)
     if not tensors:
         raise RecipeError(f"`leave_out`: expected some tensors to stay, found none of {len(names)}")
+    remarks = checkpoint.remarks
+    if (config := checkpoint.config) is not None:
+        before, after = (unlike_config(some, config) for some in (checkpoint.tensors, tensors))
+        remarks = (*(remark for remark in remarks if remark not in before), *after)
     left_out_tensors = checkpoint.left_out_tensors | left_out
-    return replace(checkpoint, tensors=tensors, left_out_tensors=left_out_tensors, leave_out=tuple(patterns))
+    return replace(
+        checkpoint, tensors=tensors, left_out_tensors=left_out_tensors, leave_out=tuple(patterns), remarks=remarks
+    )
 
 
 Rates = Mapping[str, float | None]  # bit width by weight; None: the weight is kept

@@ -51,8 +51,8 @@ def without(*parts: str) -> Callable[[Shapes], Shapes]:
 
 # By name: the tensors that are stored, what the configuration says otherwise, and a part of what is said.
 DIFFERENT: dict[str, tuple[Callable[[Shapes], Shapes], dict[str, Any], str]] = {
-    "a layer too few": (without("layers.2."), {}, "the first is 2"),
-    "a layer missing in the middle": (without("layers.1."), {}, "the first is 1"),
+    "a layer too few": (without("layers.2."), {}, "layer 2 is not stored"),
+    "a layer missing in the middle": (without("layers.1."), {}, "layer 1 is not stored"),
     "a layer too many": (lambda shapes: shapes | layer(3), {}, "1 layer more than the 3"),
     "fewer layers counted": (lambda shapes: shapes, {"num_hidden_layers": 1}, "2 layers more than the 1"),
     "part of a layer": (without("layers.1.mlp.down"), {}, "mlp.down_proj.weight"),

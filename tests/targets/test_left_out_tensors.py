@@ -67,6 +67,24 @@ def test_an_export_leaves_out_what_it_is_asked_to(target: str, source: Path, tmp
         assert not read_all(tmp_path / "out").keys() & {"optimizer.state.0.exp_avg", f"{ATTENTION}.k_scale"}
 
 
+@pytest.mark.parametrize(
+    ("target", "pattern", "missed"),
+    [
+        ("gguf", "*.q_proj.weight", "no layer has self_attn.q_proj"),
+        ("bf16", "*.down_proj.weight", "no layer has mlp.down_proj"),
+        ("bf16", "model.norm.weight", "the norm behind the last layer is not stored"),
+        ("vllm", "model.layers.1.*", "config.json states 2 layers, but layer 1 is not stored"),
+    ],
+)
+def test_a_tensor_that_the_model_needs_is_missed(
+    target: str, pattern: str, missed: str, source: Path, tmp_path: Path
+) -> None:
+    """Results without it do not load, or compute with random values."""
+    options = ("--target", target, *TARGETS[target], "--leave-out", "optimizer.*")
+    assert missed in done("export", source, tmp_path / "out", *options, "--leave-out", pattern).stderr
+    assert "WARNING" not in done("export", source, tmp_path / "whole", *options).stderr
+
+
 @pytest.mark.parametrize("lossless", [(), ("--lossless",)])
 def test_a_plan_says_what_is_left_out(lossless: tuple[str, ...], source: Path, tmp_path: Path) -> None:
     planned = json.loads(done("plan", source, "--leave-out", "*.k_scale", *lossless, "--json").stdout)
