@@ -83,8 +83,8 @@ class Format:
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """The values of `qparams`: rows and tiles have no better scale than that of the largest weight."""
-        return BOTH if self.group.isdigit() else BOTH[:1]
+        """The values of `qparams`: FP8 has no better scale than that of the largest weight."""
+        return BOTH if self.group.isdigit() or self.element == "INT8" else BOTH[:1]
 
 
 HF, BOTH_RUN, OFFSET = "transformers", "vLLM, transformers", "BF16, with offset"

@@ -20,6 +20,7 @@ from pqweights.kernels import BLOCK_SIZE, VALUE_DTYPES, native
 # (native/group_rules.cpp).
 BEST = "best"
 RUNTIME_RULES = {"mlx": 1, "torchao": 2, "compressed-tensors": 3, "compressed-tensors-asymmetric": 8}
+LEAST_ERROR = 10  # of some scales, in groups of which fit_groups takes no such size
 FLOAT_MODES = {"mxfp4": 4, "mxfp8": 5, "nvfp4": 6, "fp8": 7, "fp8-tensor": 9}
 # What offsets are, as kernels call it: any, none, or such that a code stands for 0.
 KINDS = {"affine": 0, "symmetric": 1, "asymmetric": 2}
@@ -126,10 +127,12 @@ class GroupRule:
     def quantize(self, values: npt.NDArray[np.float32]) -> Groups:
         """Finite weights [groups * group size] as integers."""
         result = _empty_groups(values, self.group_size)
-        if self.rule == BEST:
+        is_row = self.symmetric and (self.group_size > MOST_WEIGHTS or self.group_size % 16)
+        if self.rule == BEST and not is_row:
             fit_groups(values, result, self)
         else:
-            round_groups(values, result, bits=self.bits, rule=RUNTIME_RULES[self.rule], scale_dtype=self.scale_dtype)
+            rule = LEAST_ERROR if self.rule == BEST else RUNTIME_RULES[self.rule]
+            round_groups(values, result, bits=self.bits, rule=rule, scale_dtype=self.scale_dtype)
         return result
 
     def quantize_weighted(self, values: Floats, importance: Floats) -> Groups:
@@ -484,7 +487,7 @@ def fit_floats(
 def round_groups(
     values: npt.NDArray[np.float32], out: Groups, *, bits: int, rule: int, scale_dtype: str = "BF16"
 ) -> None:
-    """Fill `out` from the weights [groups * size], by a value of RUNTIME_RULES or FLOAT_MODES."""
+    """Fill `out` from the weights [groups * size], by LEAST_ERROR or a value of RUNTIME_RULES or FLOAT_MODES."""
     groups, size = out.codes.shape
     if size < 1 or not 2 <= bits <= 8:
         raise ValueError(f"expected groups of at least one weight and 2 to 8 bits, found {size} and {bits} bits")

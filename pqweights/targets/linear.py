@@ -96,8 +96,8 @@ class LinearFormat:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """The values of `qparams`: rows and FP8 have no better scale than that of the largest weight, or hardly."""
-        return (MINMAX,) if self.is_channel or self.rule.kind == "fp8" else (BEST, MINMAX)
+        """The values of `qparams`: FP8 has no better scale than that of the largest weight, or hardly."""
+        return (MINMAX,) if self.rule.kind == "fp8" else (BEST, MINMAX)
 
     @property
     def usual_bits(self) -> float:
@@ -118,7 +118,7 @@ class LinearFormat:
             options, label = {"group_size": shape[-1]}, f"{self.rule.kind}-channel"
         elif self.rule.rows > 1:
             options, label = {"row_length": shape[-1]}, f"{self.rule.kind}-{self.rule.rows}x{self.rule.group_size}"
-        elif self.qparams == BEST and BEST in self.ways:
+        if self.qparams == BEST and BEST in self.ways:
             options["rule" if isinstance(self.rule, GroupRule) else "name"] = BEST
         return PackedFormat(replace(cast("Any", self.rule), **options), self.layout, label=label)
 

@@ -37,9 +37,7 @@ from pqweights.targets.integers import Assignment
 from pqweights.targets.linear import CHANNEL, LinearFormat, kinds_of, linear_weights, patterns, with_quantization
 from pqweights.targets.loading import LoadableModel, by_transformers
 from pqweights.targets.target import (
-    BEST,
     INTEGER_OPTIONS,
-    MINMAX,
     RECIPE_OPTIONS,
     TORCHAO,
     ExportSettings,
@@ -158,18 +156,19 @@ def read_options(options: Options) -> ExportSettings:
     if options.bits not in (None, bits):
         raise OptionError(f"`bits` {options.bits}: the format {name} has {bits}")
     if name != INT4:
-        for option in ("packing", "group_size", "qparams"):
+        for option in ("packing", "group_size"):
             if getattr(options, option) is not None:
                 raise OptionError(f"`{option}`: the format {name} does not take this option")
     why_not = None if name == INT4 else f"expected `format` {INT4}, found {name}"
     rounding = read_rounding(NAME, options, why_not=why_not)
     packing = one_of(NAME, "packing", options.packing, allowed=(TILE, UNTILED))
-    qparams = one_of(NAME, "qparams", options.qparams, allowed=(BEST, MINMAX))
+    qparams = one_of(f"{NAME} with the format {name}", "qparams", options.qparams, allowed=FORMATS[name].ways)
     int4 = replace(FORMATS[INT4], layout=LAYOUTS[packing]).with_options(options.group_size, qparams)
-    formats, recipe = FORMATS | {INT4: int4}, recipe_of(options, tuple(FORMATS))
-    stated: dict[str, Any] = {"target": NAME, "format": name, "bits": bits}
+    formats = {n: int4 if n == INT4 else how.with_options(None, qparams) for n, how in FORMATS.items()}
+    recipe = recipe_of(options, tuple(FORMATS))
+    stated: dict[str, Any] = {"target": NAME, "format": name, "bits": bits, "qparams": formats[name].qparams}
     if name == INT4:
-        stated |= {"packing": packing, "group_size": int4.groups.size, "qparams": int4.qparams}
+        stated |= {"packing": packing, "group_size": int4.groups.size}
     return ExportSettings(
         stated=stated | describe(recipe),
         assign=partial(_assign, name, {name: formats[name], **formats}, recipe),

@@ -268,9 +268,10 @@ def read_options(options: Options) -> ExportSettings:
     how = FORMATS[name]
     if options.bits not in (None, how.rule.bits):
         raise OptionError(f"`bits` {options.bits}: the format {name} has {how.rule.bits}")
-    why_not = None if BEST in how.ways else f"expected scales of groups, found the format {name}"
+    is_possible = BEST in how.ways and not how.is_channel
+    why_not = None if is_possible else f"expected scales of groups, found the format {name}"
     rounding = read_rounding(NAME, options, why_not=why_not)
-    qparams = one_of(NAME, "qparams", options.qparams, allowed=how.ways)
+    qparams = one_of(f"{NAME} with the format {name}", "qparams", options.qparams, allowed=how.ways)
     chosen = how.with_options(options.group_size, qparams)
     recipe, together = recipe_of(options, _that_mix_with(name)), _that_mix_with(name)
     # The default first; those of rules in their own group sizes.

@@ -154,6 +154,9 @@ def round_() -> Arrays:
             out = groups._empty_groups(values(size), size)
             groups.round_groups(values(size), out, bits=bits, rule=RUNTIME_RULES[name], scale_dtype=dtype)
             yield from _arrays(out)
+    for dtype in ("BF16", "F16"):  # rows that are too long for fit_groups
+        of_rows = GroupRule(bits=8, group_size=300, symmetric=True, middle=True, scale_dtype=dtype)
+        yield from _arrays(of_rows.quantize(values(300)))
     for kind in FLOAT_MODES:
         size = 16 if kind == "nvfp4" else 32
         yield from _arrays(FloatRule(kind, 8 if "8" in kind else 4, size).quantize(values(size)))

@@ -1,6 +1,7 @@
 // Groups of weights to integers and to short floats as runtimes' own converters do it: docs/exports.md has the rules as
 // formulas. They are those of mlx 0.32 (mx.quantize in all its modes), torchao 0.18 (_choose_qparams_affine_tinygemm on
 // BF16 weights) and compressed-tensors 0.20 (calculate_qparams on BF16 or F16 weights, of which scales have the dtype).
+// One more has the least error of some scales: groups.cpp searches better ones, but has no room for rows.
 #include "conversions.hpp"
 #include "group_fitting.hpp"
 #include "interface.hpp"
@@ -10,7 +11,8 @@ namespace {
 
 // Of RUNTIME_RULES and FLOAT_MODES in groups.py.
 enum Rule : int64_t {
-    MLX = 1, TORCHAO, COMPRESSED_TENSORS, MXFP4, MXFP8, NVFP4, FP8, COMPRESSED_TENSORS_ASYMMETRIC, FP8_TENSOR
+    MLX = 1, TORCHAO, COMPRESSED_TENSORS, MXFP4, MXFP8, NVFP4, FP8, COMPRESSED_TENSORS_ASYMMETRIC, FP8_TENSOR,
+    LEAST_ERROR
 };
 
 // Up to sixteen groups in the lanes, as in group_fitting.hpp, but of any size.
@@ -104,6 +106,34 @@ INLINE Result round_symmetric(const Sixteen& groups, float last, float middle, D
                   [&](Floats w) ALWAYS { return rint(nearest_short(w / scale, dtype)) + middle; });
 }
 
+// The range is symmetric, up to the largest magnitude or a little less, the best of eight by the squared error: of the
+// rounded scales some fit better than others, and a few weights may saturate.
+INLINE Result round_by_least_error(const Sixteen& groups, float last, float middle, Dtype dtype) {
+    constexpr int COUNT = 8;
+    Floats most{}, scales[COUNT], errors[COUNT]{};
+    groups.over([&](Floats w) ALWAYS { most = maximum(magnitude(w), most); });
+    each<COUNT>([&](auto c) ALWAYS {
+        scales[c] = never_zero(nearest_short(most / (last / 2 * (1.0f + float(c) / 64.0f)), dtype), dtype);
+    });
+    // Errors in steps of each scale, so that their squares stay in range.
+    groups.over([&](Floats w) ALWAYS {
+        each<COUNT>([&](auto c) ALWAYS {
+            Floats t = w / scales[c], left = t - minimum(maximum(rint(t), splat(-middle)), splat(last - middle));
+            errors[c] += left * left;
+        });
+    });
+    Floats scale = scales[0], least = errors[0];
+    each<COUNT - 1>([&](auto before) ALWAYS {
+        constexpr int c = before + 1;
+        Floats ratio = scales[c] / scale, error = errors[c] * ratio * ratio;
+        Truths better = error < least;
+        scale = choose<Floats>(better, scales[c], scale);
+        least = choose<Floats>(better, errors[c], least);
+    });
+    return encode(groups, last, splat(middle), scale, Floats{},
+                  [&](Floats w) ALWAYS { return rint(w / scale) + middle; });
+}
+
 // The range is that of the weights and 0, which becomes a code; steps are rounded before and after it is added.
 INLINE Result round_asymmetric(const Sixteen& groups, float last, float middle, Dtype dtype) {
     Extremes of = extremes_of(groups);
@@ -165,6 +195,7 @@ INLINE Result round_by(Rule rule, const Sixteen& groups, float last, float middl
         case MLX: return round_as_mlx(groups, last);
         case TORCHAO: return round_as_torchao(groups, last, middle);
         case COMPRESSED_TENSORS: return round_symmetric(groups, last, middle, dtype);
+        case LEAST_ERROR: return round_by_least_error(groups, last, middle, dtype);
         case COMPRESSED_TENSORS_ASYMMETRIC: return round_asymmetric(groups, last, middle, dtype);
         default: return round_to_floats(groups, rule);
     }
