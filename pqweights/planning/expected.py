@@ -56,6 +56,7 @@ MEASURED = (
     Measured(QWEN, Trellis.codec, 5.125, False, 0.0097, 0.936),
     Measured(QWEN, Trellis.codec, 5.125, True, 0.0022, 0.977),
     Measured(QWEN, Trellis.codec, 4.125, False, 0.0369, 0.877),
+    Measured(QWEN, Trellis.codec, 4.125, True, 0.009, 0.948),
     Measured(QWEN, LloydMax.codec, 4.125, False, 0.0846, 0.813),
     Measured(QWEN, LloydMax.codec, 3.125, False, 0.3819, 0.649),
     Measured(QWEN, Trellis.codec, 3.125, False, 0.1594, 0.762),
