@@ -9,7 +9,6 @@ states of a batch to the next.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from pqweights.convert.jobs import CHUNK_WEIGHTS
 from pqweights.errors import SourceError
 from pqweights.runtime.folders import read_folder, transformers_config
 from pqweights.runtime.models import loader_of
-from pqweights.runtime.packages import Refused, package, quiet
+from pqweights.runtime.packages import Refused, give_back_memory, package, quiet
 
 # A configuration that describes more times the weights of its checkpoint is of another model, or lacks sizes.
 MOST_DESCRIBED = 1.5
@@ -279,7 +278,7 @@ class LayeredModel:
                     module._parameters[name] = None if parameter is None else _on_meta(parameter)
             if layer == OUTSIDE:
                 self.model.tie_weights()
-            _give_back_memory()
+            give_back_memory()
 
     def _tie(self) -> None:
         """Give embedding and head the same weight, whichever of them the checkpoint has, if they share it."""
@@ -412,13 +411,6 @@ def _read(tensor: LogicalTensor) -> Tensor:
         part = values[start : start + step]
         tensor.read(start, len(part), "F32", part.view(np.uint8))
     return torch.from_numpy(values).view(tensor.shape)
-
-
-def _give_back_memory() -> None:
-    """Return what was freed to the system: glibc keeps the room of temporary tensors that lies below what stays."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import math
 import os
@@ -21,6 +22,7 @@ from pqweights.errors import EvaluationError
 from pqweights.runtime.cached import CachedRun, CacheFigures, check_spec
 from pqweights.runtime.folders import Folder, Size, read_model, size
 from pqweights.runtime.models import Floats, Model, check_options, check_packed, choose_device, open_model
+from pqweights.runtime.packages import give_back_memory
 from pqweights.runtime.protocol import Loss, Save, Scores, TextWindows, compare
 from pqweights.runtime.report import EvaluationReport, EvaluationSettings, ModelScores, base_name, fingerprint
 from pqweights.runtime.saved_reference import (
@@ -177,6 +179,9 @@ def _score_all(job: _EvaluationJob) -> list[ModelScores]:
 
 def _score(job: _EvaluationJob, number: int, base: Model | None) -> list[ModelScores]:
     """Load one of the compared models and score it. It is freed on return, before the next one is loaded."""
+    if number > 0:
+        gc.collect()  # models of compressed-tensors are in cycles
+        give_back_memory()
     folder, specs = job.compared[number], job.options.kv_caches
     before = number * len(job.starts) * max(1, len(specs))
     model = job.open(folder, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import io
 import logging
@@ -129,3 +130,10 @@ class Refused(contextlib.AbstractContextManager["Refused"]):
         # itself.
         if isinstance(error, REFUSALS) or error_type is Exception or error_type.__name__ == "SafetensorError":
             raise SourceError(f"{self._what}: {error_type.__name__}: {' '.join(str(error).split())[:300]}") from error
+
+
+def give_back_memory() -> None:
+    """Return what was freed to the system: glibc keeps the room of temporary tensors that lies below what stays."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
