@@ -23,6 +23,7 @@ of a model says so, and the tables mark the rows (see GRIDS).
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import json
 import os
@@ -62,6 +63,7 @@ from pqweights.checkpoint.source import open_local
 from pqweights.kernels.gguf_encoding import BLOCK_TYPES
 from pqweights.runtime.folders import size
 from pqweights.runtime.models import Model, open_model
+from pqweights.runtime.packages import give_back_memory
 from pqweights.runtime.protocol import TextWindows, compare
 from pqweights.runtime.texts import Ids, load_tokenizer, read_text, tokenize
 
@@ -278,6 +280,8 @@ class Bench:
             make = by_peer if row.method is not None else MAKERS[row.tool]
             made = make(self, row, Path(folder) / "out")
             windows = TextWindows(size=WINDOW, stride=WINDOW)
+            gc.collect()  # models of compressed-tensors are in cycles
+            give_back_memory()
             scores = measures(compare(open_model(made.opened), self.base, ids=self.ids, windows=windows))
             types = {tensor.type for tensor in open_gguf(made.opened).tensors} if row.format == GGUF else set()
         kinds = [f"gguf {kind}" for kind in sorted(types & BLOCK_TYPES.keys())] if row.tool == OURS else []
