@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from export_decoders import export_weight
 from families import ATTENTION, TEXT, VOCABULARY, Family, build
 
 from pqweights.common.advice import pip_install
-from pqweights.common.options import Options
+from pqweights.common.options import EvaluationOptions, Options
 from pqweights.errors import MissingDependencyError, PqweightsWarning, SourceError
 from pqweights.planning.recipe import load_recipe
+from pqweights.runtime import evaluation
 from pqweights.runtime.folders import read_folder
-from pqweights.runtime.models import open_model
+from pqweights.runtime.models import Model, open_model
 
 pytestmark = pytest.mark.usefixtures("narrow_layers_packed")
 
@@ -105,6 +107,22 @@ def test_logits_match_a_model_with_the_decoded_weights(name, source, exported):
     assert found.dtype == np.float32
     assert_near(found, expected, EXPORTS[name][2])
     assert deviation(found, plain_logits(plain_model(source, source), IDS[:48])) > 10 * bound(EXPORTS[name][2])
+
+
+def test_each_model_is_gone_before_the_next_is_loaded(source, exported, monkeypatch):
+    """Those of compressed-tensors are in cycles, which Python alone frees some time later."""
+    loaded = list[weakref.ref[Any]]()
+
+    def opened(*arguments: Any, **options: Any) -> Model:
+        assert not any(net() for net in loaded[1:]), "only the reference stays"
+        model = open_model(*arguments, **options)
+        loaded.append(weakref.ref(model.net))
+        return model
+
+    monkeypatch.setattr(evaluation, "open_model", opened)
+    options = EvaluationOptions(reference=source, window=16, stride=16)
+    evaluation.evaluate([exported("vllm"), exported("vllm nvfp4"), exported("vllm")], "w1 w2 w3 w4 " * 16, options)
+    assert len(loaded) == 4
 
 
 def test_transforms_of_inputs_are_refused(exported, tmp_path):
