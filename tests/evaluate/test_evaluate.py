@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import shutil
@@ -109,7 +110,7 @@ def test_logits_match_a_model_with_the_decoded_weights(name, source, exported):
     assert deviation(found, plain_logits(plain_model(source, source), IDS[:48])) > 10 * bound(EXPORTS[name][2])
 
 
-def test_each_model_is_gone_before_the_next_is_loaded(source, exported, monkeypatch):
+def test_each_model_is_gone_before_the_next_is_loaded(source, exported, monkeypatch, request):
     """Those of compressed-tensors are in cycles, which Python alone frees some time later."""
     loaded = list[weakref.ref[Any]]()
 
@@ -120,6 +121,8 @@ def test_each_model_is_gone_before_the_next_is_loaded(source, exported, monkeypa
         return model
 
     monkeypatch.setattr(evaluation, "open_model", opened)
+    gc.disable()
+    request.addfinalizer(gc.enable)
     options = EvaluationOptions(reference=source, window=16, stride=16)
     evaluation.evaluate([exported("vllm"), exported("vllm nvfp4"), exported("vllm")], "w1 w2 w3 w4 " * 16, options)
     assert len(loaded) == 4
