@@ -110,6 +110,10 @@ class LinearFormat:
         groups = GroupSize.of(self.groups.target, self.groups.allowed, group_size)
         return replace(self, groups=groups, qparams=qparams if qparams in self.ways else self.ways[0])
 
+    def stated_qparams(self, asked: str | None) -> dict[str, str]:
+        """Return what a manifest says of them: nothing where there is no choice and none was asked of other formats."""
+        return {} if asked is None and len(self.ways) == 1 else {"qparams": self.qparams}
+
     def format(self, shape: tuple[int, ...], size: int) -> PackedFormat:
         """Return how a weight is stored in groups of a size."""
         options: dict[str, Any] = {"group_size": size}

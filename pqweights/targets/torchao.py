@@ -37,6 +37,7 @@ from pqweights.targets.integers import Assignment
 from pqweights.targets.linear import CHANNEL, LinearFormat, kinds_of, linear_weights, patterns, with_quantization
 from pqweights.targets.loading import LoadableModel, by_transformers
 from pqweights.targets.target import (
+    BEST,
     INTEGER_OPTIONS,
     RECIPE_OPTIONS,
     TORCHAO,
@@ -162,11 +163,13 @@ def read_options(options: Options) -> ExportSettings:
     why_not = None if name == INT4 else f"expected `format` {INT4}, found {name}"
     rounding = read_rounding(NAME, options, why_not=why_not)
     packing = one_of(NAME, "packing", options.packing, allowed=(TILE, UNTILED))
-    qparams = one_of(f"{NAME} with the format {name}", "qparams", options.qparams, allowed=FORMATS[name].ways)
+    one_of(f"{NAME} with the format {name}", "qparams", options.qparams, allowed=FORMATS[name].ways)
+    qparams = options.qparams or BEST  # of those formats that have a choice
     int4 = replace(FORMATS[INT4], layout=LAYOUTS[packing]).with_options(options.group_size, qparams)
     formats = {n: int4 if n == INT4 else how.with_options(None, qparams) for n, how in FORMATS.items()}
     recipe = recipe_of(options, tuple(FORMATS))
-    stated: dict[str, Any] = {"target": NAME, "format": name, "bits": bits, "qparams": formats[name].qparams}
+    of_scales = formats[name].stated_qparams(options.qparams)
+    stated: dict[str, Any] = {"target": NAME, "format": name, "bits": bits, **of_scales}
     if name == INT4:
         stated |= {"packing": packing, "group_size": int4.groups.size}
     return ExportSettings(

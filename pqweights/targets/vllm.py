@@ -275,8 +275,9 @@ def read_options(options: Options) -> ExportSettings:
     chosen = how.with_options(options.group_size, qparams)
     recipe, together = recipe_of(options, _that_mix_with(name)), _that_mix_with(name)
     # The default first; those of rules in their own group sizes.
-    formats = {name: chosen} | {n: FORMATS[n].with_options(None, chosen.qparams) for n in together if n != name}
-    stated = {"target": NAME, "format": name, "bits": how.rule.bits, "qparams": chosen.qparams}
+    others = {n: FORMATS[n].with_options(None, options.qparams or BEST) for n in together if n != name}
+    formats = {name: chosen} | others
+    stated = {"target": NAME, "format": name, "bits": how.rule.bits, **chosen.stated_qparams(options.qparams)}
     stated |= {} if how.is_channel else {"group_size": chosen.groups.size}
     return ExportSettings(
         stated=stated | describe(recipe),

@@ -275,3 +275,21 @@ def test_stacks_that_no_runtime_would_read_are_refused(
 
 def weights_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(("target", "other", "stored"), [("vllm", "w4a16", "_packed"), ("torchao", "int8", "_qdata")])
+def test_a_format_without_a_choice_of_scales_leaves_it_to_the_others(
+    target: str, other: str, stored: str, base: Path
+) -> None:
+    """Layers that a rule gives another format are rounded as in an export of that format, by default and by minmax."""
+    found = []
+    for qparams in ({}, {"qparams": "minmax"}):
+        options: dict[str, object] = {"target": target, **qparams}
+        mixed = families.exported(base, "llama", **options, format="fp8", set_format=(f"*.mlp.*={other}",))
+        whole = families.exported(base, "llama", **options, format=other)
+        mine, theirs = (read_all(folder) for folder in (mixed, whole))
+        names = [name for name in mine if ".mlp." in name and name.endswith(stored)]
+        assert names and all(np.array_equal(mine[name][1], theirs[name][1]) for name in names)
+        found.append(mine[names[0]][1])
+        assert read_manifest(mixed).made_by.get("qparams") == qparams.get("qparams")
+    assert not np.array_equal(*found)
